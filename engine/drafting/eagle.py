@@ -53,7 +53,7 @@ class EagleDrafter(HeadDrafter):
         self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, LawTable] | None:
         """Read texts and draw all levels in one call; return None for rows that need `begin` and `below`."""
-        if self._levels is None or not self._levels.takes(plan, layout, parameters, self.runner.vocab_size):
+        if self._levels is None or not self._levels.takes(plan, layout, self.runner.vocab_size):
             return None
         rows = [row for row in plan.rows if row.fanout]
         *earlier, last = readings(rows, ends_wanted=True)

@@ -81,13 +81,12 @@ class Levels:
     def __init__(self, runner: ModelRunner, decoder: CpuDecoder) -> None:
         self._runner, self._decoder = runner, decoder
 
-    def takes(self, plan: Plan, layout: Layout, parameters: LawParameters, vocab_size: int) -> bool:
-        """Whether all distributions depend on logits, temperature and top_p alone, and all draws are independent."""
+    def takes(self, plan: Plan, layout: Layout, vocab_size: int) -> bool:
+        """Whether all distributions depend on logits, temperature and filters alone, and all draws are independent."""
         rows, decoder = plan.sampling_rows, self._decoder
         num_tokens = vocab_size if decoder.known is not None else decoder.vocab_size
         return (
             layout.max_length > 0
-            and set(parameters.values) <= {"top_p"}
             and decoder.has_plain_logits
             and min(num_tokens, self._runner.num_embeddings) >= vocab_size
             and not any(row.text or row.sampling.seed_stable for row in rows)
@@ -108,6 +107,7 @@ class Levels:
         state_TD: states that the rows of the first pass read, for a head.
         """
         from engine.drafting import numba_levels  # Numba is there where there is a decoder
+        from engine.kernels.numba_rows import arrays_of
 
         decoder, runner = self._decoder, self._runner
         whole = build([sequence for one in passes for sequence in one], runner.block_size)
@@ -117,7 +117,6 @@ class Levels:
         of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
         of_laws = parameters.select(layout.law_row_of_N)
-        top_p_N = of_laws.values.get("top_p", torch.ones_like(of_laws.temperature_N))
         most_laws = int(np.diff(of_layout.law_ends, prepend=0).max())
         states, leaving = decoder.states_of(state_TD, most_laws)
         known = decoder.known
@@ -143,7 +142,7 @@ class Levels:
             whole.limits,
             whole.positions_T,
             of_laws.temperature_N.numpy(),
-            top_p_N.numpy(),
+            *arrays_of(of_laws.filters, layout.num_laws),
             uniform_LC.numpy(),
             of_layout.first_chains,
             of_layout.num_chains,

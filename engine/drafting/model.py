@@ -46,7 +46,7 @@ class ModelDrafter:
         self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, LawTable] | None:
         """Catch up and draw all levels in one call; return None for rows that need `begin` and `below`."""
-        if self._levels is None or not self._levels.takes(plan, layout, parameters, self.runner.vocab_size):
+        if self._levels is None or not self._levels.takes(plan, layout, self.runner.vocab_size):
             return None
         law_NV = torch.empty((layout.num_laws, self.runner.vocab_size))
         tokens_CL = self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, law_NV)

@@ -1,7 +1,7 @@
 """The drafting loop in Numba: the passes over all levels, the laws below their nodes and the draws, in one call.
 
 For draft models and heads that the CPU's decoder runs (`cpu_decoder.py`), and rows whose distributions depend on
-logits, temperature and top_p alone.
+logits, temperature and filters alone.
 `chains.draw_levels`, which takes any rows, is the oracle: the same numbers give the same tokens, to the bit.
 """
 
@@ -16,15 +16,14 @@ import numpy as np
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
-from engine.kernels.numba_rows import draw_from, keep_nucleus, law_of, likeliest
+from engine.kernels.numba_rows import draw_from, filtered_law, likeliest
 from engine.models import numba_decoder, numba_table
 from engine.models.numba_decoder import c_function
 from engine.models.numba_table import array1, array2, put1, put2, table_at
 from engine.models.numba_work import claim, finish
 
-_LAWS, _TEMPERATURES, _TOP_PS, _UNIFORMS, _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _KNOWN, _SPREAD = range(
-    numba_table.OWN, numba_table.OWN + 10
-)
+_LAWS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(numba_table.OWN, numba_table.OWN + 6)
+_FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _KNOWN, _SPREAD = range(numba_table.OWN + 6, numba_table.OWN + 12)
 _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
 
@@ -37,6 +36,7 @@ def _draw(address, phase):
     table = table_at(address)
     counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
     laws, temperatures = array2(table, _LAWS, np.float32), array1(table, _TEMPERATURES, np.float32)
+    least_logs, top_ks = array1(table, _LEAST_LOGS, np.float32), array1(table, _TOP_KS, np.int64)
     top_ps = array1(table, _TOP_PS, np.float32)
     uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
     first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
@@ -56,9 +56,7 @@ def _draw(address, phase):
             law[:] = np.float32(0)
             law[most_likely] = np.float32(1)
         else:
-            law_of(of_node, temperatures[node], law)
-            if top_ps[node] < 1:
-                keep_nucleus(law, top_ps[node])
+            filtered_law(of_node, temperatures[node], least_logs[node], top_ks[node], top_ps[node], law)
         for chain in range(first_chains[node], first_chains[node] + num_chains[node]):
             if leaders[chain] != chain:
                 tokens[chain] = tokens[leaders[chain]]
@@ -100,6 +98,8 @@ def draw_levels(
     limits,
     positions,
     temperatures,
+    least_logs,
+    top_ks,
     top_ps,
     uniforms,
     first_chains,
@@ -134,6 +134,8 @@ def draw_levels(
             states = leaving[parents[first_law:end_law]]
         put2(table, _LAWS, laws[first_law:end_law])
         put1(table, _TEMPERATURES, temperatures[first_law:end_law])
+        put1(table, _LEAST_LOGS, least_logs[first_law:end_law])
+        put1(table, _TOP_KS, top_ks[first_law:end_law])
         put1(table, _TOP_PS, top_ps[first_law:end_law])
         put1(table, _UNIFORMS, uniforms[level])
         put1(table, _FIRST_CHAINS, first_chains[first_law:end_law])

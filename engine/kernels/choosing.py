@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, Kernels, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, Filters, Kernels, LawTable
 from engine.kernels.torch_kernels import TORCH
 
 log = logging.getLogger("polydraft")
@@ -151,6 +151,14 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
     starts = np.linspace(0, len(target.law_NV), 9).astype(np.int64)
     temperature_B = torch.tensor([0.5, 0.6, 0, 0.8, 1.0, 1.2, 1.4, 1.5], device=device)
     numbers = torch.stack([noise.accept_CL.roll(salt, 0) for salt in range(6)])
+    # By rows: no filter, each alone, all together, more tokens than there are.
+    filters = Filters(
+        torch.tensor([0, 0.02, 0, 0, 0.001, 0], device=device),
+        torch.tensor([0, 0, 20, 0, 30, 10_000], device=device),
+        torch.tensor([1, 1, 1, 0.8, 0.9, 1], device=device),
+        10_000,
+    )
+    of_requests = filters.each(lambda one: one.repeat(2)[: len(temperature_B)])
     storages = [torch.arange(width * 192, device=device).sin().view(3, 64, 2, width // 2) for width in (32, 40)]
     # Each move of the first sequence overwrites what the next one reads.
     moves = [[(slot, slot + 1) for slot in range(32)], [(60, 50)]]
@@ -162,12 +170,16 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
                 (*logits, logits[0]), ((min_p_N, top_k_N), (None, top_k_N), (min_p_N, None)), strict=True
             )
         ],
+        "law": [(*one, some) for one in logits for some in (Filters(), filters, Filters(None, None, filters.top_p_N))],
         "draw": [(TORCH.softmax(*one), torch.arange(_NUM_ROWS, device=device).flip(0), uniform_C) for one in logits],
         "nucleus": [(steps_V.repeat(6, 1), torch.tensor([0.1, 0.45, 0.5, 0.75, 0.95, 1.0], device=device))],
         "surplus_sum": [(chains, target, depth, score_C) for depth in (0, 2)],
         "draw_residual": [(chains, target, half_C, 0.4 + 0.6 * score_C, noise.residual_C)],
         "race": [(chains, target, noise)],
         "winners": [(chains, score_C.round(decimals=1), half_C, token_C)],
-        "decide": [(target.law_NV.log(), temperature_B, starts, chains, target.row_CX, numbers)],
+        "decide": [
+            (target.law_NV.log(), temperature_B, some, starts, chains, target.row_CX, numbers)
+            for some in (Filters(), of_requests)
+        ],
         "move": [([one.to(dtype) for one in storages], moves) for dtype in (torch.float32, torch.bfloat16)],
     }

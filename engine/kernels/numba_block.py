@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
-from engine.kernels.numba_rows import draw_from, law_of, likeliest, sum_of
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, Ints, LawTable
+from engine.kernels.numba_rows import arrays_of, draw_from, filtered_law, likeliest, sum_of
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, LawTable
 
 
 @compiled_for_cpu(**EXACT)
@@ -126,7 +126,8 @@ def _match(tokens, rows, likeliest_tokens):
 
 @compiled_for_cpu(**EXACT)
 def _decide(
-    logits, temperatures, starts, tokens, lengths, requests, node_rows, draft, draft_rows, numbers, verdict, largest
+    logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
+    numbers, verdict, largest,
 ):  # fmt: skip
     """Compute laws and verdicts request by request, so that the laws of a request are read while they are in the cache.
 
@@ -144,7 +145,9 @@ def _decide(
         temperature = temperatures[request]
         for node in range(count):
             if temperature > 0:
-                largest[first + node] = law_of(logits[first + node], temperature, laws[node])
+                largest[first + node] = filtered_law(
+                    logits[first + node], temperature, least_logs[request], top_ks[request], top_ps[request], laws[node]
+                )
             else:
                 peaks[node], largest[first + node] = likeliest(logits[first + node])
         smallest = math.inf
@@ -182,7 +185,13 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def decide(
-    logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
+    logits_NV: Tensor,
+    temperature_B: Tensor,
+    filters: Filters,
+    starts: Ints,
+    chains: Chains,
+    node_CX: Tensor,
+    numbers: Tensor,
 ) -> tuple[Ints, Floats]:
     """Return `Kernels.decide`."""
     draft_MV = chains.draft.law_NV
@@ -193,5 +202,6 @@ def decide(
     operands: list[Tensor] = [chains.tokens_CL, chains.length_C, chains.request_C, node_CX]
     operands += [draft_MV, chains.draft.row_CX, numbers]
     arrays = [operand.numpy() for operand in operands]
-    _decide(logits_NV.numpy(), temperature_B.numpy(), starts, *arrays, verdict_3B, largest)
+    of_filters = arrays_of(filters, len(temperature_B))
+    _decide(logits_NV.numpy(), temperature_B.numpy(), *of_filters, starts, *arrays, verdict_3B, largest)
     return verdict_3B, largest

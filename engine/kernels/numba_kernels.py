@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import numba_block, numba_rows
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, Ints, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, LawTable
 from engine.kernels.torch_kernels import TorchKernels
 
 
@@ -18,15 +18,10 @@ def _is_taken(rows_NV: Tensor) -> bool:
 class NumbaKernels(TorchKernels):
     """Implements `Kernels`."""
 
-    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
+    def law(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
         if _is_taken(logits_NV):
-            return numba_rows.softmax(logits_NV, temperature_N, law_NV)
-        return super().softmax(logits_NV, temperature_N, law_NV)
-
-    def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
-        if _is_taken(law_NV):
-            return numba_rows.nucleus(law_NV, top_p_N)
-        return super().nucleus(law_NV, top_p_N)
+            return numba_rows.law(logits_NV, temperature_N, filters, law_NV)
+        return super().law(logits_NV, temperature_N, filters, law_NV)
 
     def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         if _is_taken(law_NV):
@@ -42,6 +37,13 @@ class NumbaKernels(TorchKernels):
         return _is_taken(logits_NV)
 
     def decide(
-        self, logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
+        self,
+        logits_NV: Tensor,
+        temperature_B: Tensor,
+        filters: Filters,
+        starts: Ints,
+        chains: Chains,
+        node_CX: Tensor,
+        numbers: Tensor,
     ) -> tuple[Ints, Floats]:
-        return numba_block.decide(logits_NV, temperature_B, starts, chains, node_CX, numbers)
+        return numba_block.decide(logits_NV, temperature_B, filters, starts, chains, node_CX, numbers)

@@ -1,4 +1,5 @@
-"""Rows of the vocabulary in Numba, on a CPU: laws, and draws from a law or from the surplus of one law over another.
+"""Rows of the vocabulary in Numba, on a CPU: laws, their filters, and draws from a law or from the surplus of one law
+over another.
 
 Torch writes a row for every step of its operations, which takes some microseconds each. Here a law takes two readings
 of its logits; a draw reads the sums of tiles, and then the tile that contains it. The plain operations are the oracle.
@@ -10,17 +11,26 @@ of its logits; a draw reads the sums of tiles, and then the tile that contains i
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT, FAST, exponential, from_order, order
+from engine.kernels.protocol import Filters
 
 _TILE = 1024
+_SMALL_TILE = 64
+"""Tokens whose largest logit decides whether top-k looks at them."""
 _DIGIT = 10
-"""Bits of a probability by which tokens are sorted at a time; three times are all bits of a number up to 1."""
+"""Bits by which tokens are sorted at a time, but for the first, which are one more: 31 bits are all of a probability,
+and of a logit that is not positive.
+"""
+_LEAST_ORDER = 0x7F800001
+"""Distance of the order of minus infinity from 0."""
 _MOST_ROUGH = 0.999
 _LEAST_LOG = np.float32(-87)
 """Tokens whose logit over temperature is this far below the largest have probability 0: it would be below 2e-38."""
@@ -54,12 +64,6 @@ def law_of(logits, temperature, law):
 
 
 @compiled_for_cpu(**EXACT)
-def _softmax(logits, temperatures, law):
-    for row in range(len(logits)):
-        law_of(logits[row], temperatures[row], law[row])
-
-
-@compiled_for_cpu(**EXACT)
 def likeliest(logits):
     """Return (the first of the most likely tokens, its logit, or NaN if any logit is NaN)."""
     largest, has_nan = np.int32(-0x80000000), False
@@ -75,30 +79,41 @@ def likeliest(logits):
 
 
 @compiled_for_cpu(**EXACT)
-def keep_nucleus(law, top_p):
-    """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and normalise it.
+def edge_of(values, weights, needed, first_order):
+    """Return the least of the largest values whose weights together reach `needed`; all weights may be too few.
 
-    The probability at the set's edge is found ten bits at a time, from the mass of each group with equal leading bits.
+    It is found some bits at a time, from the weight of each group with equal leading bits. first_order: added to the
+    values' orders, so that none is negative.
     """
-    sums = np.empty(1 << _DIGIT)
-    # Tokens below share less than half of what may be left out; rounding of the others stays within the other half.
-    least = np.float32(0.5 * (1 - top_p) / len(law)) if top_p < _MOST_ROUGH else np.float32(0)
-    edge, mass = np.int64(0), 0.0
+    sums = np.empty(2 << _DIGIT)
+    edge, reached = np.int64(0), 0.0
     for shift in (2 * _DIGIT, _DIGIT, 0):
         sums[:] = 0
-        for column in range(len(law)):
-            place = np.int64(order(law[column])) >> shift
-            if law[column] >= least and place >> _DIGIT == edge:
-                sums[place & ((1 << _DIGIT) - 1)] += np.float64(law[column])
+        for number in range(len(values)):
+            place = (np.int64(order(values[number])) + first_order) >> shift
+            if shift == 2 * _DIGIT or place >> _DIGIT == edge:
+                sums[place - (edge << _DIGIT)] += np.float64(weights[number])
         chosen = 0
-        for digit in range((1 << _DIGIT) - 1, -1, -1):
+        for digit in range((2 << _DIGIT) - 1, -1, -1):
             if sums[digit] > 0:
                 chosen = digit
-                if mass + sums[digit] >= top_p:
+                if reached + sums[digit] >= needed:
                     break
-                mass += sums[digit]
-        edge = (edge << _DIGIT) | chosen
-    lowest, total = from_order(np.int32(edge)), 0.0
+                reached += sums[digit]
+        edge = (edge << _DIGIT) + chosen
+    return from_order(np.int32(edge - first_order))
+
+
+@compiled_for_cpu(**EXACT)
+def keep_nucleus(law, top_p):
+    """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and normalise it."""
+    # Tokens below share less than half of what may be left out; rounding of the others stays within the other half.
+    least = np.float32(0.5 * (1 - top_p) / len(law)) if top_p < _MOST_ROUGH else np.float32(0)
+    likely, count = np.empty(len(law) + 1, np.float32), 0
+    for column in range(len(law)):
+        likely[count] = law[column]
+        count += law[column] >= least
+    lowest, total = edge_of(likely[:count], likely[:count], top_p, 0), 0.0
     for column in range(len(law)):
         law[column] = law[column] if law[column] >= lowest else np.float32(0)
         total += np.float64(law[column])
@@ -108,10 +123,82 @@ def keep_nucleus(law, top_p):
 
 
 @compiled_for_cpu(**EXACT)
-def _nucleus(law, top_ps):
-    for row in range(len(law)):
-        if top_ps[row] < 1:
-            keep_nucleus(law[row], top_ps[row])
+def _largest_of_tiles(logits, peaks):
+    """Write the largest logit of each small tile; return (the largest of all, whether any is NaN)."""
+    most, has_nan = np.int32(-0x80000000), False
+    for tile in range(len(peaks)):
+        largest = np.int32(-0x80000000)
+        for column in range(tile * _SMALL_TILE, min((tile + 1) * _SMALL_TILE, len(logits))):
+            largest = max(largest, order(logits[column]))
+            has_nan |= logits[column] != logits[column]
+        peaks[tile] = from_order(largest)
+        most = max(most, largest)
+    return from_order(most), has_nan
+
+
+@compiled_for_cpu(**EXACT)
+def _likely_law(logits, temperature, least_log, top_k, top_p, law):
+    """Compute the law of one row with min-p or top-k, without a look at most tokens if top-k is small.
+
+    Logits over temperature, with maximum 0, decide what is kept, as in the plain operations.
+    """
+    peaks = np.empty((len(logits) + _SMALL_TILE - 1) // _SMALL_TILE, np.float32)
+    most, has_nan = _largest_of_tiles(logits, peaks)
+    if has_nan or not abs(most) < math.inf:
+        law[:] = np.float32(math.nan)
+        return math.nan
+    for tile in range(len(peaks)):
+        peaks[tile] = (peaks[tile] - most) / temperature
+    edge = least_log
+    if top_k <= len(peaks):
+        # As many tokens as there are tiles from here on are at least as likely.
+        edge = max(edge, edge_of(peaks, np.ones(len(peaks)), top_k, _LEAST_ORDER))
+    likely, places, count = np.empty(len(logits) + 1, np.float32), np.empty(len(logits) + 1, np.int64), 0
+    for tile in range(len(peaks)):
+        if peaks[tile] >= edge:
+            for column in range(tile * _SMALL_TILE, min((tile + 1) * _SMALL_TILE, len(logits))):
+                scaled = (logits[column] - most) / temperature
+                likely[count], places[count] = scaled, column
+                count += scaled >= edge
+    edge = edge_of(likely[:count], np.ones(count), top_k, _LEAST_ORDER)
+    kept, total = 0, 0.0
+    for number in range(count):
+        scaled = likely[number]
+        if scaled >= edge:
+            share = exponential(scaled) if scaled >= _LEAST_LOG else np.float32(0)
+            likely[kept], places[kept] = share, places[number]
+            kept += 1
+            total += np.float64(share)
+    scale = np.float32(1 / total)
+    for number in range(kept):
+        likely[number] *= scale
+    if top_p < 1:
+        keep_nucleus(likely[:kept], top_p)
+    law[:] = np.float32(0)
+    for number in range(kept):
+        law[places[number]] = likely[number]
+    return np.float64(most)
+
+
+@compiled_for_cpu(**EXACT)
+def filtered_law(logits, temperature, least_log, top_k, top_p, law):
+    """Compute the law of one row after its filters; return the largest logit, or NaN if any is NaN.
+
+    least_log: logarithm of min_p.
+    """
+    if least_log > -math.inf or 0 < top_k < len(logits):
+        num_kept = top_k if top_k > 0 else len(logits)
+        return _likely_law(logits, temperature, least_log, num_kept, top_p, law)
+    most = law_of(logits, temperature, law)
+    if top_p < 1:
+        keep_nucleus(law, top_p)
+    return most
+
+
+@compiled_for_cpu(**EXACT)
+def _laws(logits, temperatures, least_logs, top_ks, top_ps, laws):
+    for row in range(len(logits)):
+        filtered_law(logits[row], temperatures[row], least_logs[row], top_ks[row], top_ps[row], laws[row])
 
 
 @compiled_for_cpu(**FAST)
@@ -178,21 +265,24 @@ def _draw(law, rows, uniforms, tokens):
         tokens[number] = draw_from(row, row, np.float32(1), False, uniforms[number])
 
 
-def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-    """Return [N, V] float32 laws of float32 logits at positive temperatures; `law_NV` is the output, if given."""
+def arrays_of(filters: Filters, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
+    """Return ([N] logarithms of min_p, top_k, top_p), with values that keep all tokens where a row has no filter."""
+    min_p_N, top_k_N, top_p_N = filters[:3]
+    return (
+        np.full(num_rows, -np.inf, np.float32) if min_p_N is None else min_p_N.log().numpy(),
+        np.zeros(num_rows, np.int64) if top_k_N is None else top_k_N.contiguous().numpy(),
+        np.ones(num_rows, np.float32) if top_p_N is None else top_p_N.contiguous().numpy(),
+    )
+
+
+def law(logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
+    """Return `Kernels.law` of float32 logits; `law_NV` is the output, if given."""
     law_NV = torch.empty_like(logits_NV) if law_NV is None else law_NV
+    of_filters = arrays_of(filters, len(logits_NV))
     # A kernel checks no bounds.
-    assert temperature_N.shape == logits_NV.shape[:1], "one temperature for each row"
+    assert {len(temperature_N), *map(len, of_filters)} == {len(logits_NV)}, "parameters of each row"
     assert law_NV.shape == logits_NV.shape, "one law for each row"
-    _softmax(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), law_NV.numpy())
-    return law_NV
-
-
-def nucleus(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """Return `Kernels.nucleus` of float32 rows."""
-    assert top_p_N.shape == law_NV.shape[:1], "one top_p for each row"
-    law_NV = law_NV.clone()
-    _nucleus(law_NV.numpy(), top_p_N.contiguous().numpy())
+    _laws(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), *of_filters, law_NV.numpy())
     return law_NV
 
 

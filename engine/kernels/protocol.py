@@ -10,9 +10,9 @@ Not for: the passes of the models (`engine.models`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,24 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 KVMoves = Sequence[tuple[int, int]]
 """Slots (from, to) of a sequence."""
+
+
+class Filters(NamedTuple):
+    """Parameters of N rows' filters, by which unlikely tokens get no probability; None if a filter changes no row."""
+
+    min_p_N: Tensor | None = None
+    """Share of the most likely token's probability; 0 keeps all."""
+    top_k_N: Tensor | None = None
+    """Number of tokens; 0 keeps all."""
+    top_p_N: Tensor | None = None
+    """Mass of the most likely tokens that are kept; 1 keeps all."""
+    most_k: int = 0
+    """Upper bound of `top_k_N`, known on the host."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Filters:
+        """Return the filters after a change of every tensor."""
+        min_p, top_k, top_p = (None if one is None else change(one) for one in self[:3])
+        return Filters(min_p, top_k, top_p, self.most_k)
 
 
 class Kernels(Protocol):
@@ -47,6 +65,12 @@ class Kernels(Protocol):
 
         min-p drops tokens below this share of the most likely token's probability, at the temperature; 0 keeps all.
         top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter. most_k: no top-k is larger.
+        """
+
+    def law(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
+        """Return [N, V] float32 distributions at positive temperatures after min-p, top-k and top-p, in this order.
+
+        Filters keep ties at their edges. law_NV (contiguous) may be used as the output, if given.
         """
 
     def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
@@ -82,13 +106,21 @@ class Kernels(Protocol):
         """Whether `decide` supports these logits and is faster than the separate operations."""
 
     def decide(
-        self, logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
+        self,
+        logits_NV: Tensor,
+        temperature_B: Tensor,
+        filters: Filters,
+        starts: Ints,
+        chains: Chains,
+        node_CX: Tensor,
+        numbers: Tensor,
     ) -> tuple[Ints, Floats]:
         """Return ([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
 
-        The verdict is that of `race` on the softmax of the logits; at temperature 0 the longest match with the most
+        The verdict is that of `race` on `law` of the logits; at temperature 0 the longest match with the most
         likely tokens. The largest numbers are each node's largest logit, and a probability of each draft law; they are
-        NaN if a logit was, and non-finite if a number of the model was. starts: [B + 1] of each request's nodes.
+        NaN if a logit was, and non-finite if a number of the model was. filters: of the B requests. starts: [B + 1] of
+        each request's nodes.
         node_CX: the node below the first i tokens of each chain. numbers: [6, C, L] as in `engine.drafting.draft`.
         """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels import torch_block
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, Ints, Kernels, KVMoves, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, Kernels, KVMoves, LawTable
 
 # Number of largest probabilities among which top-p first searches for its edge.
 _TOP_P_WINDOW = 1024
@@ -23,16 +23,20 @@ class TorchKernels:
     by_tiles = False
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-        logits_NV = logits_NV.to(torch.float32)
-        # Subtracting the maximum first prevents an overflow at tiny temperatures.
-        scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
-        return torch.softmax(scaled_NV, -1, out=law_NV)
+        return torch.softmax(_scaled(logits_NV, temperature_N), -1, out=law_NV)
+
+    def law(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
+        if filters.min_p_N is None and filters.top_k_N is None:
+            found_NV = self.softmax(logits_NV, temperature_N, law_NV)
+        else:
+            of_logits = filters.min_p_N, filters.top_k_N, filters.most_k
+            found_NV = self.truncated(logits_NV, temperature_N, *of_logits)
+        return found_NV if filters.top_p_N is None else self.nucleus(found_NV, filters.top_p_N)
 
     def truncated(
         self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
     ) -> Tensor:
-        logits_NV = logits_NV.to(torch.float32)
-        scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
+        scaled_NV = _scaled(logits_NV, temperature_N)
         if min_p_N is not None:
             scaled_NV = scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
         if top_k_N is not None:
@@ -83,10 +87,18 @@ class TorchKernels:
         return False
 
     def decide(
-        self, logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
+        self,
+        logits_NV: Tensor,
+        temperature_B: Tensor,
+        filters: Filters,
+        starts: Ints,
+        chains: Chains,
+        node_CX: Tensor,
+        numbers: Tensor,
     ) -> tuple[Ints, Floats]:
-        temperature_N = temperature_B.repeat_interleave(torch.from_numpy(np.diff(starts)).to(logits_NV.device))
-        law_NV = self.softmax(logits_NV, torch.where(temperature_N > 0, temperature_N, 1.0))
+        counts_B = torch.from_numpy(np.diff(starts)).to(logits_NV.device)
+        temperature_N = torch.where(temperature_B > 0, temperature_B, 1.0).repeat_interleave(counts_B)
+        law_NV = self.law(logits_NV, temperature_N, filters.each(lambda one: one.repeat_interleave(counts_B)))
         _, accept, chosen_accept, residual, score, chosen_residual = numbers[:, :, : chains.max_length or 1]
         deep = slice(0, chains.max_length)
         noise = ChainNoise(accept[:, deep], residual[:, 0], score[:, 0], chosen_accept[:, deep], chosen_residual[:, 0])
@@ -104,6 +116,15 @@ class TorchKernels:
         source, destination = pairs[:, 0], pairs[:, 1]
         for storage in storages:
             storage.index_copy_(1, destination, storage.index_select(1, source))
+
+
+def _scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """Return float32 logits over temperature, with maximum 0 in each row.
+
+    Subtracting the maximum first prevents an overflow at tiny temperatures.
+    """
+    logits_NV = logits_NV.to(torch.float32)
+    return (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
 
 
 TORCH: Final[Kernels] = TorchKernels()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.protocol import Kernels
+from engine.kernels.protocol import Filters, Kernels
 from engine.request import Sampling
 
 
@@ -43,6 +43,12 @@ class LawParameters:
         return _parameters_of(
             tuple([(0.0 if s.is_greedy else s.temperature, *_filtered(s)) for s in samplings]), device, kernels
         )
+
+    @property
+    def filters(self) -> Filters:
+        """Return the parameters of the filters as kernels take them."""
+        of_rows = self.values.get
+        return Filters(of_rows("min_p"), of_rows("top_k"), of_rows("top_p"), int(self.largest.get("top_k", 0)))
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
         """Return the parameters at `index_N`, one entry per row."""
@@ -73,16 +79,10 @@ def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = No
     if parameters.all_greedy:
         law_NV = torch.empty_like(logits_NV, dtype=torch.float32) if law_NV is None else law_NV
         return law_NV.zero_().scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
-    scale_N, values, kernels = parameters.temperature_N, parameters.values, parameters.kernels
+    scale_N = parameters.temperature_N
     if parameters.any_greedy:
         scale_N = torch.where(scale_N == 0, 1.0, scale_N)
-    if "min_p" in values or "top_k" in values:
-        most_k = int(parameters.largest.get("top_k", 0))
-        found_NV = kernels.truncated(logits_NV, scale_N, values.get("min_p"), values.get("top_k"), most_k)
-    else:
-        found_NV = kernels.softmax(logits_NV, scale_N, law_NV)
-    if "top_p" in values:
-        found_NV = kernels.nucleus(found_NV, values["top_p"])
+    found_NV = parameters.kernels.law(logits_NV, scale_N, parameters.filters, law_NV)
     if parameters.any_greedy:
         peak_NV = torch.zeros_like(found_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
         found_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, found_NV)
@@ -103,7 +103,9 @@ FILTERS = (
     Filter("top_k", lambda value: value > 0),
     Filter("top_p", lambda value: value < 1),
 )
-"""Filters in the order of application. A new one needs a line in `law`, an entry here, and its field of `Sampling`."""
+"""Filters in the order of application. A new one needs an entry here, its field of `Sampling`, and its place in
+`Filters` and `Kernels.law`.
+"""
 
 _filtered = attrgetter(*(one.name for one in FILTERS))
 """Parameters of all filters."""

@@ -77,7 +77,7 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
     kernels = draft.parameters.kernels
     if _are_plain(rows, draft) and kernels.takes_logits(logits_NV):
         temperature_R, nodes = draft.parameters.temperature_N, draft.nodes
-        operands = nodes.starts, draft.chains, nodes.node_CX, draft.numbers
+        operands = draft.parameters.filters, nodes.starts, draft.chains, nodes.node_CX, draft.numbers
         verdict, largest_N = kernels.decide(logits_NV, temperature_R, *operands)
         return draft, emitted(rows, draft, *verdict.tolist()), largest_N
     target = target_laws(rows, draft, logits_NV)
@@ -97,19 +97,15 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
 
 
 def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
-    """Whether the laws of all rows depend on logits and temperatures alone, and `decide` has their rules."""
-    return (
-        not draft.parameters.values
-        and draft.tokens_M is None
-        and all(
-            row.text is None
-            and not row.copies
-            and not row.shifts
-            and not row.sampling.seed_stable
-            and not row.speculation.over_acceptance
-            and (row.speculation.rule in _BY_LOGITS or not row.fanout or row.sampling.is_greedy)
-            for row in rows
-        )
+    """Whether the laws of all rows depend on logits, temperatures and filters alone, and `decide` has their rules."""
+    return draft.tokens_M is None and all(
+        row.text is None
+        and not row.copies
+        and not row.shifts
+        and not row.sampling.seed_stable
+        and not row.speculation.over_acceptance
+        and (row.speculation.rule in _BY_LOGITS or not row.fanout or row.sampling.is_greedy)
+        for row in rows
     )
 
 

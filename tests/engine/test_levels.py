@@ -33,20 +33,35 @@ SHAPES = {
 }
 
 
+SAMPLINGS = (
+    (1.0, 1.0, 0, 0.0),
+    (0.7, 0.9, 0, 0.0),
+    (1.0, 0.4, 0, 0.0),
+    (0.0, 0.5, 3, 0.0),
+    (0.6, 0.95, 20, 0.0),
+    (1.3, 1.0, 4, 0.0),
+    (1.2, 1.0, 0, 0.1),
+    (1.2, 0.8, 7, 0.05),
+)
+"""Temperature, top_p, top_k and min_p."""
+
+
 def requests() -> list[Request]:
-    """Every shape, warm and at temperature 0, with and without top_p, after texts of several lengths."""
+    """Every shape, warm and at temperature 0, with and without filters, after texts of several lengths."""
     made = []
     prompts = tiny.prompts(101, [3, 30, 9, 21, 60], seed=1)
     for number, (name, speculation) in enumerate(SHAPES.items()):
-        for temperature, top_p in ((1.0, 1.0), (0.7, 0.9), (1.0, 0.4), (0.0, 0.5)):
+        for temperature, top_p, top_k, min_p in SAMPLINGS:
             made.append(
                 tiny.request(
-                    f"{name} {temperature} {top_p}",
+                    f"{name} {temperature} {top_p} {top_k} {min_p}",
                     prompts[number],
                     speculation,
                     max_tokens=25,
                     temperature=temperature,
                     top_p=top_p,
+                    top_k=top_k,
+                    min_p=min_p,
                     seed=10 * number,
                 )
             )
@@ -121,6 +136,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "the temperature of another node": lambda a: a.update(temperatures=np.roll(a["temperatures"], 1)),
     "the top_p of another node": lambda a: a.update(top_ps=np.roll(a["top_ps"], 1)),
     "no top_p": lambda a: a.update(top_ps=np.ones_like(a["top_ps"])),
+    "the top_k of another node": lambda a: a.update(top_ks=np.roll(a["top_ks"], 1)),
+    "a token more": lambda a: a.update(top_ks=np.where(a["top_ks"] > 0, a["top_ks"] + 1, 0)),
+    "the min_p of another node": lambda a: a.update(least_logs=np.roll(a["least_logs"], 1)),
+    "no min_p": lambda a: a.update(least_logs=np.full_like(a["least_logs"], -np.inf)),
     "the token of another chain enters": lambda a: a.update(
         first_chains=np.minimum(a["first_chains"] + 1, a["tokens"].shape[1] - 1)
     ),
@@ -163,8 +182,8 @@ def test_a_wrong_call_is_found_out(
         ({"temperature": 0.0}, SHAPES["chain"], True),
         ({"temperature": 0.0}, SHAPES["chains"], True),
         ({"top_p": 0.9}, SHAPES["chains"], True),
-        ({"top_k": 5}, SHAPES["chains"], False),
-        ({"min_p": 0.1}, SHAPES["chains"], False),
+        ({"top_k": 5}, SHAPES["chains"], True),
+        ({"min_p": 0.1}, SHAPES["chains"], True),
         ({"presence_penalty": 1.0}, SHAPES["chains"], False),
         ({"logit_bias": ((5, 2.0),)}, SHAPES["chains"], False),
         ({"seed_stable": True}, SHAPES["chain"], False),

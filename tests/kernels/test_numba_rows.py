@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +19,8 @@ from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.request import Sampling  # noqa: E402
 from engine.sampling.law import LawParameters, law  # noqa: E402
 from tests.engine import tiny  # noqa: E402
+from tests.grid import grid  # noqa: E402
+from tests.sampling.test_law import reference  # noqa: E402
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 KERNELS = NumbaKernels()
@@ -142,6 +146,15 @@ def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
             assert kernel.call_count == count
 
 
+def nucleus(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    """Each row's nucleus by the kernel; rows with top_p of 1 are unchanged."""
+    law_NV = law_NV.clone()
+    for row, top_p in zip(law_NV.numpy(), top_p_N.numpy(), strict=True):
+        if top_p < 1:
+            numba_rows.keep_nucleus(row, top_p)
+    return law_NV
+
+
 def rows_of_nucleus() -> Tensor:
     """Flat and steep rows, ties, a certain token, tokens without mass, tokens with next to none, half in one token."""
     generator = torch.Generator().manual_seed(1)
@@ -159,7 +172,7 @@ def rows_of_nucleus() -> Tensor:
 def test_a_nucleus_is_what_sorting_keeps(top_p: float) -> None:
     law_NV = rows_of_nucleus()
     before_NV, top_p_N = law_NV.clone(), torch.full((len(law_NV),), top_p)
-    found, expected = numba_rows.nucleus(law_NV, top_p_N), TORCH.nucleus(law_NV, top_p_N)
+    found, expected = nucleus(law_NV, top_p_N), TORCH.nucleus(law_NV, top_p_N)
     assert torch.equal(found > 0, expected > 0)
     assert torch.allclose(found, expected, rtol=1e-6)
     assert torch.equal(law_NV, before_NV)
@@ -168,13 +181,98 @@ def test_a_nucleus_is_what_sorting_keeps(top_p: float) -> None:
 def test_every_row_has_its_own_nucleus() -> None:
     law_NV = rows_of_nucleus()
     top_p_N = torch.linspace(0.2, 1, len(law_NV))
-    whole = numba_rows.nucleus(law_NV, top_p_N)
+    whole = nucleus(law_NV, top_p_N)
     assert torch.equal(whole[-1], law_NV[-1])
     for row in (1, 5):
-        assert torch.equal(numba_rows.nucleus(law_NV[row : row + 1], top_p_N[row : row + 1])[0], whole[row])
-    assert not torch.equal(numba_rows.nucleus(law_NV, top_p_N.roll(1)) > 0, whole > 0)
+        assert torch.equal(nucleus(law_NV[row : row + 1], top_p_N[row : row + 1])[0], whole[row])
+    assert not torch.equal(nucleus(law_NV, top_p_N.roll(1)) > 0, whole > 0)
 
 
 def test_a_row_that_is_not_finite_has_no_nucleus() -> None:
     law_NV = torch.full((1, WIDTH), torch.nan)
-    assert numba_rows.nucleus(law_NV, torch.tensor([0.9])).isnan().all()
+    assert nucleus(law_NV, torch.tensor([0.9])).isnan().all()
+
+
+FILTERS = [
+    Sampling(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+    for temperature in (0.6, 1.7)
+    for min_p in (0.0, 0.02, 1.0)
+    for top_k in (0, 1, 20, 600, WIDTH - 1, WIDTH)
+    for top_p in (0.0, 0.4, 0.95, 1.0)
+    if min_p or top_k
+]
+"""Filters of logits, alone and before top_p. 600 is more than there are small tiles."""
+
+
+def rows_of_filters() -> Tensor:
+    """Random logits; logits of few values, so that the edges have ties; one large tile; masked tokens; equal logits."""
+    logits = random_logits(5, seed=3) / 2
+    logits[1] = (logits[1] / 3).round()
+    logits[2, 64:128] += 10
+    logits[3, ::2] = -torch.inf
+    logits[3, 100:] = -torch.inf
+    logits[4] = 1.5
+    return logits
+
+
+def differing(rows: ModuleType) -> list[tuple[int, Sampling]]:
+    """The rows and filters whose laws are not those of plain operations."""
+    found = []
+    for number, logits in enumerate(rows_of_filters()):
+        one = logits.unsqueeze(0).repeat(len(FILTERS), 1)
+        parameters = LawParameters.of(FILTERS, tiny.DEVICE, TORCH)
+        laws, plain = rows.law(one, parameters.temperature_N, parameters.filters), law(one, parameters)
+        for law_V, plain_V, sampling in zip(laws, plain, FILTERS, strict=True):
+            if not (torch.equal(law_V > 0, plain_V > 0) and torch.allclose(law_V, plain_V, rtol=1e-5, atol=1e-12)):
+                found.append((number, sampling))
+    return found
+
+
+def test_filters_keep_what_plain_operations_keep() -> None:
+    assert differing(numba_rows) == []
+
+
+def test_every_row_has_its_own_filters() -> None:
+    logits, samplings = random_logits(5), [FILTERS[9], Sampling(), FILTERS[60], Sampling(top_p=0.5), FILTERS[33]]
+    together, _ = both(logits, *samplings)
+    for row, sampling in enumerate(samplings):
+        assert torch.equal(both(logits[row : row + 1], sampling)[0][0], together[row])
+
+
+WRONG_FILTERS = {
+    "a token more at the edge": ("reached + sums[digit] >= needed", "reached + sums[digit] > needed"),
+    "ties at the edge are dropped": ("if scaled >= edge:", "if scaled > edge:"),
+    "no ties beyond the first k": ("kept += 1", "kept += kept < top_k"),
+    "top_k by the largest tokens of tiles": ("edge = edge_of(likely[:count], np.ones(count), top_k, _LEAST_ORDER)", ""),
+    "no min_p before top_k": ("    edge = least_log\n", "    edge = np.float32(-math.inf)\n"),
+    "top_p without a sum of 1": ("likely[number] *= scale", "likely[number] *= np.float32(0.9) * scale"),
+    "no top_p": ("keep_nucleus(likely[:kept], top_p)", "pass"),
+    "another temperature for tiles": ("(peaks[tile] - most) / temperature", "(peaks[tile] - most) * np.float32(9)"),
+}
+
+
+@pytest.mark.parametrize("wrong", grid(WRONG_FILTERS, {"ties at the edge are dropped", "a token more at the edge"}))
+def test_wrong_filters_are_found(wrong: str) -> None:
+    assert differing(rows_with(*WRONG_FILTERS[wrong]))
+
+
+def rows_with(old: str, new: str) -> ModuleType:
+    """Return `numba_rows` with a change in its source."""
+    source = Path(str(numba_rows.__file__)).read_text()
+    assert source.count(old) == 1, "the change is not of one place"
+    changed = ModuleType("changed")
+    exec(source.replace(old, new), changed.__dict__)
+    return changed
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.6, top_k=20, top_p=0.95), Sampling(min_p=0.1)])
+def test_tokens_are_drawn_in_proportion_to_the_filtered_law(sampling: Sampling) -> None:
+    """All numbers of a fine grid, once each: the count of a token is its probability, to one point of the grid."""
+    logits, num_points = random_logits(1), 1 << 16
+    found, _ = both(logits, sampling)
+    uniform = (torch.arange(num_points, dtype=torch.float64) + 0.5) / num_points
+    tokens = KERNELS.draw(found, torch.zeros(num_points, dtype=torch.int64), uniform)
+    expected = reference(logits[0].double().numpy(), sampling)
+    counts = np.bincount(tokens.numpy(), minlength=WIDTH)
+    assert (abs(counts - num_points * expected) < 1.1).all()
+    assert (counts[expected == 0] == 0).all()

@@ -32,6 +32,7 @@ from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
+from tests.sampling.test_law import reference
 from tests.speculation import served
 from tests.speculation.served import Batch, Fit, RequestCase, fit, small_world
 
@@ -133,10 +134,8 @@ def step(rows: Sequence[Row], most_unmerged: int = 0, world: TabularModel = WORL
 
 
 def law_below(path: Path, sampling: dict[str, Any]) -> Law:
-    """The target law, temperature and top-k by hand."""
-    law = np.asarray(WORLD.target[path]) ** (1 / sampling.get("temperature", 1.0))
-    law = np.where(law >= np.sort(law)[-sampling.get("top_k", VOCABULARY)], law, 0.0)
-    return np.asarray(law / law.sum())
+    """The target law, temperature and filters by hand."""
+    return reference(np.log(np.asarray(WORLD.target[path])), Sampling(**sampling))
 
 
 def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int = 0) -> dict[str, Fit]:

@@ -36,6 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "nothing": OFF,
     "cool": {**OFF, "sampling": {"temperature": 1.6}},
     "one token": drafts("bv_race", 1),
+    "filtered": {**drafts("bv_race", 2, 1), "sampling": {"temperature": 0.7, "top_k": 3, "top_p": 0.9}},
+    "no unlikely ones": {**drafts("block", 1, 1), "sampling": {"min_p": 0.3}},
 }
 GREEDY = {
     "greedy": {**drafts("rrs", 3, 1), "sampling": {"temperature": 0.0}},
@@ -77,7 +79,10 @@ WRONG = {
     "laws of the next node": (BLOCK, "node_rows[chain] - first", "np.minimum(node_rows[chain] - first + 1, count - 1)"),
     "the first request's temperature": (BLOCK, "temperature = temperatures[request]", "temperature = temperatures[0]"),
     "one number for two decisions": (BLOCK, "numbers[3, chain, 0]", "numbers[1, chain, 0]"),
-    "no temperature": (ROWS, "(logits[column] - most) / temperature", "logits[column] - most"),
+    "no filters": (BLOCK, "top_ks[request], top_ps[request]", "0, np.float32(1)"),
+    "a token more": (BLOCK, "top_ks[request], top_ps", "top_ks[request] + 1, top_ps"),
+    "the first request's min_p": (BLOCK, "least_logs[request]", "least_logs[0]"),
+    "no temperature": (ROWS, "log = (logits[column] - most) / temperature", "log = logits[column] - most"),
 }
 
 
@@ -131,11 +136,10 @@ def test_numbers_that_are_not_finite_are_found(number: float, kind: str) -> None
     "fields",
     [
         drafts("token", 1, 1),
-        {**OFF, "sampling": {"top_k": 2}},
         {**OFF, "sampling": {"seed_stable": True}},
         served.ROWS["copies alone"],
     ],
-    ids=["another rule", "a filter", "seed-stable", "copies"],
+    ids=["another rule", "seed-stable", "copies"],
 )
 def test_other_rows_take_the_general_path(fields: dict[str, Any]) -> None:
     with (
