@@ -232,6 +232,8 @@ def _table(block_ids: Sequence[Sequence[int]]) -> Integers:
     if len(block_ids) == 1:
         return np.array(block_ids, dtype=np.int32)
     table = np.zeros((len(block_ids), max(map(len, block_ids))), dtype=np.int32)
+    # The passes of a step repeat their sequences.
+    different = {id(ids): np.array(ids, dtype=np.int32) for ids in {id(ids): ids for ids in block_ids}.values()}
     for row, ids in zip(table, block_ids, strict=True):
-        row[: len(ids)] = ids
+        row[: len(ids)] = different[id(ids)]
     return table

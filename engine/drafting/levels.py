@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import SequenceInput, StepLayout, build
+from engine.attention.inputs import SequenceInput, build
 from engine.drafting.draft import Layout
 from engine.models.runner import ModelRunner
 from engine.plan import Plan
@@ -63,6 +63,54 @@ def _chains_of(layout: Layout) -> _Chains:
     )
 
 
+class _Bounds(NamedTuple):
+    """Bounds of the passes of a step."""
+
+    ends: Ints
+    """[L, 4] where the rows, sequences, parts and laws of each pass end."""
+    parts: Ints
+    """[P, 3] the parts of attention of all passes, counted within each pass."""
+    most_rows: int
+    most_laws: int
+    num_later_rows: int
+    """Rows after the first pass."""
+
+
+@lru_cache(maxsize=256)
+def _bounds_of(layout: Layout, num_sequences: tuple[int, ...], row_counts: bytes) -> _Bounds:
+    """Return the bounds of passes of these numbers of sequences.
+
+    row_counts: rows of each sequence, as 32-bit integers.
+    """
+    from engine.models.cpu_decoder import parts_of
+
+    counts = np.frombuffer(row_counts, dtype=np.int32).astype(np.int64)
+    sequence_ends, stops = np.cumsum(num_sequences), np.cumsum(counts)
+    row_ends = stops[sequence_ends - 1]
+    parts = parts_of(stops - counts, counts)
+    number = np.searchsorted(sequence_ends, parts[:, 0], side="right")
+    parts[:, 0] -= np.concatenate([[0], sequence_ends])[number]
+    parts[:, 1:] -= np.concatenate([[0], row_ends])[number][:, None]
+    part_ends = np.searchsorted(number, np.arange(len(sequence_ends)), side="right")
+    law_ends = _chains_of(layout).law_ends
+    return _Bounds(
+        np.stack([row_ends, sequence_ends, part_ends, law_ends], 1),
+        parts,
+        most_rows=int(np.diff(row_ends, prepend=0).max()),
+        most_laws=int(np.diff(law_ends, prepend=0).max()),
+        num_later_rows=int(row_ends[-1] - row_ends[0]),
+    )
+
+
+@lru_cache(maxsize=256)  # parameters of the same rows are one object
+def _of_laws(parameters: LawParameters, layout: Layout) -> tuple[npt.NDArray[Any], ...]:
+    """Return ([N] temperatures, and the arrays of the filters, of the layout's laws)."""
+    from engine.kernels.numba_rows import arrays_of
+
+    of_laws = parameters.select(layout.law_row_of_N)
+    return of_laws.temperature_N.numpy(), *arrays_of(of_laws.filters, layout.num_laws)
+
+
 def levels_of(runner: ModelRunner) -> Levels | None:
     """Return what drafts in one call with a model; None where it runs otherwise."""
     if find_spec("numba") is None:
@@ -107,32 +155,24 @@ class Levels:
         state_TD: states that the rows of the first pass read, for a head.
         """
         from engine.drafting import numba_levels  # Numba is there where there is a decoder
-        from engine.kernels.numba_rows import arrays_of
 
         decoder, runner = self._decoder, self._runner
         whole = build([sequence for one in passes for sequence in one], runner.block_size)
-        sequence_ends = np.cumsum([len(one) for one in passes])
-        row_ends = (whole.starts + whole.counts)[sequence_ends - 1].astype(np.int64)
-        parts, part_ends = _parts(whole, sequence_ends, row_ends)
+        bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
         of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
-        of_laws = parameters.select(layout.law_row_of_N)
-        most_laws = int(np.diff(of_layout.law_ends, prepend=0).max())
-        states, leaving = decoder.states_of(state_TD, most_laws)
+        states, leaving = decoder.states_of(state_TD, bounds.most_laws)
         known = decoder.known
         numba_levels.draw_levels(
             *decoder.ready(
-                runner.storage,
-                runner.block_size,
-                int(np.diff(row_ends, prepend=0).max()),
-                int(whole.num_keys.sum()) // len(passes),
+                runner.storage, runner.block_size, bounds.most_rows, int(whole.num_keys.sum()) // len(passes)
             ),
             numba_levels.draw().address,
-            np.stack([row_ends, sequence_ends, part_ends, of_layout.law_ends], 1),
+            bounds.ends,
             whole.token_ids_T,
             whole.slots_T,
-            whole.wanted_N[: len(whole.wanted_N) - int(row_ends[-1] - row_ends[0])],
-            parts,
+            whole.wanted_N[: len(whole.wanted_N) - bounds.num_later_rows],
+            bounds.parts,
             whole.words,
             whole.pages,
             whole.first_keys,
@@ -141,8 +181,7 @@ class Levels:
             whole.node_positions,
             whole.limits,
             whole.positions_T,
-            of_laws.temperature_N.numpy(),
-            *arrays_of(of_laws.filters, layout.num_laws),
+            *_of_laws(parameters, layout),
             uniform_LC.numpy(),
             of_layout.first_chains,
             of_layout.num_chains,
@@ -151,20 +190,9 @@ class Levels:
             states,
             leaving,
             _NO_TOKENS if known is None else known,
-            np.empty((0 if known is None else most_laws, law_NV.shape[1]), dtype=np.float32),
-            decoder.room_for_logits(most_laws),
+            np.empty((0 if known is None else bounds.most_laws, law_NV.shape[1]), dtype=np.float32),
+            decoder.room_for_logits(bounds.most_laws),
             law_NV.numpy(),
             tokens_LC,
         )
         return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))
-
-
-def _parts(pages: StepLayout, sequence_ends: Ints, row_ends: Ints) -> tuple[Ints, Ints]:
-    """([P, 3] the parts of attention of all passes, counted within each pass; where each pass's parts end)."""
-    from engine.models.cpu_decoder import parts_of
-
-    parts = parts_of(pages)
-    number = np.searchsorted(sequence_ends, parts[:, 0], side="right")
-    parts[:, 0] -= np.concatenate([[0], sequence_ends])[number]
-    parts[:, 1:] -= np.concatenate([[0], row_ends])[number][:, None]
-    return parts, np.searchsorted(number, np.arange(len(sequence_ends)), side="right")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.attention import AttentionMetadata
-from engine.attention.inputs import StepLayout
 from engine.attention.tensors import NORMED, KVTensors
 from engine.models import cpu_weights
 from engine.models import numba_decoder as nd
@@ -114,6 +113,7 @@ class CpuDecoder:
         self._function = nd.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None
+        self._sizes = 0, 0
         self.cores = 1, 1
         """Cores of passes of little work, and of more: see `_cores_for`."""
 
@@ -280,7 +280,7 @@ class CpuDecoder:
             np.ascontiguousarray(token_ids_T.numpy()),
             metadata.slots_T.numpy(),
             wanted_N.numpy(),
-            parts_of(pages, self._rows_together(len(token_ids_T))),
+            parts_of(pages.starts, pages.counts, self._rows_together(len(token_ids_T))),
             pages.words,
             pages.pages,
             pages.first_keys,
@@ -320,7 +320,10 @@ class CpuDecoder:
             self._put(nt.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
             nothing = np.zeros((0, 0), dtype=self._arrays[nt.KEYS].dtype)
             self._put(nt.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
-        self._put(nt.SIZES, np.array([page_size, self._cores_for(num_rows, num_keys)], dtype=np.int64))
+        sizes = page_size, self._cores_for(num_rows, num_keys)
+        if self._sizes != sizes:
+            self._sizes = sizes
+            self._put(nt.SIZES, np.array(sizes, dtype=np.int64))
         return TEAM.shared, self._function, self._table
 
     def _cores_for(self, num_rows: int, num_keys: int) -> int:
@@ -351,10 +354,10 @@ class CpuDecoder:
         return self._storage.taps.index(tap) if tap in self._storage.taps else -1
 
 
-def parts_of(pages: StepLayout, most_rows: int = _ROWS_TOGETHER) -> Array:
+def parts_of(starts: Array, counts: Array, most_rows: int = _ROWS_TOGETHER) -> Array:
     """Return [P, 3] (sequence, first row, end) of at most this many rows that attend together."""
     found = []
-    for number, (start, count) in enumerate(zip(pages.starts.tolist(), pages.counts.tolist(), strict=True)):
+    for number, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         for first in range(start, start + count, most_rows):
             found.append((number, first, min(first + most_rows, start + count)))
     return np.array(found, dtype=np.int64).reshape(-1, 3)

@@ -22,9 +22,9 @@ from engine.kernels.protocol import Filters, Kernels
 from engine.request import Sampling
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LawParameters:
-    """Sampling parameters of N rows of probabilities, as tensors on the logits' device."""
+    """Sampling parameters of N rows of probabilities, as tensors on the logits' device; compared by identity."""
 
     temperature_N: Tensor
     """0 if the most likely token has probability 1."""
