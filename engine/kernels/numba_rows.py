@@ -93,13 +93,13 @@ def edge_of(values, weights, needed, first_order):
             place = (np.int64(order(values[number])) + first_order) >> shift
             if shift == 2 * _DIGIT or place >> _DIGIT == edge:
                 sums[place - (edge << _DIGIT)] += np.float64(weights[number])
-        chosen = 0
+        chosen, through = 0, reached
         for digit in range((2 << _DIGIT) - 1, -1, -1):
             if sums[digit] > 0:
-                chosen = digit
-                if reached + sums[digit] >= needed:
+                chosen, reached = digit, through
+                through += sums[digit]
+                if through >= needed:
                     break
-                reached += sums[digit]
         edge = (edge << _DIGIT) + chosen
     return from_order(np.int32(edge - first_order))
 

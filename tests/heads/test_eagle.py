@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from engine.drafting import chains, eagle, reading
+from engine.drafting.levels import Levels
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.heads.head import Head
 from engine.models.loading import LoadedModel
@@ -167,7 +168,7 @@ def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, L
         return logits_NV.softmax(-1), logits_NV
 
     filtered = output_law.SAMPLINGS["filtered"]
-    with patch.object(chains, "node_laws", unfiltered):
+    with patch.object(chains, "node_laws", unfiltered), patch.object(Levels, "takes", lambda *_: False):
         counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], filtered)
     assert output_law.g_test(counts, output_law.exact_law(small[0], filtered)) < output_law.ALPHA
 

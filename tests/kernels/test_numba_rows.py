@@ -232,6 +232,12 @@ def test_filters_keep_what_plain_operations_keep() -> None:
     assert differing(numba_rows) == []
 
 
+@pytest.mark.parametrize("needed", [4, 5, 6, 9])
+def test_all_values_are_kept_if_their_weights_are_too_few(needed: int) -> None:
+    values = np.array([0.5, 0.25000003, 0.2500001, 0.25], np.float32)
+    assert numba_rows.edge_of(values, np.ones(4), needed, 0) == np.float32(0.25)
+
+
 def test_every_row_has_its_own_filters() -> None:
     logits, samplings = random_logits(5), [FILTERS[9], Sampling(), FILTERS[60], Sampling(top_p=0.5), FILTERS[33]]
     together, _ = both(logits, *samplings)
@@ -240,7 +246,7 @@ def test_every_row_has_its_own_filters() -> None:
 
 
 WRONG_FILTERS = {
-    "a token more at the edge": ("reached + sums[digit] >= needed", "reached + sums[digit] > needed"),
+    "a token more at the edge": ("if through >= needed", "if through > needed"),
     "ties at the edge are dropped": ("if scaled >= edge:", "if scaled > edge:"),
     "no ties beyond the first k": ("kept += 1", "kept += kept < top_k"),
     "top_k by the largest tokens of tiles": ("edge = edge_of(likely[:count], np.ones(count), top_k, _LEAST_ORDER)", ""),
