@@ -41,9 +41,11 @@ _HOLD = 0.7
 """A request stops drafting if its drafts are worth less than this share of their time. It is below 1 because the
 worth is an estimate, and because the draft model must catch up on a request that has stopped.
 """
-_CHOOSE_EVERY, _SELDOM = 8, 32
-"""Steps between choices for the same requests: usually, and at most. The number doubles while plain decoding stays the
-best: a choice takes half as long as a plain step of a small model, and plain steps show nothing about drafts."""
+_CHOOSE_EVERY, _SELDOM_S = 8, 0.2
+"""Usual number of steps between choices for the same requests; seconds that it may reach. It doubles while plain
+decoding stays the best: a choice takes half as long as a plain step of a small model, and plain steps show nothing
+about drafts.
+"""
 _FEW = 4
 """The controller chooses again if more than one in this many requests has arrived or left."""
 _TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
@@ -196,7 +198,8 @@ class Controller:
             handicap[options.shapes.index(self._in_use)] = 1.0
         best = int((options.rates * handicap).argmax())
         stays_plain = not best and self._in_use == PLAIN
-        self._interval = min(2 * self._interval, _SELDOM) if stays_plain else _CHOOSE_EVERY
+        seldom = int(_SELDOM_S / float(self.times.step_s(options.works[:1])[0]))
+        self._interval = max(_CHOOSE_EVERY, min(2 * self._interval, seldom)) if stays_plain else _CHOOSE_EVERY
         self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
         self._resting = ids - self.choice.drafting
         if any(one.num_remaining > 1 for one in load.adaptive):  # else no request has room for a draft
