@@ -99,7 +99,7 @@ def block_losses(
     anchors_A = torch.arange(first, length - size + 1, step, device=device)
     memory = BlockMemory(anchors_A.expand(num_texts, -1), size, head.block_config.is_causal[0])
     context_positions_T = torch.arange(length, device=device).repeat(num_texts)
-    head.read(texts.token_ids_RL.flatten(), head.project(texts.taps_RLX.flatten(0, 1)), context_positions_T, memory)
+    head.store(head.project(texts.taps_RLX.flatten(0, 1)), context_positions_T, memory)
     index_AB = anchors_A[:, None] + torch.arange(size, device=device)
     text_tokens_RAB = texts.token_ids_RL[:, index_AB]
     tokens_RAB = torch.full_like(text_tokens_RAB, head.config.mask_token_id)

@@ -89,9 +89,9 @@ def run(url: str, options: BenchOptions, before_url: str = "") -> dict[str, Any]
     kinds = [(task, 0) for task in options.tasks if 0 in options.contexts]
     kinds += [("random", context) for context in options.contexts if context]
     num_cells = len(kinds) * len(options.temperatures) * len(options.concurrency)
+    first = _Bench(url, before_url, options, options.temperatures[0])
+    exactness = asyncio.run(first.greedy_equality())
     with tqdm(total=num_cells * options.repeats * len(options.arms), desc="runs", unit="run") as progress:
-        first = _Bench(url, before_url, options, options.temperatures[0])
-        exactness = asyncio.run(first.greedy_equality())
         for task, context in kinds:
             prompts = random_prompts(context, options.num_prompts) if context else load(task)
             for temperature in options.temperatures:

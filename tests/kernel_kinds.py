@@ -48,12 +48,13 @@ class Counting:
 
 
 def step(chance: np.random.Generator) -> list[SequenceInput]:
-    """Decoding rows with trees of many sizes, and now and then a prompt's chunk."""
+    """Plain rows; with trees of many sizes, too; with chunks of prompts, too; behind short or long texts."""
     parts = []
+    kinds, longest = ((1,), (1, 2, 3), (0, 1, 2, 3))[chance.integers(0, 3)], (200, 3000)[chance.integers(0, 2)]
     for _ in range(chance.integers(1, 33)):
-        length = int(chance.integers(1, 3000))
+        length = int(chance.integers(1, longest))
         blocks = chance.integers(0, 4000, 300).tolist()[: -(-(length + 600) // PAGE)]
-        kind = chance.integers(0, 4)
+        kind = chance.choice(kinds)
         if kind == 0:
             parts.append(SequenceInput(list(range(int(chance.integers(2, 512)))), length, blocks, NO_NODES, slice(0)))
             continue

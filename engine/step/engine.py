@@ -131,13 +131,13 @@ class Engine:
                 self.following.add(request)
             else:
                 thinking = request.sampling.thinking
-                self._queue(request, FollowedThoughts(thinking, self.facts) if thinking else None)
+                self.queue(request, FollowedThoughts(thinking, self.facts) if thinking else None)
 
     def queue_followed(self) -> tuple[list[str], Failures]:
         """Queue the requests whose grammars are ready; return (their ids, those whose grammars cannot be followed)."""
         ready, failed = self.following.ready()
         for request, grammar in ready:
-            self._queue(request, grammar)
+            self.queue(request, grammar)
         return [request.request_id for request, _ in ready], failed
 
     def _after_thoughts(self, request: Request, grammar: FollowedGrammar) -> FollowedGrammar:
@@ -145,7 +145,8 @@ class Engine:
         thinking = request.sampling.thinking
         return grammar if thinking is None else FollowedThoughts(thinking, self.facts, grammar)
 
-    def _queue(self, request: Request, grammar: FollowedGrammar | None) -> None:
+    def queue(self, request: Request, grammar: FollowedGrammar | None = None) -> None:
+        """Queue a request that is known to be valid; grammar: follows its answer."""
         speculation = request.speculation
         drafts = bool(speculation.num_drafts)
         self.scheduler.submit(request, grammar, drafts and self.facts.rules[speculation.rule].changes_targets)

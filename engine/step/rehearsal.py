@@ -23,8 +23,9 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
     """Serve synthetic requests, one with a seed and one without, and discard their answers.
 
     The first real request then finds its code and the caches warm. Its speedup is computed from times of served steps,
-    which take longer than measured ones; a request without drafts shows how long plain ones take. The K/V pool holds
-    nothing yet. Blocks, counts and what the controller learns are discarded.
+    which take longer than measured ones; a request without drafts shows how long plain ones take. The prefix
+    cache forgets what the engine computed earlier, such as texts of the self-check. Blocks, counts and what the
+    controller learns are discarded.
     """
     drafting = with_fixed_shape(speculation, engine.limits, engine.facts.device), speculation
     # Cold steps are not informative for the model of step times.
@@ -37,6 +38,7 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
                 result = rehearsed.run_step()
                 encode(StepResults(result.outcomes, result.stats))
             rehearsed.abort(str(number))
+    engine.scheduler.blocks.forget_all()  # the answers were written over them
 
 
 def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:

@@ -20,6 +20,7 @@ from analysis.gpu_session import PARTS, Section, Setting, run_section
 from analysis.load import Load
 from loadtest import environment
 from tests.engine import tiny
+from tests.scheduling.machine import Machine
 
 DRY = Setting("cpu", "tiny", "tiny", 256, 0.01)
 TINY = ["--device", "cpu", "--target", "tiny", "--draft", "tiny", "--vocabulary", "256"]
@@ -135,10 +136,9 @@ def test_recorded_steps_serve_the_arms() -> None:
     """An arm is an engine around the models of one that has recorded steps; without them it would be a slow one."""
     pytest.importorskip("triton")
     target = tiny.llama(1, layers=1)
-    with tiny.with_paged_models(), patch("engine.step.building._drafts", lambda *_: [(0, 0), (1, 2)]):
+    with tiny.with_paged_models(), patch("engine.step.building.recorded_drafts", lambda *_: [(0, 0), (1, 2)]):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_num_seqs=2)
-    with patch.object(arms, "StepTimes", MagicMock()):  # there is no time to measure
-        made = arms.make_arms(engine, ["off", "block:1x2"], [], Load([tuple(range(5, 20))], 8, 1.0))
+    made = arms.make_arms(engine, ["off", "block:1x2"], Machine().points(), Load([tuple(range(5, 20))], 8, 1.0))
     for arm in made.values():
         for _ in range(4):
             arm.step(1)

@@ -157,7 +157,7 @@ def _chain_logits(head: Any, batch: TextBatch, place: int) -> list[torch.Tensor]
 def _block_logits(head: Any, batch: TextBatch, anchor: int) -> list[torch.Tensor]:
     """Logits by depth, of one block, drawn as the engine draws."""
     tokens, taps, rows = batch.token_ids_RL[0], batch.taps_RLX[0], _Rows()
-    head.read(tokens[:anchor], head.project(taps[:anchor]), torch.arange(anchor), rows)
+    head.store(head.project(taps[:anchor]), torch.arange(anchor), rows)
     rows.sees_all = True
     block = torch.full((DEPTH,), head.config.mask_token_id)
     block[0] = tokens[anchor]

@@ -77,6 +77,16 @@ def test_answers_are_the_same_after_a_rehearsal(engine: Engine) -> None:
     assert tiny.run(engine, requests).tokens == tiny.run(fresh, requests).tokens
 
 
+def test_no_prefix_computed_before_a_rehearsal_is_used_after_it(engine: Engine) -> None:
+    """A self-check computes texts before; the rehearsal writes over their K/V."""
+    prompt = tiny.prompts(101, [40])[0]
+    plain = {"speculation": Speculation(), "max_tokens": 12}
+    first = tiny.run(engine, [tiny.request("0", prompt, **plain)]).tokens["0"]
+    rehearse(engine, ADAPTIVE)
+    assert tiny.run(engine, [tiny.request("1", prompt, **plain)]).tokens["1"] == first
+    assert engine.stats().num_cache_hits == 0
+
+
 def test_an_engine_of_a_short_context_rehearses(engine: Engine) -> None:
     short = tiny.build(tiny.llama(seed=1), None, max_num_seqs=1, max_model_len=16)
     rehearse(short, Speculation())

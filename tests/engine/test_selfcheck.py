@@ -14,7 +14,7 @@ from engine.errors import LoadError
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
 from engine.step.engine import Engine
-from engine.step.law_check import check_law, check_power, make_prompt, short_check
+from engine.step.law_check import check_law, check_power, make_prompt, run_to_end, short_check
 from tests.engine import tiny
 from tests.engine.test_output_law import always_longest
 
@@ -47,6 +47,19 @@ def wrong_race() -> Iterator[None]:
 
 
 RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=2)
+
+
+def test_checked_answers_are_those_of_served_requests() -> None:
+    """A rule that changes later targets ignores the draft window, here too."""
+    pair = [tiny.llama(seed=seed, vocabulary=40, layers=1, spread=0.4) for seed in (31, 32)]
+    rule = Speculation(rule="greedy_block", num_drafts=1, draft_length=3)
+    requests = [
+        tiny.request(str(seed), [1, *range(3, 39)] * 2, rule, max_tokens=12, seed=seed, temperature=1.0)
+        for seed in range(8)
+    ]
+    made = [tiny.build(*pair, draft_window=3) for _ in range(2)]
+    checked = {name: answer.tokens for name, answer in run_to_end(made[0], requests).items()}
+    assert checked == tiny.run(made[1], requests).tokens
 
 
 def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
