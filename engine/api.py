@@ -74,6 +74,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """The first request, without its prompt."""
     prompts: list[tuple[int, ...]]
     choices: list[RequestVariant]
+    """One for each request."""
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
@@ -194,7 +195,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
 
 
 def decode_launch(data: bytes) -> Launch:
-    """Message that a new engine process reads from its standard input."""
+    """Decode the message that a new engine process reads from its standard input."""
     return _launch.decode(data)
 
 

@@ -151,7 +151,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     calibrate: bool = True
-    """Measure plain decoding at start, so that answers can report their speedup."""
+    """Measure step times at start. Without them answers report no speedup, adaptive requests draft their maximum, and
+    no time limits the prompts of a step in which others decode.
+    """
     profile_cache: str = "off"
     """Folder for measurements that the next start can reuse; `off` stores none."""
     self_check: bool = False

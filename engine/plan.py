@@ -45,7 +45,7 @@ class TargetShift:
 
 
 class Grammar(Protocol):
-    """Grammar of an answer."""
+    """Masks of an answer's next tokens: by the client's grammar, by a budget of thoughts, or by one after the other."""
 
     def masks(
         self, answer: Sequence[int], paths: Sequence[Sequence[int]]
@@ -207,4 +207,4 @@ class StepVerdict:
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Logprobs of the tokens in `prompt_next`, one entry per row of the plan; empty if no row asks for them."""
     broken: frozenset[int] = frozenset()
-    """Sequences whose emission is invalid, because a model computed non-finite numbers."""
+    """Ids of sequences whose emission is invalid, because a model computed non-finite numbers. They are ended."""

@@ -81,7 +81,7 @@ class Mailbox:
 
 
 def serve(engine: Engine, mailbox: Mailbox) -> None:
-    """Run steps while there is work, until a `Stop` arrives."""
+    """Run steps while there is work, until a `Stop` arrives or the parent process ends."""
     while not mailbox.is_orphaned:
         for data in mailbox.receive(_wait_ms(engine)):
             message = decode_to_engine(data)
@@ -126,7 +126,7 @@ def _wait_ms(engine: Engine) -> int:
 
 
 def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
-    """Load, calibrate and announce the engine."""
+    """Load and announce the engine; before that, as configured, measure its steps, check its rule and warm it up."""
     import torch
 
     from engine.control.controller import Controller

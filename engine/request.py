@@ -95,7 +95,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     rule: str = "bv_race"
     num_drafts: int = 0
-    """Chains per step (leaves of a tree); 0 is plain decoding."""
+    """Chains drawn per step (leaves of a tree); 0 draws none: plain decoding, unless `drafters` has text drafters."""
     draft_length: int = 0
     """Tokens in a chain (depth of a tree)."""
     draft_method: str = ""
@@ -122,7 +122,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fanout(self) -> tuple[int, ...]:
-        """Return the children of every node by depth."""
+        """Return the children of every drawn node by depth; if the engine chooses the shape, the maximum."""
         if not self.num_drafts:
             return ()
         return self.tree or (self.num_drafts, *(1,) * (self.draft_length - 1))

@@ -37,6 +37,7 @@ class Acceptance:
         self._known: dict[int, Numbers] = {}
         self._totals: dict[int, list[float]] = {}
         self._answers = np.array([0.0, _ANSWER, 1.0])
+        """Faded sums over ended answers: prompt tokens that a draft model must read, answer tokens, and answers."""
 
     @property
     def usual_answer(self) -> float:
@@ -73,7 +74,10 @@ class Acceptance:
         self._new[seen] = self._new.get(seen, 0) + 1
 
     def expected(self, num_drafts: int, num_tried: int) -> float:
-        """Return how many of the first `num_tried` positions are accepted, each given those before."""
+        """Return the sum of the acceptances of the first `num_tried` positions, each given those before.
+
+        A chain of which exactly these positions were tried is expected to have this number of accepted tokens.
+        """
         if num_drafts not in self._totals:
             self._totals[num_drafts] = [0.0, *self.by_position(num_drafts).cumsum().tolist()]
         return self._totals[num_drafts][num_tried]
@@ -86,7 +90,9 @@ class Acceptance:
         return share * _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + tried))
 
     def by_position(self, num_drafts: int) -> Numbers:
-        """Return [longest] estimates; with few observations, from other numbers of chains and the prior."""
+        """Return [longest] the acceptance of each position, given the positions before; with few observations, from
+        other numbers of chains and the prior.
+        """
         if num_drafts not in self._known:
             self._known[num_drafts] = self._estimated(num_drafts)
         return self._known[num_drafts]

@@ -1,9 +1,9 @@
-"""Choose the drafts of each adaptive request: the shape with the most expected tokens per second, never slower than
-plain.
+"""Choose the drafts of each adaptive request: the shape with the most expected tokens per second, or plain decoding.
 
 The menu has shapes (K chains of L tokens) and plain decoding. The tokens of a step are predicted from the acceptance so
-far, by position over all requests and by request; its duration from the model of step times. A request whose drafts are
-not worth their time decodes plainly, in the same step as the others.
+far, by position over all requests and by request; its duration from the model of step times, which `step/telemetry.py`
+updates after every step. A request whose drafts are not worth their time decodes plainly, in the same step as the
+others.
 
 A few steps are trials, if the model of step times is uncertain: plain ones, needed to report the speedup, and steps of
 the shape that is best in a sample of the possible step times.
@@ -42,9 +42,9 @@ _HOLD = 0.7
 worth is an estimate, and because the draft model must catch up on a request that has stopped.
 """
 _CHOOSE_EVERY, _SELDOM_S = 8, 0.2
-"""Usual number of steps between choices for the same requests; seconds that it may reach. It doubles while plain
-decoding stays the best: a choice takes half as long as a plain step of a small model, and plain steps show nothing
-about drafts.
+"""Usual number of steps between choices for the same requests. While plain decoding stays the best the number doubles,
+up to the steps that take this many seconds: a choice takes half as long as a plain step of a small model, and plain
+steps show nothing about drafts.
 """
 _FEW = 4
 """The controller chooses again if more than one in this many requests has arrived or left."""
@@ -161,7 +161,8 @@ class Controller:
         behind: Sequence[int] | None = None,
         text_beside: int = 0,
     ) -> None:
-        """Decide for the adaptive requests that emit in the next step; called before each step.
+        """Choose for the adaptive requests that emit in the next step, if a choice is due or the requests have changed;
+        otherwise the last choice stays. Called before each step.
 
         others: drafts of each of the other requests in the step (`Row.fanout`). behind: tokens that the draft model
         must catch up on, by adaptive request. text_beside: total length of the others' texts.
@@ -324,7 +325,7 @@ class Controller:
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Apply the results of drafts since the last call."""
+        """Apply the results of drafts that `observe` has recorded since the last choice."""
         self.acceptance.fade(self._step - self._learned)
         self._learned = self._step
 

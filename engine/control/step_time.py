@@ -1,7 +1,9 @@
-"""Duration of a step: one regression over the sizes of its work, fitted at start, updated by every step.
+"""Duration of a step's two parts: one regression over the sizes of its work, fitted at start, updated by every step.
 
 rest  = machine * shape * sum of (rate * size)     the target's pass, verification, K/V moves
 draft = machine * sum of (rate * size)             drawing the drafts
+
+The time outside both parts is predicted by `host_time.py`; `step_s` is the sum of all three.
 
 Sizes are numbers of tokens, rows and passes; how a pass grows with its rows is piecewise linear. Calibration fits the
 rates (non-negative least squares). From then on the logarithms of the rates, of the machine's factor and of a factor
@@ -201,7 +203,7 @@ class StepTimes:
     # -- predicting ---------------------------------------------------------------------------------------------------
 
     def rest_s(self, work: StepWork) -> float:
-        """Return the seconds of a step without drafting."""
+        """Return the seconds of the rest of a step, whether it drafts or not: neither its drafting nor host time."""
         parts = sizes_of(work, self._window)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
         return float(parts) * math.exp(self._state[self._slot(work.shape)])
 

@@ -26,11 +26,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 0
     """Drafted tokens that the target verifies."""
     drafting: int = 0
-    """Requests that have drafted tokens."""
+    """Requests that have drafted tokens, drawn ones or text drafts."""
     passes: tuple[int, ...] = ()
-    """Rows of each pass of the draft model."""
+    """Rows of each pass of the draft model, counted as if every drafter ran level by level (one-pass heads do not)."""
     prompt: int = 0
-    """Prompt tokens that the target computes."""
+    """Known tokens that the target computes, without the last one of each request that emits."""
     prompt_text: int = 0
     """Tokens before each prompt token, summed over them."""
     read: int = 0

@@ -81,8 +81,9 @@ def draw_levels(
 ) -> Tensor:
     """Draw all chains level by level; return [C, L] the tokens.
 
-    rows: those whose distributions depend on more than logits and parameters, or all. logits_NV: below the root of
-    every row that draws; below: `Drafter.below`; law_NV: output, the distributions from which the tokens were drawn.
+    rows: the sampling rows; they may be left out if no distribution depends on more than logits and parameters.
+    logits_NV: below the root of every row that draws; below: `Drafter.below`; law_NV: output, the distributions from
+    which the tokens were drawn.
     """
     tokens_CL = torch.zeros((layout.num_chains, layout.max_length), dtype=torch.int64, device=uniform_LC.device)
     of_law = parameters.select(layout.law_row_of_N)

@@ -159,6 +159,7 @@ class Layout:
     """Chains that a step drafts; one chain of length 0 for a row that draws none."""
 
     request_C: Ints
+    """Number of the chain's sampling row."""
     rank_C: Ints
     """Number of the chain within its row."""
     length_C: Ints
@@ -173,6 +174,7 @@ class Layout:
     law_row_CL: Tensor
     """Row, in the table of draft distributions, of the distribution below each chain's parent node."""
     leads_CL: Tensor | None
+    """Whether the chain is the first through its node; None if no two chains share one."""
     shape: tuple[int, int]
     """(rows, most chains of one)."""
     trees: tuple[Tree, ...]
@@ -322,7 +324,7 @@ class Draft:
     parameters: LawParameters
     """Parameters of the sampling rows."""
     numbers: Tensor
-    """[6, C, L] of `draw_numbers`."""
+    """[6, C, L] random numbers by purpose (`drafting.numbers.draw_numbers`)."""
     rows_apart: int | None = None
     """Distance between the roots of two sampling rows among the logits, if the step has padded its rows."""
 

@@ -1,4 +1,7 @@
-"""Drafting of a step in one call on a CPU, if the draft model or head and the rows allow it (`numba_levels.py`)."""
+"""Drafting of a step in one call on a CPU, if the draft model or head and the rows allow it (`numba_levels.py`).
+
+It computes what `chains.draw_levels` computes level by level, in Python, for any rows.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class _Chains(NamedTuple):
     are_alone: bool
     """Whether each drawn token depends on its law and its own number alone."""
     law_ends: Ints
-    """[L] where the laws of each level end among all."""
+    """[L] end of each level's laws among those of all levels."""
     first_chains: Ints
     num_chains: Ints
     """[N] the first of the chains through the node above each law, and how many there are."""
@@ -67,7 +70,7 @@ class _Bounds(NamedTuple):
     """Bounds of the passes of a step."""
 
     ends: Ints
-    """[L, 4] where the rows, sequences, parts and laws of each pass end."""
+    """[L, 4] ends of the rows, sequences, parts and laws of each pass."""
     parts: Ints
     """[P, 3] the parts of attention of all passes, counted within each pass."""
     most_rows: int
@@ -112,13 +115,13 @@ def _of_laws(parameters: LawParameters, layout: Layout) -> tuple[npt.NDArray[Any
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
-    """Return what drafts in one call with a model; None where it runs otherwise."""
+    """Return the drafting in one call with a model or head; None if its backend or kernels do not allow it."""
     if find_spec("numba") is None:
         return None
     from engine.kernels.numba_kernels import NumbaKernels
     from engine.models.cpu_decoder import CpuDecoder  # Numba is there
 
-    if type(runner.kernels) is not NumbaKernels:  # one of them does not have torch's numbers
+    if type(runner.kernels) is not NumbaKernels:  # another class if a kernel failed its check (`kernels.choosing`)
         return None
     return Levels(runner, runner.backend) if isinstance(runner.backend, CpuDecoder) else None
 
@@ -150,7 +153,7 @@ class Levels:
         law_NV: Tensor,
         state_TD: Tensor | None = None,
     ) -> Tensor:
-        """[C, L] the drafted tokens; law_NV: filled with the laws that they came from.
+        """Return [C, L] the drafted tokens; law_NV: output, the laws that they were drawn from.
 
         state_TD: states that the rows of the first pass read, for a head.
         """

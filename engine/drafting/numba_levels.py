@@ -29,9 +29,10 @@ _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
 @compiled_for_cpu(**EXACT)
 def _draw(address, phase):
-    """Make the law below each node of a level, and draw the tokens of the chains through it.
+    """Compute the law below each node of a level, and draw the tokens of the chains through it.
 
-    A chain takes its own number, and where its node is another chain's, that chain's token.
+    A chain draws with its own random number, unless an earlier chain goes through the same child: then it takes that
+    chain's token.
     """
     table = table_at(address)
     counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
@@ -116,11 +117,12 @@ def draw_levels(
 ):
     """Draw all levels: fill `laws` [N, V] and `tokens` [L, C].
 
-    ends: [L, 4] where each level's rows, sequences, parts and laws end among those of all passes; wanted: rows of the
-    first pass whose logits are wanted, in the later ones all are. uniforms, leaders: [L, C]. parents: [N] the node
-    above each law, in its level. states: [T, D] input of the first pass's rows, of width 0 if the model reads none;
-    leaving: working memory for the states below. known: the target's token of each of a head's, empty if they are the
-    same; spread: working memory for such logits.
+    behind: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's rows,
+    sequences, parts and laws among those of all passes; wanted: rows of the first pass whose logits are wanted, in the
+    later ones all are. uniforms, leaders: [L, C]. parents: [N] the node above each law, in its level. states: [T, D]
+    input of the first pass's rows, of width 0 if the model reads none; leaving: working memory for the states that a
+    pass returns, which the next one reads. known: the target's id of each token in a head's own vocabulary, empty if
+    the vocabularies are equal; spread: working memory for such logits over the target's.
     """
     first_row, first_sequence, first_part, first_law = 0, 0, 0, 0
     for level in range(len(ends)):

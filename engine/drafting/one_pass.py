@@ -2,6 +2,10 @@
 
 The pass depends on the text alone. The sampler (`models/heads/slots.py`) adds the dependence on earlier tokens of the
 chain, if the head has any. So chains are independent given the text.
+
+Words: a *slot* is here the row of the pass that drafts the token of one depth, not a place in the K/V pool. A *block*
+is the last token of a text and the masks after it, which a head of the DFlash types computes together; the blocks of
+the K/V pool are `block_ids`.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ class OnePassDrafter(HeadDrafter):
         return draw_from(tables, slots, parameters, uniform_LC, self.runner.vocab_size)
 
     def _run_pass(self) -> Any:
-        """Return what the texts' chains are drawn from."""
+        """Return the sampler (`SlotSampler`) from which the texts' chains are drawn."""
         lengths = [row.draft_length for row in self._rows]
         return self.runner.head.slots(self._pass(self._rows), lengths, self.runner.vocab_size)
 
@@ -109,12 +113,12 @@ class MaskDrafter(OnePassDrafter):
 
 
 class BlockDrafter(OnePassDrafter):
-    """Computes the logits of a head of the DFlash types: blocks follow the texts, and nothing of them is stored."""
+    """Computes the logits of a head of the DFlash types: its blocks follow the texts, and no later step reads them."""
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
-        """First of the blocks that only the head's storage has, for blocks that extend beyond a row's."""
+        """First of the K/V blocks that only the head's storage has, for masks beyond the row's own K/V blocks."""
 
     def _pass(self, rows: Sequence[Row]) -> Tensor:
         reading, block = readings(rows, ends_wanted=False), self.runner.head.block_config
@@ -145,7 +149,7 @@ class BlockDrafter(OnePassDrafter):
         ]
 
     def _block_ids(self, row: Row, number: int) -> tuple[int, ...]:
-        """Return the row's blocks, and spare ones for the part of its block that they cannot hold."""
+        """Return the row's K/V blocks, and spare ones for the masks that these cannot hold."""
         size, block_size = self.runner.head.block_config.size, self.runner.block_size
         missing = -(-(row.end + size) // block_size) - len(row.block_ids)
         first = self._spare_block + number * -(-size // block_size)

@@ -121,7 +121,7 @@ class Kernels(Protocol):
         likely tokens. The largest numbers are each node's largest logit, and a probability of each draft law; they are
         NaN if a logit was, and non-finite if a number of the model was. filters: of the B requests. starts: [B + 1] of
         each request's nodes.
-        node_CX: the node below the first i tokens of each chain. numbers: [6, C, L] as in `engine.drafting.draft`.
+        node_CX: the node below the first i tokens of each chain. numbers: [6, C, L] of `drafting.numbers`.
         """
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:

@@ -3,9 +3,9 @@
 A *context* is a place that needs a distribution: after a text, and after a path of drafted tokens below it. Every node
 of every branch has a context, and counts are those of its own path. Order, as in vLLM: logit_bias; repetition penalty
 (tokens of prompt and answer: a positive logit is divided, a negative one multiplied); frequency and presence penalties
-(tokens of the answer); then masks: allowed tokens, bad words, the grammar, no end token before min_tokens (unless the
-grammar demands one). If the masks leave no token, all tokens are equally likely, and a request that reaches such a
-context is ended (`has_dead_end`).
+(tokens of the answer); then masks: allowed tokens, bad words, the grammar (a budget of thoughts is one, too), no end
+token before min_tokens (unless the grammar demands one). If the masks leave no token, all tokens are equally likely,
+and a request that reaches such a context is ended (`has_dead_end`).
 
 Penalties count drafted tokens on their device, so that they never wait for it; bad words and grammars need the tokens
 on the host.

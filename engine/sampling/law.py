@@ -1,10 +1,11 @@
 """Distribution that a request samples from: logits in, probabilities out.
 
-**The one function that computes a request's distribution** (`law`), for drafting, verification and plain decoding.
-Order of the filters, as in vLLM: temperature, min-p, top-k, top-p. Every filter keeps ties at its edge, so the
-distribution is a function of the logits and not of a sort's order.
+**The one function that computes a request's distribution** (`law`), for drafting, verification and plain decoding. It
+is the specification of the compiled calls that include it (`Kernels.decide`, `drafting/numba_levels.py`). Order of the
+filters, as in vLLM: temperature, min-p, top-k, top-p. Every filter keeps ties at its edge, so the distribution is a
+function of the logits and not of a sort's order.
 
-Not for: sampling (`draw.py`), penalties and masks (`edits.py` changes the logits before this).
+Not for: drawing tokens (`kernels/draw.py`), penalties and masks (`edits.py` changes the logits before this).
 """
 
 from __future__ import annotations

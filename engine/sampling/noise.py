@@ -1,11 +1,12 @@
-"""All random numbers of the engine, as a function of their use.
+"""All random numbers that draft, verify and sample tokens, as a function of their use.
 
 A number is named by (request seed, position, purpose, chain, depth) and hashed from that name. There is no generator
 and no state, so an answer does not depend on other requests, and a preempted request draws the same numbers again.
 
 `position` is the index of the first token that a step drafts. Each step emits at least one token, so no two steps of a
 request share a position and **no number is used twice**, even if a rejected token's index is drafted again. (Its old
-number has already influenced where the last step stopped; using it again would bias the output.)
+number has already influenced where the last step stopped; using it again would bias the output.) The clocks of
+seed-stable rows are named by the token's own index instead, because draft and target must race the same (`stable.py`).
 
 Not for: anything that should look random to an adversary. The hash is the 64-bit finaliser of
 splitmix64 (Steele, Lea and Flood, 2014), applied once per part of the name.
@@ -29,17 +30,20 @@ LARGEST = 1 - 2.0**-53
 
 
 class Purpose(IntEnum):
-    """Decision for which a random number is used."""
+    """Decision for which a random number is used. Rules see the numbers of five purposes as a `ChainNoise`."""
 
     DRAFT = 1
     ACCEPT = 2
     RESIDUAL = 3
     SCORE = 4
     CHOICE = 5
+    """Not a decision of a step: the seed of one of several choices (`choice_seed`)."""
     CHOSEN_ACCEPT = 6
     CHOSEN_RESIDUAL = 7
     OBSERVE = 8
+    """Steps and rows whose gap to the optimum is reported."""
     COPY = 9
+    """Text drafts."""
     CLOCK = 10
 
 

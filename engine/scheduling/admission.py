@@ -1,6 +1,7 @@
-"""Admission checks of requests. The server runs them before it answers, and the engine runs them again.
+"""Whether a request can be served as asked, and the default speculation of requests that ask for none.
 
-No torch: the server imports this module through `engine.api`.
+The server checks requests before it answers, and the engine checks them again. No torch: the server imports this module
+through `engine.api`. Not for: when a queued request starts (`Scheduler`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_LOGPROBS = 20
 """Most alternatives that are reported for a token."""
 
 _SEED_SHAPE_ON_CPU = (1, 4)
-# Draft methods that require this number of children below a node.
+# Draft methods that draw at most this number of children below a node.
 _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 
@@ -122,6 +123,7 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
 
 
 def _mask_key(request: Request) -> tuple[int, ...]:
+    """Return a key that is equal for requests that share their lists as objects: one check serves them all."""
     sampling, limits = request.sampling, request.limits
     lists = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words, limits.stop_token_ids
     return (*map(id, lists), limits.min_tokens)

@@ -1,4 +1,4 @@
-"""Size of a sequence's part of a step (known tokens, tokens of the draft model, nodes), and the row built from it."""
+"""A sequence's part of a step before its blocks are allocated (`PlannedRow`), and the `Row` that is built from it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class PlannedRow(NamedTuple):
     draft_end: int
     """Indices of the tokens that the draft model computes."""
     num_nodes: int
+    """Nodes of all its drafts, before equal prefixes are merged."""
 
     @property
     def num_known(self) -> int:
@@ -41,7 +42,7 @@ class PlannedRow(NamedTuple):
 
 
 def _most_known(sequence: Sequence, budget: int) -> int:
-    """Return how many of its tokens the target computes in a step with this budget."""
+    """Return the most tokens of its text that the target computes in a step with this budget."""
     # Each token that reports its logprob needs a row of logits, so a step computes few of them.
     return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
 
@@ -59,7 +60,7 @@ def part_of(
     # One token must remain to be emitted after the drafts.
     most = max(0, sequence.num_remaining - 1)
     fanout = fanout[:most]
-    reads_along = bool(fanout)
+    reads_along = bool(fanout)  # the draft model computes what the target computes, to draft now or after the prompt
     # A recomputed text resumes drafting where it stopped: its last token waits for a separate step.
     is_held = reads_along and not sequence.may_draft and sequence.num_emitted > 0
     if not sequence.may_draft:

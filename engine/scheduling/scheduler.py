@@ -1,7 +1,7 @@
-"""Continuous batching: `plan()` decides a step, `commit()` is the only writer of sequences.
+"""Continuous batching: `plan()` decides a step and takes its blocks; only `commit()` appends tokens to sequences.
 
-A step has a budget of tokens. Rows that have waited longest come first, and decoding rows come before prompts, so a
-long prompt is cut into chunks that are computed while others decode. The queue is served by priority, then by arrival.
+A step has a budget of tokens. Decoding rows come before prompts, so a long prompt is cut into chunks that are computed
+while others decode. Both go by priority, then by the time since the last row; the queue goes by priority and arrival.
 If the pool has no free block for a row, the sequence of the lowest priority that loses least is preempted: it returns
 to the queue and is recomputed later, with the same output (its noise depends on positions only).
 
@@ -62,9 +62,8 @@ class Scheduler:
         self._edits = SharedEdits()
         self.last_plan = Plan(())
         self._read_along = 0
-        """Number of tokens beyond the target's chunk that the draft model may compute of an adaptive prompt in this
-        step; 0: it computes none. It is set before the controller chooses, because by then `_publish` has promised
-        other requests the draft K/V of these blocks."""
+        """The `draft_chunk` (see `part_of`) of adaptive prompts in this step. It is set before the controller chooses,
+        because by then `_publish` has promised other requests the draft K/V of these blocks."""
         self._next_id = self._step = 0
 
     @property
@@ -128,8 +127,8 @@ class Scheduler:
         return self.last_plan
 
     def _plan_texts(self, parts: dict[int, PlannedRow]) -> int:
-        """Plan the known tokens of decoding rows, running prompts and newly admitted requests, and drafts of
-        requests with a fixed shape. Return the tokens left for drafts that the controller chooses."""
+        """Plan known tokens of decoding rows, running prompts and new requests, and drafts of fixed shapes. Return the
+        tokens left for drafts that the controller chooses; prompts leave it those `held` for the current shape."""
         total = budget = self.config.max_num_batched_tokens
         decoding = self._in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
@@ -206,7 +205,7 @@ class Scheduler:
         return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
     def commit(self, plan: Plan, verdict: StepVerdict) -> list[Outcome]:
-        """Append emitted tokens, cut them where the answer ends, and free ended sequences; broken ones are skipped."""
+        """Append emitted tokens, cut at the end of the answer, and free ended sequences. `Engine` ends broken ones."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
@@ -237,7 +236,7 @@ class Scheduler:
 
     @staticmethod
     def _in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Sort by urgency, then by the time since the last row."""
+        """Sort by priority, then by the time since the last row, the longest first."""
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
 
     def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> PlannedRow:
@@ -257,7 +256,7 @@ class Scheduler:
         return part
 
     def _lag(self, sequence: Sequence) -> int:
-        """Return how far the draft model lags before it drafts (at most `DraftPrefill.most_lag`)."""
+        """Return the lag that a step makes up together with the target; 0 for heads, or if the controller chooses."""
         is_bounded = not sequence.by_head and self._controller_of(sequence) is None
         return self.draft_prefill.lag(sequence) if is_bounded else 0
 
@@ -283,7 +282,7 @@ class Scheduler:
         sequence.num_drafted_blocks = num_drafted
 
     def _publish(self, part: PlannedRow) -> None:
-        """Publish the blocks that are full once the part has been computed, so that other requests can use them."""
+        """Publish, before the pass, the blocks that the part will fill, so that other requests can use them."""
         if part.sequence.sequence_id in self._running:
             in_one_piece = part.sequence.draft_start == 0 and part.draft_first == part.sequence.num_draft_computed
             self._publish_blocks(part.sequence, part.end, part.draft_end if in_one_piece else 0)

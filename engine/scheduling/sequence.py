@@ -1,4 +1,4 @@
-"""Running state of a request. Only the scheduler writes it."""
+"""Running state of a request. The scheduler writes it; controller and telemetry only add statistics (`note_...`)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Sequence:
         if request.limits.min_tokens:
             self.ends = tuple(sorted(self._stop_ids if request.limits.ignore_eos else self._stop_ids | eos_token_ids))
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
-        self.copier = TextDraftFinder(request)
+        self.copier = TextDraftFinder(request)  # false if the request uses no text drafts
         self.counts = TextCounts(len(request.prompt_token_ids))
         """Counts of the tokens of the text, for penalties."""
         self.tokens: list[int] = list(request.prompt_token_ids)
@@ -103,8 +103,9 @@ class Sequence:
         """Drafts of a step, as its request fixes them."""
         self.block_ids: list[int] = []
         self.num_published_blocks = 0
+        """Number of its blocks whose target K/V others may use."""
         self.num_drafted_blocks = 0
-        """Number of its blocks that others may use: for the target, and for the draft model."""
+        """Number of its blocks whose draft K/V others may use."""
         self.num_cached = 0
         """Prompt tokens with cached K/V at the first admission."""
         self._keys: list[Key] = []
@@ -143,8 +144,8 @@ class Sequence:
     @property
     def num_shared(self) -> int:
         """Return the number of tokens of its text whose K/V may come from the prefix cache; the last token is always
-        computed. A head cannot draft in a step that shares blocks with the requests that compute them, so a text
-        that resumes drafting takes two steps.
+        computed. A head drafts from the target's states of earlier steps, and another request may compute a cached
+        block in this step. So a text that resumes drafting leaves out two tokens, and drafts in its second step.
         """
         return len(self.tokens) - (2 if self.by_head and self.num_emitted else 1)
 

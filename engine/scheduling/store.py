@@ -6,7 +6,7 @@ used block goes first. The storage of the target and of the draft model have the
 target's K/V, if the request that computed it did not speculate; the draft model then computes its own K/V into the same
 block. Pure Python.
 
-Not for: what a sequence does with its blocks (`scheduling`).
+Not for: which blocks a sequence needs, and when it takes, publishes and releases them (`scheduler.py`).
 """
 
 from __future__ import annotations

@@ -166,7 +166,9 @@ def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
 
 
 def _spare_blocks(model: LoadedModel, config: EngineConfig) -> int:
-    """Return the number of blocks outside the pool, for what a head computes after texts and never reads again."""
+    """Return the number of blocks outside the pool, for the masks that a head of the DFlash types computes after texts
+    and never reads again.
+    """
     block = model.model.config.block if isinstance(model.model, Head) else None
     return 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // config.cache.block_size)
 

@@ -209,9 +209,10 @@ def made_up_plan(
     num_prompt: int = 0,
     num_read: int = 1,
 ) -> Plan:
-    """Return a decode step of `num_rows` rows after `context` tokens each; the blocks are taken from the pool in order.
+    """Return a decode step of `num_rows` rows after `context` tokens each.
 
-    num_prompt: tokens of a prompt in the same step; num_read: tokens that the draft model computes.
+    Blocks are numbered from 0 and not allocated; rows share some if the pool has too few. num_prompt: tokens of a
+    prompt in the same step; num_read: tokens of each row that the draft model computes.
     """
     fanout = speculation.fanout
     longest = context + max(sum(level_widths(fanout)), num_prompt)

@@ -4,7 +4,7 @@ One plain pass of the target computes the exact distribution of the first two to
 the prompt many times, with different seeds, by the rule under test. The counts of the most likely pairs of tokens (the
 others in groups) must fit the distribution: a G-test. It reports how large a bias it would find. If the pair disagrees
 enough, the same test must reject over-acceptance, whose bias the engine reports. It needs an idle engine, and leaves
-nothing in it.
+no request in it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Checked
 def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
     """Return a prompt of the target: its continuation of an arbitrary token, up to its least certain position.
 
-    Where the next token is nearly certain a test would see nothing.
+    If the next token were nearly certain, a test would see nothing.
     """
     first = int(uniform(seed, 0, Purpose.DRAFT)[0] * engine.facts.vocab_size)
     length = min(length, engine.facts.max_model_len - 8)
@@ -163,7 +163,7 @@ class Cells:
 def _laws(
     runner: ModelRunner, engine: Engine, prompt: Sequence[int], after: Sequence[int], sampling: Sampling
 ) -> torch.Tensor:
-    """Return a model's law [1 + N, V] after the prompt, and after each of N more tokens."""
+    """Return a model's law [1 + N, V] after the prompt, and after the prompt with each of N alternative next tokens."""
     count = len(after)
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
     nodes = NodeInput(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))

@@ -1,4 +1,4 @@
-"""Results of a step that come to the host, and reports besides tokens.
+"""Copies the results of a step to the host, finds non-finite ones, and adds logprobs and the gap to the optimum.
 
 The first half copies all results of a step at once: every copy waits until the device has done all work before it, and
 the device then waits for the host's next work. It also finds the requests whose numbers are not finite. The second half

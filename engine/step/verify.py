@@ -37,7 +37,7 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
 _BY_LOGITS = ("block", "bv_race")
-"""Rules that `Kernels.decide` follows."""
+"""Rules that `Kernels.decide` follows: the race, and block verification, which is its race of one chain."""
 
 
 class _Copied(NamedTuple):
@@ -97,7 +97,9 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
 
 
 def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
-    """Whether the laws of all rows depend on logits, temperatures and filters alone, and `decide` has their rules."""
+    """Whether `decide` can verify all rows: their laws depend on logits, temperatures and filters alone, it has their
+    rules, and their trees have tokens.
+    """
     return draft.tokens_M is None and all(
         row.text is None
         and not row.copies
@@ -199,7 +201,10 @@ def _tokens_above(rows: Sequence[Row], draft: Draft, device: torch.device) -> Te
 
 
 def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task:
-    """Verify the text drafts; the rules continue where the walks stop."""
+    """Verify the text drafts; the rules continue where the walks stop.
+
+    Trees with text drafts are always merged, so a drawn chain with the tokens of a walk has its nodes, too.
+    """
     layout, noise = draft.layout, draft.noise
     goes_on_R = np.array([bool(row.fanout) for row in rows])
     if not any(row.copies for row in rows):
@@ -248,12 +253,11 @@ def _emissions(
     found = zip(numbers, ranks, verdict.accepted, verdict.next_tokens, verdict.shifts, verdict.bias, strict=True)
     for number, rank, accepted, next_token, shifts, bias in found:
         row, tree, followed = rows[number], draft.trees[number], copied.walks.get(number)
-        num_draft_kept = max(0, row.draft_length - 1)
+        num_draft_kept = max(0, row.draft_length - 1)  # the draft model never ran on the last token of a chain
         if followed is not None:
             accepted += followed.depth
             if not copied.goes_on_R[number]:
                 rank, num_draft_kept = followed.rank, 0
-        # The draft model never ran on the last token of a chain.
         found_copies = () if followed is None else _copied(row, tree, followed)
         emission = _emission(row, tree, rank, accepted, next_token, min(accepted, num_draft_kept))
         yield msgspec.structs.replace(emission, copied=found_copies, shifts=shifts, bias=bias)
