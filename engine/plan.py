@@ -50,8 +50,8 @@ class Grammar(Protocol):
     def masks(
         self, answer: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Callable[[], list[npt.NDArray[np.bool_] | None]]:
-        """Ask which tokens may follow an answer and each path below it ([V]; None if the path has no distribution). The
-        result waits for the masks.
+        """Ask which tokens may follow each path below an answer: [V], or None if all may, also below a path that has
+        ended. The returned function waits for the masks.
         """
 
 

@@ -37,7 +37,7 @@ class AttentionMetadata:
     paged: Paged | None = None
     """Set if one kernel attends for all sequences; there are no groups then."""
     pages: StepLayout | None = None
-    """The same on the host, for a decoder that has its own attention."""
+    """Layout of the pass on the host, for backends with `reads_pages`; groups and `paged` are then unset."""
     page_size: int = 0
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:

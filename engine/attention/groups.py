@@ -139,8 +139,9 @@ def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int
 
 
 def _lone(batch: StepLayout, number: int, block_size: int, device: torch.device) -> Group:
-    """Return the group of one sequence: `_group` without what several need, because most steps of few requests have
-    it."""
+    """Return the group of one sequence, which needs no padding. It is faster than `_group`, and most steps of few
+    requests need it.
+    """
     blocks, num_rows = batch.sequences[number].block_ids, int(batch.counts[number])
     first_key, num_keys = int(batch.first_keys[number]), int(batch.num_keys[number])
     first, last = first_key // block_size, (num_keys - 1) // block_size

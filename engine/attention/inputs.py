@@ -37,7 +37,11 @@ class Places(NamedTuple):
 
 
 def place(end: Ints, offset: Ints, depth: Ints) -> Places:
-    """Return the places of tokens. offset, depth: of nodes; depth is offset + 1 for tokens of the text."""
+    """Return the places of tokens.
+
+    end: index after the last input token of their sequence; offset: their index minus `end`; depth: depth of a node,
+    and offset + 1 for a token of the text.
+    """
     index = end + offset
     return Places(index, end - 1 + depth, np.minimum(index + 1, end))
 
@@ -121,7 +125,7 @@ class StepLayout:
     num_keys: Integers
     """[B] index after the last key."""
     pages: Integers
-    """Return [B, P] block ids, padded with 0."""
+    """[B, P] block ids, padded with 0."""
     node_positions: Integers
     """[B, N] positions of the nodes' keys."""
     limits: Integers

@@ -22,8 +22,8 @@ def scaled_attention(
 ) -> Tensor:
     """Attend: query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
 
-    mask: is added to the scores. If H_kv heads of folded queries come instead of H, the heads of the sinks are counted
-    in the order of the folded queries.
+    mask: is added to the scores. The query heads of a K/V head may be folded into further queries of one head
+    (`groups.attend_group`); Q is then the queries of all these heads, head by head.
     """
     if kind.softcap is not None or kind.sinks is not None:
         return _explicit(query, key, value, mask, scaling, kind)

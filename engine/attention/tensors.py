@@ -1,7 +1,7 @@
 """K/V tensors of one model, addressed by slot.
 
-All layers share one addressing: slot = block * block_size + offset. The attention hook writes. Here the accepted path
-of a step is made contiguous.
+All layers share one addressing: slot = block * block_size + offset. Backends write K/V of all tokens
+and nodes. After a step this module moves that of the accepted path to the slots after the text.
 
 A *tap* is a place in the model whose hidden states a drafter reads: tap k is the stream that enters layer k, tap N the
 stream that leaves the last of N layers, and `NORMED` that stream after the final norm.
@@ -116,7 +116,7 @@ class KVTensors:
             self.hidden[slots] = 0
 
     def keep(self, moves: Sequence[KVMoves]) -> None:
-        """Move what is stored of tokens, by sequence: all is read before any is written, and no two share a slot."""
+        """Move what is stored of tokens, by sequence: each is read whole before it is written; no two share a slot."""
         moves = [of_sequence for of_sequence in moves if of_sequence]
         if moves:
             self.kernels.move(self._moved, moves)

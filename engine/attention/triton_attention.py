@@ -2,7 +2,8 @@
 
 Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the rows of a tile: a tree
 reads the text once. Long texts are read in several parts at once, merged by their log-sum-exps. Score softcapping,
-sliding windows, attention sinks and grouped heads are done here; rotation and scaling belong to the model.
+sliding windows, attention sinks and grouped heads are done here. The model rotates queries and keys, and passes the
+factor of the scores.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path (`attention.py`) is its oracle.
 """
@@ -26,7 +27,7 @@ from engine.attention.tensors import KVTensors
 _TILE_KEYS = 64
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 _PART_KEYS = 128
-"""Least number of keys in a part of a text, for every 32 tiles of queries: many tiles keep a device busy without."""
+"""Least number of keys in a part of a text for each 32 tiles of queries: many tiles occupy the device without parts."""
 _MOST_PARTS = 16
 _MOST_PROGRAMS = 2048
 """Most programs that parts lead to: those of texts that are too short for their part end at once, but are launched."""
@@ -73,8 +74,8 @@ def _extent(
     sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
     tile_keys: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
-    """Return (first key, number after the tiles of keys that all queries see, number after the last key, number of the
-    first node) of a program's part of the text.
+    """Return (index of the first key, end of the tiles of keys that all queries see, end of the keys, index of the
+    first node) of a program's part of the keys. An end is the index after the last key.
     """
     first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
     # No query of a prompt's chunk sees keys after the tile's last query; nodes see the whole text.
@@ -110,6 +111,11 @@ def _attend(
     key_block: tl.constexpr, value_block: tl.constexpr,
     has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
+    """Attend for one tile of a sequence's queries and one K/V head over one part of the keys; write the result and its
+    log-sum-exp.
+
+    The first loop reads tiles of keys that all queries see, without a mask; the second reads the others.
+    """
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     tile, part = tl.program_id(2) // num_parts, tl.program_id(2) % num_parts
     count, row = tl.load(counts + sequence), tl.arange(0, rows)
@@ -179,7 +185,7 @@ def attend_paged(
     kind: ScoreOptions,
     window: int | None,
 ) -> Tensor:
-    """Return the attention of a flat pass: query (1, H, T, D) -> (1, T, H, D_v). The pass's own K/V is written."""
+    """Return the attention of a flat pass, whose own K/V is already stored: query (1, H, T, D) -> (1, T, H, D_v)."""
     _, num_heads, num_tokens, key_dim = query.shape
     keys, values = storage.keys[layer], storage.values[layer]
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]

@@ -37,7 +37,7 @@ class FollowedGrammar(Grammar, Protocol):
         """Return the CPU time that reading it has taken so far."""
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Record the tokens that a step has emitted; `failure` is set if the grammar does not allow them."""
+        """Set `failure` if the grammar does not allow the tokens that a step has emitted."""
 
     def end(self) -> None:
         """Stop following it, even while it computes."""
@@ -94,7 +94,7 @@ class FairQueue:
 
 
 class Following:
-    """Grammars of all requests."""
+    """Grammars of all requests: waiting, being read (`_starting`), or followed while their requests run."""
 
     def __init__(
         self,

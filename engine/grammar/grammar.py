@@ -81,8 +81,8 @@ class GrammarState:
         self._send(Start(grammar))
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Record the tokens that a step has emitted after the requested paths. A token after a dead end is not the
-        grammar's, so the answer fails.
+        """Set `failure` if a step has emitted a token after a dead end, which the grammar does not allow. emitted: the
+        step's tokens after the answer for which masks were requested.
         """
         if self.failure is None and any(tuple(emitted[:count]) in self._dead_ends for count in range(len(emitted))):
             self.failure = RequestError(
@@ -108,8 +108,8 @@ class GrammarState:
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
         """Ask which tokens may follow each path below an answer: [V], None if a path has ended before.
 
-        answer: the request's tokens so far; it only grows from step to step. The result waits for the masks, so ask all
-        grammars first. If the grammar fails, all tokens are allowed and `failure` is set.
+        answer: the request's tokens so far; it only grows from step to step. The returned function waits for the masks,
+        so ask all grammars first. If the grammar fails, all masks are None and `failure` is set.
         """
         if len(answer) != self._num_told:
             self._dead_ends.clear()

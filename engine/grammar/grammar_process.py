@@ -65,7 +65,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """To a child: request for the masks after the answer and after each path below it."""
+    """To a child: request for a mask after each path below the answer; the empty path stands for the answer itself."""
 
     answer: list[int]
     """Tokens of the answer since the last question."""
@@ -139,7 +139,7 @@ class Follower:
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """Return the masks after the answer, extended by these tokens, and after each path below it."""
+        """Extend the answer by these tokens, and return a mask after each path below it."""
         self._has_begun = True
         self._matcher.consume_tokens(list(answer))
         return [self._mask(path) for path in paths]
@@ -157,8 +157,10 @@ class Follower:
         return self._all_but_ends if path and matcher.is_error() else mask
 
     def _beyond(self, path: Sequence[int]) -> bytes:
-        """Return the mask below a path that cannot be followed. It is empty if the grammar has no such path; if a
-        limit of the library ends the path, an answer may still go there.
+        """Return the mask below a path that cannot be followed.
+
+        If the grammar has no such path, only ends are allowed, because an empty mask would mean a dead end. If a limit
+        of the library ends the path, an answer may still go there, and all but ends are allowed.
         """
         matcher = self._matcher.deep_copy()
         for token in path:
@@ -234,7 +236,10 @@ def _limit_time(seconds: float | None) -> None:
 
 
 def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str, vocabulary: Vocabulary) -> None:
-    """Run a child from its start to its end; never returns."""
+    """Run a child from its start to its end; never returns.
+
+    number: file descriptor of its socket; tokenizer: the reason if it could not be read.
+    """
     status = 1
     try:
         control.close()
@@ -265,7 +270,7 @@ def serve(control: socket.socket) -> None:
     except BaseException as error:  # llguidance raises exceptions of many types, including panics
         tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}"
     children: dict[int, int] = {}
-    """Socket of each child, by process number."""
+    """File descriptor of each child's own socket, by process id."""
     woken, wake = socket.socketpair()
     for one in (woken, wake):
         one.setblocking(False)

@@ -75,7 +75,7 @@ class FollowedThoughts:
         return 0.0 if self._grammar is None else self._grammar.seconds_read()
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Record the tokens that a step has emitted; the grammar sees those after the thoughts."""
+        """Pass the tokens that a step has emitted after the thoughts to the grammar's check."""
         end = self._thoughts.end(emitted)
         if self._grammar is not None and end is not None:
             self._grammar.check_answer(emitted[max(0, end - self._num_told) :])
@@ -110,7 +110,7 @@ class FollowedThoughts:
         return found
 
     def _inside(self, num_tokens: int) -> Bools | None:
-        """Return the mask after this many tokens of an answer while the thoughts are open or have not begun."""
+        """Return the mask after this many tokens of an answer whose thoughts are open or not begun; None for all."""
         thinking = self._thinking
         length = num_tokens - (not thinking.is_begun)
         is_over = thinking.budget is not None and length >= thinking.budget

@@ -22,7 +22,7 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, F
 
 @compiled_for_cpu(**EXACT)
 def _walk(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights):
-    """Return log R_i, log u_i and w_i of a chain, i = 0..L."""
+    """Write log R_i, log u_i and w_i of a chain, i = 0..L, to the last three arguments."""
     log_ratio, log_ceiling, is_dead = 0.0, 0.0, False
     log_ratios[0], log_ceilings[0], weights[0] = 0.0, 0.0, 1.0
     for depth in range(len(tokens)):

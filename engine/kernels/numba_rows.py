@@ -26,12 +26,13 @@ _TILE = 1024
 _SMALL_TILE = 64
 """Tokens whose largest logit decides whether top-k looks at them."""
 _DIGIT = 10
-"""Bits by which tokens are sorted at a time, but for the first, which are one more: 31 bits are all of a probability,
-and of a logit that is not positive.
+"""Bits of an order that `edge_of` decides in a pass. The first of its three passes decides one more: 31 bits are all of
+a probability, and of a logit that is not positive.
 """
 _LEAST_ORDER = 0x7F800001
 """Distance of the order of minus infinity from 0."""
 _MOST_ROUGH = 0.999
+"""From this top-p on, `keep_nucleus` leaves out no token in advance: rounding could exceed its margin."""
 _LEAST_LOG = np.float32(-87)
 """Tokens whose logit over temperature is this far below the largest have probability 0: it would be below 2e-38."""
 # No reciprocals: that of a tiny temperature overflows.
@@ -80,7 +81,8 @@ def likeliest(logits):
 
 @compiled_for_cpu(**EXACT)
 def edge_of(values, weights, needed, first_order):
-    """Return the least of the largest values whose weights together reach `needed`; all weights may be too few.
+    """Return the largest value for which it and all larger values have at least the weight `needed`; the smallest value
+    if all have less.
 
     It is found some bits at a time, from the weight of each group with equal leading bits. first_order: added to the
     values' orders, so that none is negative.
@@ -151,7 +153,7 @@ def _likely_law(logits, temperature, least_log, top_k, top_p, law):
         peaks[tile] = (peaks[tile] - most) / temperature
     edge = least_log
     if top_k <= len(peaks):
-        # As many tokens as there are tiles from here on are at least as likely.
+        # The largest logits of top_k tiles reach this edge, so at least top_k tokens do: the final edge is not lower.
         edge = max(edge, edge_of(peaks, np.ones(len(peaks)), top_k, _LEAST_ORDER))
     likely, places, count = np.empty(len(logits) + 1, np.float32), np.empty(len(logits) + 1, np.int64), 0
     for tile in range(len(peaks)):

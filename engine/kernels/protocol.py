@@ -46,8 +46,8 @@ class Kernels(Protocol):
     """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
     by_tiles: bool
-    """Whether the rules `token`, `block` and `bv_race` allocate no whole rows, and no filter reads a number on the host
-    or sorts a row.
+    """Whether operations work on tiles of a row. The rules `token`, `block` and `bv_race` then store a sum for each
+    tile instead of whole rows. Filters read no number on the host, so CUDA graphs can record them, and sort no row.
     """
 
     def __hash__(self) -> int:
@@ -118,10 +118,10 @@ class Kernels(Protocol):
         """Return ([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
 
         The verdict is that of `race` on `law` of the logits; at temperature 0 the longest match with the most
-        likely tokens. The largest numbers are each node's largest logit, and a probability of each draft law; they are
-        NaN if a logit was, and non-finite if a number of the model was. filters: of the B requests. starts: [B + 1] of
-        each request's nodes.
-        node_CX: the node below the first i tokens of each chain. numbers: [6, C, L] of `drafting.numbers`.
+        likely tokens. The largest numbers show non-finite rows: the largest logit of each of N nodes, then one
+        probability of each of M draft laws. They are NaN if a logit was, and non-finite if a number of the model was.
+        filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the node below
+        the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers` returns them.
         """
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
@@ -173,8 +173,9 @@ class TargetShifts:
     remaining_CM: Tensor
     """A shift holds at the nodes of depth below this (the root has depth 0); 0 pads."""
     state_CM4: Tensor
-    """State at the root: float64."""
+    """State (r, u, carry, gamma) at the root: float64."""
     num_chains_CM: Tensor
+    """Number of chains of the block that caused the shift."""
 
     def select(self, index: Tensor) -> TargetShifts:
         """Return the shifts of the chains at `index`."""

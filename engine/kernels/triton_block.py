@@ -39,7 +39,7 @@ def _walk(
     tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights,
     width, length, block: tl.constexpr,
 ):  # fmt: skip
-    """Return log R_i, log u_i and w_i of a chain, i = 0..L; place i - 1 of the block is prefix i."""
+    """Write log R_i, log u_i and w_i of a chain, i = 0..L; place i - 1 of the block is prefix i."""
     chain = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, block)
     inside = place < length

@@ -34,6 +34,10 @@ def _sum_exponentials(
     logits, temperatures, largest, totals, edges, width, row_stride, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
 ):  # fmt: skip
+    """Write the sum of a tile's exponentials, relative to its largest logit, which is written if there are no edges.
+
+    With edges only tokens whose scaled logit is at least the row's edge are summed.
+    """
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     column = number * tile + tl.arange(0, tile)
@@ -56,6 +60,7 @@ def _softmax(
     logits, temperatures, largest, totals, edges, law, width, row_stride, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of a row's law, from the largest logits and the sums of all its tiles."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     place = tl.arange(0, tiles)

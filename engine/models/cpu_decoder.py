@@ -30,9 +30,9 @@ from engine.models.numba_work import ROW, TEAM
 _ROWS_TOGETHER, _PROMPT_ROWS_TOGETHER = 16, 64
 """Most rows of a sequence that attend together: they share tiles of keys, and are one core's work."""
 _PARTS_PER_CORE = 4
-"""Parts of attention for each core, at least, if more rows are to attend together."""
+"""Least number of parts of attention per core; with fewer parts, fewer rows attend together."""
 _MANY_ROWS = 16
-"""Number of rows from which on a pass may use more cores; or K/V as large as the weights."""
+"""Rows from which on a pass uses the second of `cores`; smaller passes do if their K/V is as large as the weights."""
 _TUNING_S = 0.15
 """Least duration of the measurements for a number of rows; a turn of a large model takes longer."""
 _RUNS_OF_TURN = 3
@@ -69,7 +69,7 @@ class CpuDecoder:
 
     reads_pages = True
     known: Array | None = None
-    """[tokens with logits] the token of the target of each; None if they are the same."""
+    """[tokens with logits] the target's id of each token of a head that has fewer tokens; None if ids are equal."""
     has_plain_logits = True
     """Whether the model's logits are those of its output head, without further operations."""
 
@@ -84,7 +84,8 @@ class CpuDecoder:
         """Lay out the weights of a model that `kinds.is_decoder` accepts; the model keeps its own until `prepare`.
 
         bits: 8 quantises them; otherwise they are stored in `dtype`, None is the model's type. shared: products of
-        another decoder by their field, in place of the model's. A first layer with a `hidden_norm` reads states.
+        another decoder by their field, in place of the model's. A first layer with a `hidden_norm` is that of an EAGLE
+        head (`heads/decoder.py`): it reads hidden states in addition to embeddings.
         """
         self.kv_dtype = kv_dtype
         self._bits = bits
@@ -192,7 +193,7 @@ class CpuDecoder:
             self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nt.COLUMNS - 1 - array.ndim)]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Drop the model's own weights; copy the others, which are part of the checkpoint's mapped file."""
+        """Drop the weights of linear layers and embeddings, and copy the other parameters out of the mapped file."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.data = module.weight.data.new_empty(0)
@@ -348,7 +349,10 @@ class CpuDecoder:
         return self._shape.vocab_size
 
     def _place_of(self, number: int) -> int:
-        """Return where the state of a layer's entry (of the end; after the norm) is stored; -1 if it is not."""
+        """Return the place, among the stored taps, of the state that enters layer `number`; -1 if it is not stored.
+
+        The number after the last layer is the state that leaves it, and the next one that state after the final norm.
+        """
         assert self._storage is not None
         tap = NORMED if number == self._shape.num_layers + 1 else number
         return self._storage.taps.index(tap) if tap in self._storage.taps else -1

@@ -66,7 +66,7 @@ class Outline:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(Outline):
-    """A model behind the hook, and the facts of its checkpoint."""
+    """A model that attends through the hook, or a head of another model, and the facts of its checkpoint."""
 
     model: Any
     eos_token_ids: frozenset[int]
@@ -191,7 +191,7 @@ def _outline(name: str, config: Any) -> Outline:
 
 
 def outline_pair(config: ModelConfig) -> list[Outline]:
-    """Check target and draft by their configurations alone, before weights are read.
+    """Return the outlines of target and draft, checked by their configurations alone, before weights are read.
 
     Raise ConfigError or LoadError.
     """

@@ -1,9 +1,9 @@
 """Attention of a few rows over the paged keys of their sequence, in Numba: tile by tile, with a running softmax.
 
-Keys of a sequence are numbered like its tokens (`paged.py`). The queries of a part are its rows by the query heads that
-share a K/V head. A tile of keys and values is laid out in blocks like those of a weight, so that scores and results are
-products of all queries (`numba_product.py`). The result of a row does not depend on the other rows. Float32 arithmetic;
-K/V of float32, or the 16 bits of bfloat16.
+Keys of a sequence are numbered like its tokens (`attention/inputs.py`). The queries of a part are its rows by the query
+heads that share a K/V head. A tile of keys and values is laid out in blocks like those of a weight, so that scores and
+results are products of all queries (`numba_product.py`). The result of a row does not depend on the other rows. Float32
+arithmetic; K/V of float32, or the 16 bits of bfloat16.
 """
 
 # Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.

@@ -79,7 +79,8 @@ def _begin(address, phase, weight_type):
 def _add_and_norm(address, phase, number, has_summand, kv_type):
     """Add the rows of a product to the hidden states if there is one, and normalise them.
 
-    number: of the norm, two for each layer and the last one. States that enter a layer or leave the last may be stored.
+    number: index of the norm, of two for each layer and the last one. Also store the states of taps: those that enter a
+    layer, that leave the last layer, and after the last norm.
     """
     table = table_at(address)
     counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
@@ -107,7 +108,7 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
 def _multiply(address, phase, layer, field, source, target, weight_type):
     """Write the product of the rows of one field with a layer's weight to another field, in parts of whole blocks.
 
-    The product of gate and up is followed by `_gate`.
+    For the product of gate and up, each part also writes `gate` of its columns to `GATED`.
     """
     table = table_at(address)
     counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, source, np.float32)
@@ -318,7 +319,8 @@ def run(
 ):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
 
-    behind: address of a function that runs after the logits, or 0. Raises IndexError for a token without an embedding.
+    behind: address of a function that runs after the logits as the last phase, or 0 (`drafting/numba_levels.py` draws
+    there). Raises IndexError for a token without an embedding.
     """
     for token in tokens:
         if token < 0 or token >= table[nt.EMBEDDING, 2] * BLOCK:

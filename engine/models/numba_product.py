@@ -8,7 +8,7 @@ prefetch across its pages.
 
 A sum starts at the bias and runs over K in order, for any number of rows and threads: results do not depend on what
 else is computed with them. The loop is written as LLVM instructions, because no compiler keeps the sums of a loop over
-an array in registers.
+an array in registers. `transpose` and `copy` lay out K/V in the same blocks, for attention (`numba_attention.py`).
 """
 
 # Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
@@ -137,7 +137,7 @@ class _Loop:
         return news
 
     def _group(self, start: Any, sums: list[list[Any]]) -> list[list[Any]]:
-        """Return the sums with the numbers that share scales."""
+        """Return the sums after `GROUP` more numbers of K, from `start` on: the numbers that share a scale."""
         builder = self._builder
         number = builder.sdiv(start, _long(GROUP))
         num_groups = builder.sdiv(builder.add(self._depth, _long(GROUP - 1)), _long(GROUP))
@@ -151,7 +151,7 @@ class _Loop:
         return self._repeat(start, stop, 1, sums, lambda step, olds: self._step(step, olds, scales))
 
     def _step(self, step: Any, sums: list[list[Any]], scales: Sequence[Any] = ()) -> list[list[Any]]:
-        """Return the sums with the products of one number of each row."""
+        """Return the sums after index `step` of K: every row's number there is multiplied by the blocks' numbers."""
         builder = self._builder
         weights = []
         for block in range(self._num_blocks):

@@ -34,7 +34,8 @@ NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(48, 53)
 # for none; the output, [slots, places * D].
 TAPS, TAPPED = 53, 54
 # States [T, D] that the rows read, and those [N, D] that leave the wanted rows: of width 0 in decoders that read none.
-# Whether the normed state is the residual of the first layer, and whether the states that leave are normed.
+# Set for heads (`heads/decoder.py`): whether the normed state is the residual of the first layer, and whether the
+# states that leave are normed.
 STATES, LEAVING, READS = 55, 56, 57
 # Addresses of the functions of phases that depend on types.
 FUNCTIONS = 58

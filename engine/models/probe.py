@@ -1,4 +1,4 @@
-"""Compares the hook path with a plain transformers forward before a model is served.
+"""Compares backends with a plain transformers forward before a model is served, and chooses the fastest correct one.
 
 The probe runs a short prompt in two chunks, a small tree, an acceptance with compaction and one
 more token through the paged path, and every root-to-leaf path through the untouched model with
@@ -44,6 +44,7 @@ _PLAIN_DISTANCES = 2.0
 _BLOCK_SIZE = 16
 _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
+"""Tokens of a second probe, whose passes need the attention kernel's largest tiles."""
 
 
 class BackendChoice(NamedTuple):
@@ -140,8 +141,8 @@ def probe_ways(
 
 
 def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) -> None:
-    """Let the model itself compute in the type of the device's arithmetic; raise ConfigError for other number
-    formats.
+    """Let the model itself compute in the type of the device's arithmetic; raise ConfigError if `config` asks for a
+    format of weights or K/V that only the CPU decoder has.
     """
     if config.weights != "auto" or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
         raise ConfigError(

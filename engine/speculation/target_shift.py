@@ -1,10 +1,10 @@
 """Pending changes of the target law, caused by greedy block verification (`docs/speculation-rules.md`).
 
-Greedy rules accept more of a block than rules that leave the target unchanged. The excess is missing from the positions
-up to the end of the block's *window*. After a block of L drafted tokens that stopped at tau, the next L - tau - 1
-positions therefore follow p'(x|v) = norm_x (P_v p(x|v) - G_vx)+ instead of p, where P is the joint law of the target
-and G that of the selected chain, both since the block began. A later block inside the window uses p' as its target and
-may cause another change, so changes nest: one *shift* each, oldest first.
+`greedy_block` and `spectr_gbv` accept more of a block than rules that leave the target unchanged. The excess is missing
+from the positions up to the end of the block's *window*. After a block of L drafted tokens that stopped at tau, the
+next L - tau - 1 positions therefore follow p'(x|v) = norm_x (P_v p(x|v) - G_vx)+ instead of p, where P is the joint law
+of the target and G that of the selected chain, both since the block began. A later block inside the window uses p' as
+its target and may cause another change, so changes nest: one *shift* each, oldest first.
 
 G is that of the chain which the score race selects among K (`race.py`); with one chain G is the draft law. With
 f_K(t) = 1 - (1 - t)^K and all joint probabilities divided by P_v, a node's *state* is (r, u, carry, gamma):

@@ -207,7 +207,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return the messages of one turn's blocks."""
+    """Return the messages of one turn's blocks: the results of calls, then the rest of the turn unless it is empty."""
     message: dict[str, Any] = {"role": role, "content": ""}
     results: list[dict[str, Any]] = []
     for block in blocks:
@@ -217,7 +217,7 @@ def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
         elif kind == "thinking" and role == "assistant":
             message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
         elif kind == "redacted_thinking" and role == "assistant":
-            continue  # encrypted
+            continue  # encrypted by another server; it cannot be read here
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             message.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})

@@ -95,13 +95,13 @@ class Prediction(Closed):
 
 
 class Body(Wire):
-    """Body that collects its unknown names, for `unsupported_fields.py`."""
+    """Body that collects its unknown names; `unsupported_fields.py` ignores or refuses them."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class GenerationFields(Body):
-    """Common fields of chat and completions."""
+    """Common fields of chat, completions and `/v1/responses`."""
 
     model: Name
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -169,7 +169,8 @@ class GenerationFields(Body):
     service_tier: str | None = None
     verbosity: str | None = None
 
-    # Known and not supported (those of other servers: `foreign_fields.py`).
+    # Known and not supported (those of other servers: `foreign_fields.py`). `Neutral` lists values without effect; any
+    # other value is refused.
     best_of: Any = None
     spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
@@ -238,7 +239,7 @@ class AllowedToolsChoice(Closed):
 
 
 class AllowedTools(Closed):
-    """Choice of the tools that the prompt mentions."""
+    """Choice of some tools; the prompt mentions no others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolsChoice

@@ -32,7 +32,7 @@ Included = Literal[
     "file_search_call.results",
     "message.input_image.image_url",
 ]
-"""Parts of an answer that are accepted and not sent. Thoughts are not encrypted: they can be sent back as they are."""
+"""Values of `include` that have no effect. Thoughts are sent unencrypted, so clients can send them back as they are."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 

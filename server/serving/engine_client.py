@@ -73,13 +73,13 @@ class Ticket:
             raise self._error
 
     def accept(self, request_id: str) -> None:
-        """Note that a request's grammar is compiled."""
+        """Note that a request's grammar is compiled; the engine reports this only for requests with a grammar."""
         self._undecided.discard(request_id)
         if not self._undecided:
             self._is_decided.set()
 
     def fail(self, error: Exception) -> None:
-        """Fail: one of the requests cannot continue."""
+        """End waiting with an error, because one of the requests cannot continue."""
         self._error = error
         self._is_decided.set()
         self.arrivals.put_nowait(error)
@@ -104,7 +104,7 @@ class Ticket:
 
 
 class EngineClient:
-    """Starts the engine process and exchanges messages with it."""
+    """Configures an engine process that `cli.py` has started, exchanges messages with it, and ends it."""
 
     def __init__(
         self,
@@ -114,8 +114,9 @@ class EngineClient:
         request_timeout_s: float = 0.0,
         max_queued_tokens: int = 0,
     ) -> None:
-        """stall_timeout_s: time without a message while requests are open; request_timeout_s: time limit of a call;
-        max_queued_tokens: prompt tokens of requests without a token yet. 0 means no limit.
+        """max_open_requests: running and waiting ones together; stall_timeout_s: time without a message while requests
+        are open; request_timeout_s: time limit of a call; max_queued_tokens: prompt tokens of requests without a token
+        yet. 0 means no limit, except for max_open_requests.
         """
         self.config = config
         self.max_open_requests = max_open_requests
@@ -170,7 +171,7 @@ class EngineClient:
         return self.facts
 
     def launch(self, process: subprocess.Popen[bytes]) -> None:
-        """Tell a new engine process what it loads; `start` or `kill` must follow."""
+        """Bind the sockets, and send a new engine process its configuration; `start` or `kill` must follow."""
         log.info("starting the engine")
         self.process = process
         self._folder = SocketFolder()
@@ -217,7 +218,8 @@ class EngineClient:
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
         """Submit requests; leaving the block aborts those that still run.
 
-        Raises EngineBusy if the queue has no room for all of them, and RequestError if it never will.
+        Raises EngineBusy if the queue has no room for all of them, RequestError if it never will, and EngineStopped
+        while the engine serves none.
         """
         self.ready_facts()
         self.check_count(len(requests))

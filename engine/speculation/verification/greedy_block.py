@@ -95,7 +95,10 @@ def shifts_after(
     accepted_C: Tensor,
     next_token_C: Tensor,
 ) -> TargetShifts:
-    """Return the shifts after the accepted prefix and the next token: the old ones advanced, and this block's."""
+    """Return the shifts after the accepted prefix and the next token: the old ones advanced, and this block's.
+
+    plain: target laws without shifts; by_depth: the old shifts at each depth (`effective_laws`), empty for none.
+    """
     emitted_C = accepted_C + 1
     remaining_CM = (chains.length_C - emitted_C).unsqueeze(1)
     state_CM4, num_CM = selection.below(next_token_C).unsqueeze(1), count_C.unsqueeze(1)

@@ -31,7 +31,7 @@ class Stops:
     leaf_B: Tensor
     """Whether it is at a leaf (or at the root, with nothing left below)."""
     rank_B: Tensor
-    """First chain through the node."""
+    """First chain through the node, counted among the request's chains."""
     depth_B: Tensor
     weight_B: Tensor
     """Probability of acceptance."""
@@ -53,8 +53,9 @@ def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
 
 
 def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]) -> Stops:
-    """Walk all trees at once until `accept` ([B] of booleans) has accepted a leaf of each; the root is always
-    accepted.
+    """Walk all trees at once until a leaf of each is accepted; the root always is.
+
+    accept: decides [B] at every stop, by random numbers here, by enumeration in `analysis/enumeration.py`.
     """
     chain_BK, exists_BK = chain_table(chains)
     length_BK = torch.where(exists_BK, chains.length_C[chain_BK], 0)

@@ -2,14 +2,15 @@
 
 Tokens are sorted by p/q descending. With t and P the cumulative q and p and F = 1 - (1 - t)^n, the accepted
 mass per token is a = diff G, G = P + min(0, cummin(F - P)): the largest accepted masses that n drafts can
-supply (`a(H) <= 1 - (1 - q(H))^n` for all sets H). Every copy k draws U_k; the copy with the smallest segment and,
-in it, the largest w_x U_k wins, and is accepted unless it lies beyond the point where all needs are met;
-then the token is drawn from norm (p - a). `w` solves the supply balance token by token: token i joins the
-race at s_i, the root of 1 - (1 - s)^n = c_i + d_i s, and until it joins the others' remaining supply decays by
-(t - s_{i+1})/(t - s_i). A tight knot (F = G) starts a new segment. See `docs/speculation-rules.md`.
+supply (`a(H) <= 1 - (1 - q(H))^n` for all sets H). Every draft k, of token x, draws U_k. Tokens form segments: a place
+with F = G (tight) ends one. The draft in the first segment and, in it, with the largest w_x U_k wins. It is accepted
+unless it lies beyond the point where all needs are met; then the token is drawn from norm (p - a). `w` solves the
+supply balance token by token: token i joins the race at s_i, the root of 1 - (1 - s)^n = c_i + d_i s, and until it
+joins the others' remaining supply decays by (t - s_{i+1})/(t - s_i). See `docs/speculation-rules.md`.
 
 The code uses complements: u = 1 - t, y = 1 - G and z = 1 - s, the root of z^n = y + d (z - u). Only the weights from
-the first drafted token to the end of its segment matter. At most W tokens can be accepted.
+the first drafted token to the end of its segment matter. W is the largest number of tokens that race in a row: others,
+with almost no mass in p or q, are never accepted.
 """
 
 from __future__ import annotations
@@ -226,8 +227,10 @@ def _join_points(balance: _Balance, first_N: Tensor, end_N: Tensor) -> Tensor:
 
 
 def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([N, K] weight relative to the best copy's, 0 for copies that do not race; [N, 1] the smallest accepted
-    key).
+    """Return ([N, K] weight relative to that of the first draft in the order, 0 for drafts that do not race; [N, 1] the
+    smallest key w U that is accepted).
+
+    place_NK: places of the drafts in the order.
     """
     width = table.tight_NW.shape[1]
     best_N1 = place_NK.amin(1, keepdim=True)
@@ -284,10 +287,10 @@ def _emitted_law(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, presen
 
 
 def _win_probabilities(weight_NK: Tensor, floor_N1: Tensor) -> Tensor:
-    """Return [N, K] the probability that each copy wins the race and is accepted.
+    """Return [N, K] the probability that each draft wins the race and is accepted.
 
-    Copies have keys w_k U_k, the largest w is 1. With weights sorted ascending and m of them, the winner's key
-    has density sum_k (1/w_k) prod_{j != k} min(1, s/w_j): on (w_(i-1), w_(i)) every copy k >= i has the share
+    Drafts have keys w_k U_k, the largest w is 1. With weights sorted ascending and m of them, the winner's key
+    has density sum_k (1/w_k) prod_{j != k} min(1, s/w_j): on (w_(i-1), w_(i)) every draft k >= i has the share
     s^(m-i) / prod_{j >= i} w_j.
     """
     sorted_NK, order_NK = weight_NK.sort(1)
