@@ -88,7 +88,8 @@ def rows_with_ties() -> torch.Tensor:
         [3, 1, 4, 1, 5, 9, 2, 6, 5],
         [1, -torch.inf, 1, -torch.inf, 0, 0, 2, 2, 2],
     ]
-    return torch.cat([torch.tensor(rows, dtype=torch.float32), torch.stack(near).unsqueeze(0)])
+    apart = [torch.tensor(4.0), *near[:8]]  # distances from the first differ in their last bits
+    return torch.cat([torch.tensor(rows, dtype=torch.float32), torch.stack(near)[None], torch.stack(apart)[None]])
 
 
 def every_k(step: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
