@@ -132,7 +132,6 @@ def test_the_table_is_the_committed_result() -> None:
     ("mark", "file", "table_of"),
     [
         ("arms-pair", "arms-pair-cpu", turns.markdown),
-        ("arms-pair-16", "arms-pair-16-cpu", turns.markdown),
         ("arms-greedy", "arms-greedy-cpu", turns.markdown),
         ("arms-07", "arms-07-cpu", turns.markdown),
         ("arms-long", "arms-long-cpu", turns.markdown),
@@ -145,7 +144,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("reported", "arms-several-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),
-        ("peers", "peers-cpu", peers.markdown),
+        ("peers-115m", "peers-115m-cpu", peers.markdown),
         ("peers-embedded", "peers-embedded-cpu", peers.markdown),
         ("peers-batches", "peers-batches-cpu", peers.markdown),
         ("peers-prompts", "peers-prompts-cpu", partial(peers.markdown, own=peers.OFF)),

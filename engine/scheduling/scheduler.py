@@ -81,9 +81,9 @@ class Scheduler:
         """Whether a step would do anything."""
         return bool(self._waiting or self._running)
 
-    def running(self, sequence_id: int) -> Sequence:
-        """Return the running sequence of a row."""
-        return self._running[sequence_id]
+    def running(self, sequence_id: int) -> Sequence | None:
+        """Return the sequence of a row of the last step; None if it has ended since."""
+        return self._running.get(sequence_id)
 
     def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_law: bool = False) -> None:
         """Queue a request whose length has been checked (`Engine.submit`), with its grammar.

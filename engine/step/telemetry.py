@@ -157,8 +157,8 @@ class Telemetry:
         plain_s, prompt_s = self._learn(draft_s, watch.parts_s - draft_s, host_s, follows)
         if plain_s is not None:
             for row in scheduler.last_plan.rows:
-                if not row.emits:
-                    scheduler.running(row.sequence_id).note_reading(wall_s, plain_s + prompt_s)
+                if not row.emits and (reading := scheduler.running(row.sequence_id)) is not None:
+                    reading.note_reading(wall_s, plain_s + prompt_s)
         return self.stats(num_awaiting_grammar, wall_s, plain_s, prompt_s, phases_s)
 
     def pause(self) -> None:

@@ -18,6 +18,7 @@ from engine.control.step_work import StepWork
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
 from engine.scheduling.sequence import Sequence
+from engine.step.report import BROKEN
 from engine.step.telemetry import Pace, Telemetry
 from tests.engine import tiny
 from tests.scheduling.machine import Machine, sequence
@@ -214,3 +215,15 @@ def test_an_engine_hands_over_the_steps_before_the_first_token() -> None:
     assert taken_s == pytest.approx(sum(stats.wall_s for stats in steps))
     assert plain_s == pytest.approx(sum(stats.wall_s - stats.phases_s["draft"] for stats in steps))
     assert engine.run_step().outcomes[0].reading_s == (0, 0)
+
+
+def test_a_request_may_fail_while_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grammar's process may be killed in any step; the others of the step go on."""
+    engine = tiny.build(tiny.llama(seed=1), None, budget=32)
+    engine.scheduler.times = StepTimes(MACHINE.points())
+    engine.submit(*[tiny.request(name, tiny.prompts(101, [length])[0]) for name, length in (("0", 9), ("1", 70))])
+    monkeypatch.setattr(engine.following, "failed", lambda _: [("1", BROKEN)])
+    step = engine.run_step()
+    assert [outcome.request_id for outcome in step.outcomes] == ["0"]
+    assert step.failed == [("1", BROKEN)]
+    assert step.stats.num_running == 1
