@@ -153,4 +153,4 @@ def _second_pair(options: argparse.Namespace, grid: RacesGrid) -> Iterator[Serve
         torch.set_rng_state(random_state)
         of_bench = argparse.Namespace(**vars(options))
         of_bench.target, of_bench.draft = f"{folder}/target", f"{folder}/draft"
-        yield replace(served_pair(of_bench), name="made-up laws")
+        yield replace(served_pair(of_bench), name="synthetic laws")

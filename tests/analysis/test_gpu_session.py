@@ -36,7 +36,7 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 def test_a_session_imports_only_what_it_names() -> None:
-    """The other dependencies cannot be imported in this process; those of its own dependencies can."""
+    """The other dependencies cannot be imported in this process; those that this one needs can."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     names = {re.split(r"[>=<\[]", one)[0].replace("-", "_") for one in document["project"]["dependencies"]}
     missing = sorted(names - set(gpu_session.NEEDED) - {"huggingface_hub", "tokenizers", "regex"} | {"zmq"})

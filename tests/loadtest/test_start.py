@@ -1,4 +1,4 @@
-"""Starts of two versions alternate, each with caches of its own that its later starts find."""
+"""Starts of two versions alternate, each with separate caches that its later starts find."""
 
 from __future__ import annotations
 
