@@ -50,7 +50,7 @@ PARTS = {
     ),
     "passes": ("engine.models.runner:ModelRunner.run",),
     "draft loop": ("engine.drafting.chains:draw_levels", "engine.drafting.model:ModelDrafter.draw"),
-    "target laws": ("engine.step.verify:target_laws",),
+    "target laws": ("engine.step.verify:target_distributions",),
     "finite numbers": ("engine.step.verify:largest_numbers", "engine.step.verify:broken_rows"),
     "rules": (
         "engine.step.verify:_next_tokens",

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from analysis.loading import add_pair_arguments, config_of, integers, load_engine
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.request import Speculation
-from engine.step.calibration import made_up_plan, usual_s
+from engine.step.calibration import synthetic_plan, usual_s
 from engine.step.engine import Engine
 from loadtest.results import document, table
 
@@ -44,7 +44,7 @@ def measure(engine: Engine, contexts: Sequence[int], repeats: int, progress: Any
     for _ in range(repeats):
         for context in contexts:
             for shape, speculation in _SHAPES.items():
-                seconds[str(context)][shape].append(usual_s(engine, made_up_plan(engine, 1, context, speculation)))
+                seconds[str(context)][shape].append(usual_s(engine, synthetic_plan(engine, 1, context, speculation)))
                 progress.update()
     return seconds
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from analysis.node_enumeration import conditional_laws, draft_tuples
-from engine.kernels.protocol import Chains, LawTable, TargetShifts
+from engine.kernels.protocol import Chains, ProbsTable, TargetShifts
 from engine.kernels.torch_block import blocks, residual, score_bounds
 from engine.kernels.torch_kernels import TORCH
 from engine.plan import TargetShift
@@ -97,8 +97,8 @@ class EveryChain:
 
     model: TabularModel
     chains: Chains
-    plain: LawTable
-    target: LawTable
+    plain: ProbsTable
+    target: ProbsTable
     """`plain` with the shifts applied."""
     by_depth: list[TargetShifts]
     paths: list[Path]
@@ -121,10 +121,10 @@ class EveryChain:
             torch.tensor(paths, dtype=torch.int64).reshape(len(paths), model.length),
             torch.full((len(paths),), model.length),
             request_C,
-            LawTable(model.rows(model.draft, inner), node_CX[:, : model.length], TORCH),
+            ProbsTable(model.rows(model.draft, inner), node_CX[:, : model.length], TORCH),
             shifts=_shifts(model, len(paths)),
         )
-        plain = LawTable(model.rows(model.target, prefixes), node_CX, TORCH)
+        plain = ProbsTable(model.rows(model.target, prefixes), node_CX, TORCH)
         target, by_depth = effective_laws(chains, plain)
         return EveryChain(model, chains, plain, target, by_depth, paths)
 
@@ -278,8 +278,8 @@ def top_down_outcomes(model: TabularModel, rule: NodeRule, fanout: Sequence[int]
         for (prefix, alive), probability in level.items():
             p, q = model.law(model.target, prefix), model.law(model.draft, prefix)
             drafts = draft_tuples(method, q, alive * branches)
-            law_TV = conditional_laws(rule, p, q, drafts, alive * branches)
-            reached_TV = probability * np.array(list(drafts.values()))[:, np.newaxis] * law_TV
+            probs_TV = conditional_laws(rule, p, q, drafts, alive * branches)
+            reached_TV = probability * np.array(list(drafts.values()))[:, np.newaxis] * probs_TV
             for drawn, reached_V in zip(drafts, reached_TV.tolist(), strict=True):
                 for y, reached in enumerate(reached_V):
                     if reached > 0 and y in drawn:
@@ -324,7 +324,7 @@ def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) 
     def record(stops: Stops) -> Tensor:
         weight = np.where(stops.depth_B.numpy() == 0, 1.0, stops.weight_B.numpy())
         for i in np.flatnonzero(stops.leaf_B.numpy()).tolist():
-            taken, law = left[i] * weight[i], stops.law_BV[i].numpy()
+            taken, law = left[i] * weight[i], stops.probs_BV[i].numpy()
             accepted = trees[i][1][int(stops.rank_B[i])][: int(stops.depth_B[i])]
             tokens = np.flatnonzero(law).tolist()
             outcomes.extend(RuleOutcome(accepted, y, taken * float(law[y] / law.sum())) for y in tokens)

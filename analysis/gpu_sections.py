@@ -29,9 +29,9 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.models.loading import adopt
 from engine.plan import Plan
 from engine.step.building import assemble
-from engine.step.calibration import made_up_plan, measure_points
+from engine.step.calibration import measure_points, synthetic_plan
+from engine.step.distribution_check import check_distribution
 from engine.step.engine import Engine
-from engine.step.law_check import check_law
 from loadtest.statistics import median_of_ratios
 
 _SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
@@ -132,7 +132,7 @@ def middle_s(work: Callable[[], Any], device: torch.device, seconds: float) -> f
 
 def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) -> Plan:
     """Return a synthetic plan."""
-    return made_up_plan(engine, num_rows, context, arms.speculation_of(name))
+    return synthetic_plan(engine, num_rows, context, arms.speculation_of(name))
 
 
 def trace(options: argparse.Namespace, findings: SectionResults) -> None:
@@ -263,7 +263,7 @@ def law(options: argparse.Namespace, findings: SectionResults) -> None:
         for kind in ("recorded",) if filters else ("equal nodes merged", "equal nodes apart", "recorded"):
             few = max(200, num_answers // 8) if kind == "recorded" else num_answers
             with steps_of(engine, kind) as served:
-                check = check_law(engine, name, arms.speculation_of(name), prompt, few, 1.0, **filters)
+                check = check_distribution(engine, name, arms.speculation_of(name), prompt, few, 1.0, **filters)
             key = ", ".join([name, kind, *filters])
             findings.add(key, {**asdict(check), "recorded_steps": sum(served), "steps": len(served)})
             findings.require(not check.rejected, f"{key}: not the target's law (p = {check.p_value:.2g})")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from analysis.loading import add_pair_arguments, config_of, load_engine
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.request import Speculation
-from engine.step.calibration import made_up_plan, middle_steps
+from engine.step.calibration import middle_steps, synthetic_plan
 from engine.step.engine import Engine
 from loadtest.results import document, table
 
@@ -49,7 +49,7 @@ def load(options: argparse.Namespace, dtype: str) -> Engine:
 def measure(engine: Engine, context: int, repeats: int) -> dict[str, Any]:
     """Return seconds of steps by chains, and of the target's pass by rows, with their ratios in each repeat."""
     shapes = [Speculation(), *map(shape, _CHAINS), shape(1, _ROWS)]
-    plans = [made_up_plan(engine, 1, context, one) for one in shapes]
+    plans = [synthetic_plan(engine, 1, context, one) for one in shapes]
     steps: dict[int, list[float]] = {num_drafts: [] for num_drafts in _CHAINS}
     passes: dict[int, list[float]] = {1: [], 1 + _ROWS: []}
     for _ in tqdm(range(repeats), desc="repeats"):
@@ -79,7 +79,7 @@ def over_first(seconds: dict[int, list[float]]) -> dict[str, Any]:
 def peak_bytes(options: argparse.Namespace, dtype: str, num_drafts: int) -> int:
     """Return the peak of this process's resident memory during steps of this many chains, without loading."""
     engine = load(options, dtype)
-    plan = made_up_plan(engine, 1, options.long_context, shape(num_drafts))
+    plan = synthetic_plan(engine, 1, options.long_context, shape(num_drafts))
     engine.carry_out(plan)
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     with torch.inference_mode():

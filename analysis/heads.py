@@ -23,7 +23,7 @@ from engine.models.heads.loading import build_head, shapes_of
 from engine.models.loading import LoadedModel, adopt, adopt_head, load
 from engine.request import Speculation
 from engine.step.building import assemble
-from engine.step.calibration import made_up_plan, middle_steps
+from engine.step.calibration import middle_steps, synthetic_plan
 from engine.step.engine import Engine
 from loadtest.results import document, table
 
@@ -98,7 +98,7 @@ def speculations_of(numbers: Sequence[int], length: int) -> Mapping[str, Specula
 def measure(engine: Engine, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds of drafting and of the whole step, by shape."""
     speculations = speculations_of(options.num_drafts, options.draft_length)
-    plans = [made_up_plan(engine, 1, options.context, one, num_read=options.read) for one in speculations.values()]
+    plans = [synthetic_plan(engine, 1, options.context, one, num_read=options.read) for one in speculations.values()]
     found: dict[str, dict[str, list[float]]] = {name: {"draft_ms": [], "step_ms": []} for name in speculations}
     for _ in range(options.repeats):
         for times, (wall_s, phases_s) in zip(found.values(), middle_steps(engine, plans), strict=True):

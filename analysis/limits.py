@@ -27,7 +27,7 @@ from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
-from engine.step.calibration import made_up_plan, middle_steps
+from engine.step.calibration import middle_steps, synthetic_plan
 from engine.step.engine import Engine
 from loadtest.checkpoints import lengthened
 from loadtest.results import document, table
@@ -125,7 +125,7 @@ def measure(engines: dict[int, Engine], contexts: list[int], repeats: int) -> li
             torch.set_num_threads(1)
             for rows in ROWS:
                 cell["passes"][str(rows)].append(fastest_s(pass_of(engine.target, rows, context)))
-            plans = [made_up_plan(engine, 1, context, speculation) for speculation in _SHAPES.values()]
+            plans = [synthetic_plan(engine, 1, context, speculation) for speculation in _SHAPES.values()]
             for shape, (wall_s, phases_s) in zip(_SHAPES, middle_steps(engine, plans), strict=True):
                 parts_s = {
                     "draft": phases_s["draft"],

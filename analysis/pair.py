@@ -33,16 +33,16 @@ from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.errors import ConfigError, RequestError
 from engine.kernels.torch_kernels import TORCH
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling.law import LawParameters, law
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.noise import Purpose, uniform
 from engine.scheduling.admission import check_speculation
 from engine.speculation import theory
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
-from engine.step.calibration import made_up_plan, usual_s
+from engine.step.calibration import synthetic_plan, usual_s
+from engine.step.distribution_check import run_to_end
 from engine.step.engine import Engine
-from engine.step.law_check import run_to_end
 from loadtest.environment import environment
 from loadtest.statistics import ratio_of_sums
 
@@ -265,8 +265,10 @@ def laws_along(
     part = SequenceInput(known, 0, blocks, NO_NODES, slice(len(prompt) - 1, None))
     laws = []
     for logits_NV in (engine.target.forward([part]), draft_logits(engine, known, len(prompt) - 1)):
-        parameters = LawParameters.of([Sampling(temperature=temperature)] * len(logits_NV), logits_NV.device, TORCH)
-        laws.append(law(logits_NV, parameters))
+        parameters = DistributionParameters.of(
+            [Sampling(temperature=temperature)] * len(logits_NV), logits_NV.device, TORCH
+        )
+        laws.append(distribution(logits_NV, parameters))
     return laws[0], laws[1]
 
 
@@ -353,7 +355,7 @@ def _measure_times(
         part, key = ("plain_s", str(count)) if shape is None else ("times", f"{shape.key}/{count}")
         if results.missing(part, key):
             speculation = Speculation() if shape is None else shape.speculation
-            results.save(part, key, usual_s(engine, made_up_plan(engine, count, context, speculation)))
+            results.save(part, key, usual_s(engine, synthetic_plan(engine, count, context, speculation)))
 
 
 def combine(content: dict[str, Any], shapes: list[SpeculationSetup]) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.models.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.building import assemble
+from engine.step.distribution_check import run_to_end
 from engine.step.engine import Engine
-from engine.step.law_check import run_to_end
 from loadtest.results import document, table
 
 _AT_ONCE = 4

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from analysis.loading import add_pair_arguments, load_pair, names_of
 from engine.request import Speculation
 from engine.speculation.verification import RULES
-from engine.step.law_check import SIGNIFICANCE, Check, check_law, check_power, is_blind, make_prompt
+from engine.step.distribution_check import SIGNIFICANCE, Check, check_distribution, check_power, is_blind, make_prompt
 from loadtest.results import table
 
 
@@ -50,7 +50,7 @@ def selfcheck(options: argparse.Namespace) -> dict[str, Any]:
     checks: list[Check] = []
     cells = [(name, one, prompt) for name, one in settings.items() for prompt in prompts]
     for name, one, prompt in tqdm(cells, desc="rules", unit="check"):
-        checks.append(check_law(engine, name, one, prompt, options.answers, options.temperature))
+        checks.append(check_distribution(engine, name, one, prompt, options.answers, options.temperature))
     powers = [check_power(engine, prompt, options.answers, options.temperature) for prompt in prompts]
     return {
         "target": Path(names_of(options)[0]).name,

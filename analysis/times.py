@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from analysis.loading import integers
 from engine.kernels.choosing import choose
-from engine.kernels.protocol import ChainNoise, Chains, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import children
 from engine.speculation.verification import RULES
@@ -69,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
 
 
-def made_up_chains(
+def synthetic_chains(
     num_requests: int, num_chains: int, length: int, vocab_size: int, method: str, seed: int = 0
-) -> tuple[Chains, LawTable, ChainNoise]:
+) -> tuple[Chains, ProbsTable, ChainNoise]:
     """Return synthetic chains, target distributions and noise of one step."""
     numbers, kernels = partial(_numbers, seed), choose(torch.device("cpu"))
     total = num_requests * num_chains
@@ -93,7 +93,7 @@ def made_up_chains(
         torch.stack(tokens, 1),
         torch.full((total,), length),
         request_C,
-        LawTable(draft_NV, row_CX[:, :length], kernels),
+        ProbsTable(draft_NV, row_CX[:, :length], kernels),
     )
     noise = ChainNoise(
         numbers(Purpose.ACCEPT, 0, (total, length)),
@@ -102,7 +102,7 @@ def made_up_chains(
         numbers(Purpose.CHOSEN_ACCEPT, 0, (total, length)),
         numbers(Purpose.CHOSEN_RESIDUAL, 0, (total,)),
     )
-    return chains, LawTable(target_NV, row_CX, kernels), noise
+    return chains, ProbsTable(target_NV, row_CX, kernels), noise
 
 
 def _numbers(seed: int, purpose: Purpose, position: int, shape: tuple[int, ...]) -> Tensor:
@@ -114,7 +114,7 @@ def _numbers(seed: int, purpose: Purpose, position: int, shape: tuple[int, ...])
 def rule_seconds(rule: str, num_requests: int, num_chains: int, length: int, vocab_size: int, repeats: int) -> float:
     """Return the median duration of one verification of `num_requests` requests."""
     known = RULES[rule]
-    inputs = made_up_chains(num_requests, num_chains, length, vocab_size, known.draft_methods[0])
+    inputs = synthetic_chains(num_requests, num_chains, length, vocab_size, known.draft_methods[0])
     known.verify(*inputs)
     durations = []
     for _ in range(repeats):

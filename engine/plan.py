@@ -5,7 +5,7 @@ Values only, in pure Python.
 Words: a *row* is one sequence's part of a step. Its *input ids* are the tokens of its text whose target K/V is missing
 (a prompt chunk, or just the last emitted token). A row *emits* when it reaches the end of the text; drafted *nodes*
 then follow its last input id, the *root*. A *slot* is the place of one token in the K/V pool, an *index* its place in
-the sequence. A *law* is a probability distribution over the vocabulary: the distribution of the next token, given the
+the sequence. A *distribution* has the probabilities of all next tokens, given the
 text before it.
 """
 

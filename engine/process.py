@@ -150,7 +150,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
         if speculation.adaptive and speculation.num_drafts:
             engine.scheduler.controller = Controller(times, engine.limits.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
-        from engine.step.law_check import short_check  # scipy.stats takes a while to import
+        from engine.step.distribution_check import short_check  # scipy.stats takes a while to import
 
         short_check(engine, speculation, progress)
     _restart_garbage_collection()

@@ -129,25 +129,31 @@ def main() -> None:
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "most_parts": 16, "has_sinks": has_sinks})
     compile_tiles(own | dict.fromkeys(("query", "keys", "values"), "*bf16"))
-    rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals", "edges"), "*fp32")
+    rows = dict.fromkeys(("logits", "temperatures", "probs", "largest", "totals", "edges"), "*fp32")
     for has_edges in (False, True):
         constants = {"tile": 4096, "tiles": 64, "has_edges": has_edges}
         for kernel in (_sum_exponentials, _softmax):
             compiled(kernel, rows, constants)
-    nucleus = dict.fromkeys(("law", "numbers", "top_ps", "kept", "largest", "temperatures", "edges"), "*fp32")
+    nucleus = dict.fromkeys(("probs", "numbers", "top_ps", "kept", "largest", "temperatures", "edges"), "*fp32")
     nucleus |= {"lowest": "*i64", "sums": "*fp64", "top_ks": "*i64"}
     for by_count in (False, True):
         wanted = {"wanted": "*i64" if by_count else "*fp32"}
         compiled(_narrow, nucleus | wanted, {"tile": 2048, "tiles": 128, "parts": 64, "by_count": by_count})
     compiled(_keep_nucleus, nucleus, {"tile": 2048, "tiles": 128})
     compiled(_edge, nucleus, {"tiles": 128})
-    laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}
+    distributions = {
+        "target": "*fp32",
+        "target_rows": "*i64",
+        "draft": "*fp32",
+        "draft_rows": "*i64",
+        "weights": "*fp64",
+    }
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
     draws = {"wanted": "*i8", "uniforms": "*fp64", "tokens": "*i64"}
     for has_draft in (True, False):
-        compiled(_sum_tiles, laws | sums, {"tile": 1024, "has_draft": has_draft})
+        compiled(_sum_tiles, distributions | sums, {"tile": 1024, "has_draft": has_draft})
         constants = {"tile": 1024, "tiles": 256, "has_draft": has_draft, "has_wanted": has_draft}
-        compiled(_draw, laws | sums | draws, constants)
+        compiled(_draw, distributions | sums | draws, constants)
     verified = dict.fromkeys(("tokens", "target_rows", "draft_rows", "lengths"), "*i64") | sums
     verified |= dict.fromkeys(("accepted", "requests", "verdict"), "*i64")
     verified |= dict.fromkeys(("log_ratios", "log_ceilings", "weights", "scores"), "*fp64")

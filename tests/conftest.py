@@ -37,7 +37,7 @@ LONG = (
     "analysis/test_papers",
     "engine/test_recorded_steps",
     "server/test_faults",
-    "engine/test_output_law",
+    "engine/test_output_distribution",
     "attention/test_paged_attention",
     "heads/test_one_pass",
     "server/test_tools",

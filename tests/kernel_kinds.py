@@ -21,7 +21,7 @@ from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVShape, KVTensors
 from engine.drafting.numbers import draw_numbers, noise_of
 from engine.kernels import triton_block
-from engine.kernels.protocol import Chains, LawTable
+from engine.kernels.protocol import Chains, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.speculation.topology import merge_chains
 
@@ -85,14 +85,14 @@ def verification() -> int:
     kinds: set[str] = set()
     for name in ("_walk", "_sum_prefixes", "_decide", "_race"):
         setattr(triton_block, name, Counting(getattr(triton_block, name), kinds))
-    law_NV = torch.zeros((4, WIDTH))
+    probs_NV = torch.zeros((4, WIDTH))
     for num_requests, num_chains, length in product((1, 2, 3, 5), (1, 2, 3), range(1, 9)):
         count = num_requests * num_chains
         request_C = np.repeat(np.arange(num_requests), num_chains)
         numbers = torch.from_numpy(draw_numbers(request_C, request_C, request_C, length))
         _, noise = noise_of(numbers, length)
         draft, target = (
-            LawTable(law_NV, torch.zeros((count, n), dtype=torch.int64), TORCH) for n in (length, length + 1)
+            ProbsTable(probs_NV, torch.zeros((count, n), dtype=torch.int64), TORCH) for n in (length, length + 1)
         )
         of_chain = torch.full((count,), length)
         tokens_CL = torch.zeros((count, length), dtype=torch.int64)

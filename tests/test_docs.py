@@ -23,13 +23,13 @@ FIELDS = (DOCS / "fields.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), DOCS / "results" / "papers.md", ROOT / "tests" / "README.md"])
 # Tests that show each group of request fields under speculation: for a field, at least one of them names it.
 SHOWN_BY = {
-    "temperature top_p top_k min_p seed": "engine/test_output_law engine/test_independence",
+    "temperature top_p top_k min_p seed": "engine/test_output_distribution engine/test_independence",
     "logit_bias presence_penalty frequency_penalty repetition_penalty bad_words allowed_token_ids": (
-        "engine/test_output_law server/test_edited_logits"
+        "engine/test_output_distribution server/test_edited_logits"
     ),
     "repeat_penalty": "server/test_unknown_fields",
     "min_tokens stop_token_ids ignore_eos max_tokens max_completion_tokens": (
-        "engine/test_output_law engine/test_independence server/test_edited_logits server/test_bad_requests"
+        "engine/test_output_distribution engine/test_independence server/test_edited_logits server/test_bad_requests"
     ),
     "stop include_stop_str_in_output": "server/test_stop_cut server/test_stop_strings",
     "skip_special_tokens": "server/test_logprobs",

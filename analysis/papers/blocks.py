@@ -18,8 +18,8 @@ from analysis.papers import lengths
 from analysis.papers.cases import Progress, ServedPair
 from analysis.papers.grid import ONE_CHAIN, SEVERAL, BlocksGrid
 from engine.request import Speculation
-from engine.step.calibration import made_up_plan, middle_steps
-from engine.step.law_check import check_law, make_prompt
+from engine.step.calibration import middle_steps, synthetic_plan
+from engine.step.distribution_check import check_distribution, make_prompt
 from loadtest.statistics import ratio_of_sums
 
 NAMES = {
@@ -70,8 +70,8 @@ def measure(pair: ServedPair, grid: BlocksGrid, progress: Progress) -> dict[str,
 
 def _times(pair: ServedPair, wanted: Sequence[SpeculationSetup], progress: Progress) -> dict[str, dict[str, float]]:
     """Return seconds of a step at one request, and the share of it for verification."""
-    plans = [made_up_plan(pair.engine, 1, _CONTEXT, shape.speculation) for shape in wanted]
-    found = middle_steps(pair.engine, [made_up_plan(pair.engine, 1, _CONTEXT, Speculation()), *plans])
+    plans = [synthetic_plan(pair.engine, 1, _CONTEXT, shape.speculation) for shape in wanted]
+    found = middle_steps(pair.engine, [synthetic_plan(pair.engine, 1, _CONTEXT, Speculation()), *plans])
     progress("times")
     keys = ["plain", *(shape.key for shape in wanted)]
     return {
@@ -115,7 +115,7 @@ def _laws(pair: ServedPair, num_answers: int, progress: Progress) -> list[dict[s
     checks = []
     for rule in (*ONE_CHAIN, *SEVERAL):
         shape = SpeculationSetup(rule, "iid", 1 if rule in ONE_CHAIN else 4, 3)
-        check = check_law(pair.engine, rule, shape.speculation, prompt, num_answers, 1.0)
+        check = check_distribution(pair.engine, rule, shape.speculation, prompt, num_answers, 1.0)
         checks.append({"rule": rule, "p_value": check.p_value, "answers": check.num_answers, "cells": check.num_cells})
         progress(f"law of {rule}")
     return checks

@@ -13,8 +13,8 @@ from analysis.loading import read_prompts
 from analysis.pair import answers_of, laws_along
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.speculation.theory import Law
+from engine.step.distribution_check import CheckedAnswer, run_to_end
 from engine.step.engine import Engine
-from engine.step.law_check import CheckedAnswer, run_to_end
 
 Progress = Callable[[str], None]
 """Callback with the name of each completed piece of work."""
@@ -73,7 +73,9 @@ def texts_of(pair: ServedPair, prompts: Sequence[tuple[int, ...]], temperature: 
     return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True) if len(answer.tokens) > 1]
 
 
-def recorded_laws(pair: ServedPair, texts: Sequence[Text], temperature: float, positions: int) -> list[tuple[Law, Law]]:
+def recorded_distributions(
+    pair: ServedPair, texts: Sequence[Text], temperature: float, positions: int
+) -> list[tuple[Law, Law]]:
     """Return (p, q) at positions spread over the texts: the same positions at every temperature."""
     wanted = max(1, -(-positions // len(texts)))
     laws: list[tuple[Law, Law]] = []
@@ -86,7 +88,7 @@ def recorded_laws(pair: ServedPair, texts: Sequence[Text], temperature: float, p
     return laws[:positions]
 
 
-def made_up_laws(vocabulary: int, count: int, disturbance: float = 0.6) -> list[tuple[Law, Law]]:
+def synthetic_laws(vocabulary: int, count: int, disturbance: float = 0.6) -> list[tuple[Law, Law]]:
     """Return synthetic pairs of distributions over large vocabularies: Zipf's logits in random order, and the same
     with noise.
     """

@@ -16,7 +16,7 @@ from analysis.bounds import Verification
 from analysis.load import SpeculationSetup
 from analysis.pair import laws_along
 from analysis.papers.cases import Progress, ServedPair, followed
-from engine.step.law_check import CheckedAnswer
+from engine.step.distribution_check import CheckedAnswer
 from loadtest.statistics import ratio_of_sums
 
 _CHAINS, _SEEDS = 4, 3

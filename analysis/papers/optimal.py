@@ -17,7 +17,7 @@ import numpy as np
 
 from analysis.load import SpeculationSetup
 from analysis.pair import measure_position
-from analysis.papers.cases import Progress, ServedPair, made_up_laws, recorded_laws, texts_of
+from analysis.papers.cases import Progress, ServedPair, recorded_distributions, synthetic_laws, texts_of
 from analysis.papers.grid import OptimalGrid
 from engine.speculation.theory import Law
 
@@ -48,13 +48,13 @@ def measure(pair: ServedPair, grid: OptimalGrid, positions: int, progress: Progr
     texts = texts_of(pair, pair.dialogues(), 1.0)
     rows: list[Row] = []
     for temperature in grid.temperatures:
-        laws = recorded_laws(pair, texts, temperature, positions)
+        laws = recorded_distributions(pair, texts, temperature, positions)
         for count in grid.drafts:
             rows.append({"temperature": temperature, **_row(laws, count)})
             progress(f"T = {temperature}, {count} drafts")
     large: list[Row] = []
     for vocabulary in grid.vocabularies:
-        large.append({"vocabulary": vocabulary, **_row(made_up_laws(vocabulary, 3), 3)})
+        large.append({"vocabulary": vocabulary, **_row(synthetic_laws(vocabulary, 3), 3)})
         progress(f"{vocabulary} tokens")
     return {"rows": rows, "vocabularies": large, "findings": findings(rows)}
 

@@ -17,7 +17,7 @@ import torch
 from analysis.bounds import expected_block_length
 from analysis.load import SpeculationSetup
 from analysis.pair import answers_of, laws_along, measure_position
-from analysis.papers.cases import Progress, ServedPair, Text, recorded_laws, texts_of
+from analysis.papers.cases import Progress, ServedPair, Text, recorded_distributions, texts_of
 from analysis.papers.grid import RacesGrid
 from loadtest.statistics import ratio_of_sums
 
@@ -79,7 +79,7 @@ def recorded(
                 rows.append(_row(shape, temperature, [(float(one.sum()), len(one)) for one in lengths]))
         accepted: dict[str, list[float]] = {}
         shapes = [SpeculationSetup.parse(text) for text in OF_TOKENS]
-        for number, (p, q) in enumerate(recorded_laws(pair, texts, temperature, positions)):
+        for number, (p, q) in enumerate(recorded_distributions(pair, texts, temperature, positions)):
             measure_position(p, q, number, shapes, {}, accepted)
         for shape in shapes:
             found = accepted[f"{shape.rule}/{shape.method}/{shape.num_drafts}"]
@@ -94,7 +94,7 @@ def _log_chances(pair: ServedPair, text: Text, temperature: float) -> npt.NDArra
     index_N1 = torch.tensor(tokens).unsqueeze(1)
     laws = laws_along(pair.engine, prompt, tokens, temperature)
     chances: npt.NDArray[np.float64] = np.stack(
-        [law_NV.double().cpu().gather(1, index_N1).squeeze(1).log().numpy() for law_NV in laws]
+        [probs_NV.double().cpu().gather(1, index_N1).squeeze(1).log().numpy() for probs_NV in laws]
     )
     return chances
 

@@ -17,11 +17,11 @@ import torch
 
 from analysis import bounds
 from analysis.pair import answers_of, laws_along
-from analysis.papers.cases import Progress, ServedPair, followed, recorded_laws, texts_of
+from analysis.papers.cases import Progress, ServedPair, followed, recorded_distributions, texts_of
 from analysis.papers.grid import TheoreticalGrid
 from engine.request import Speculation
 from engine.speculation.theory import Law
-from engine.step.law_check import CheckedAnswer
+from engine.step.distribution_check import CheckedAnswer
 from loadtest.statistics import interval, ratio_of_sums
 
 _STATES, _HORIZON = 7, 50
@@ -40,7 +40,9 @@ def measure(pair: ServedPair, grid: TheoreticalGrid, positions: int, progress: P
     return {
         "rejections": [_rejections(pair, prompts * _SEEDS, length, progress) for length in grid.lookaheads],
         "batches": batches(grid, progress),
-        "front": front(recorded_laws(pair, texts_of(pair, pair.dialogues(), 1.0), 1.0, positions), grid.epsilons),
+        "front": front(
+            recorded_distributions(pair, texts_of(pair, pair.dialogues(), 1.0), 1.0, positions), grid.epsilons
+        ),
         "answers": _answers(pair, prompts, grid.epsilons, progress),
     }
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from engine.drafting.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
 from engine.drafting.drafter import Drafter, DrawsAtOnce
 from engine.drafting.numbers import drafting_numbers, draw_numbers
-from engine.kernels.protocol import Chains, Kernels, LawTable, TargetShifts
+from engine.kernels.protocol import Chains, Kernels, ProbsTable, TargetShifts
 from engine.kernels.transfer import to_device
 from engine.plan import Plan, Row
-from engine.sampling.law import LawParameters
-from engine.sampling.node_laws import NodePaths, node_laws
+from engine.sampling.distribution import DistributionParameters
+from engine.sampling.node_distributions import NodePaths, node_distributions
 from engine.speculation.drafting import children
 from engine.speculation.rule_facts import MOST_LIKELY
 
@@ -47,21 +47,21 @@ def draw_chains(
     end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
     numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
     uniform_LC = drafting_numbers(numbers, layout.max_length)
-    parameters = LawParameters.of([row.sampling for row in rows], device, kernels)
+    parameters = DistributionParameters.of([row.sampling for row in rows], device, kernels)
     draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
     drawn = None if draw is None else draw(plan, layout, parameters, uniform_LC)
     if drawn is None:
-        law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
-        root_NV = law_NV[:0] if drafter is None else drafter.begin(plan)
+        probs_NV = torch.empty((layout.num_probs, vocab_size), device=device)
+        root_NV = probs_NV[:0] if drafter is None else drafter.begin(plan)
         below = None if drafter is None else drafter.below
-        tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, law_NV)
-        drawn = tokens_CL, LawTable(law_NV, layout.law_row_CL, kernels)
-    tokens_CL, laws = drawn
+        tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, probs_NV)
+        drawn = tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, kernels)
+    tokens_CL, distributions = drawn
     chains = Chains(
         tokens_CL,
         layout.length,
         layout.request,
-        laws,
+        distributions,
         layout.leads_CL,
         _shifts(rows, layout, device),
         layout.shape,
@@ -73,27 +73,29 @@ def draw_chains(
 def draw_levels(
     rows: Sequence[Row],
     layout: Layout,
-    parameters: LawParameters,
+    parameters: DistributionParameters,
     uniform_LC: Tensor,
     logits_NV: Tensor,
     below: Callable[[int, Tensor], Tensor] | None,
-    law_NV: Tensor,
+    probs_NV: Tensor,
 ) -> Tensor:
     """Draw all chains level by level; return [C, L] the tokens.
 
     rows: the sampling rows; they may be left out if no distribution depends on more than logits and parameters.
-    logits_NV: below the root of every row that draws; below: `Drafter.below`; law_NV: output, the distributions from
+    logits_NV: below the root of every row that draws; below: `Drafter.below`; probs_NV: output, the distributions from
     which the tokens were drawn.
     """
     tokens_CL = torch.zeros((layout.num_chains, layout.max_length), dtype=torch.int64, device=uniform_LC.device)
-    of_law = parameters.select(layout.law_row_of_N)
+    of_distribution = parameters.select(layout.probs_row_of_N)
     for depth, level in enumerate(layout.levels):
         if depth > 0:
             assert below is not None
             # Tokens stay on the device.
             logits_NV = below(depth, tokens_CL[level.chain_N, depth - 1])
         nodes = _parents(level, tokens_CL, depth)
-        below_NV, order_NV = node_laws(rows, nodes, logits_NV, of_law.select(level.laws), law_NV[level.laws])
+        below_NV, order_NV = node_distributions(
+            rows, nodes, logits_NV, of_distribution.select(level.distributions), probs_NV[level.distributions]
+        )
         tokens_C = tokens_CL[:, depth]
         for draw in level.draws:
             weights_NV = order_NV if draw.method == MOST_LIKELY else below_NV

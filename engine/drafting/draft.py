@@ -23,7 +23,7 @@ from engine.drafting.numbers import noise_of
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.transfer import to_device
 from engine.plan import Plan, Row, level_widths
-from engine.sampling.law import LawParameters
+from engine.sampling.distribution import DistributionParameters
 from engine.speculation.drafting import method_below
 from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.topology import Tree, drawn_tree, merge_chains
@@ -108,8 +108,8 @@ class Level:
     """First chain through each parent; a slice if these are all chains."""
     row_N: Ints
     """Number of each parent's row, among the sampling rows."""
-    laws: slice
-    """Rows of the parents in the table of draft laws."""
+    distributions: slice
+    """Rows of the parents in the table of draft distributions."""
     draws: tuple[Draw, ...]
     leader_C: Tensor | None
     """First chain through each chain's node; None if no two chains share one."""
@@ -166,12 +166,12 @@ class Layout:
     max_length: int
     """L."""
     levels: tuple[Level, ...]
-    law_row_of_N: Tensor
+    probs_row_of_N: Tensor
     """Number of the sampling row of each row in the table of draft distributions."""
     # The same for the rules, on the device.
     request: Tensor
     length: Tensor
-    law_row_CL: Tensor
+    probs_row_CL: Tensor
     """Row, in the table of draft distributions, of the distribution below each chain's parent node."""
     leads_CL: Tensor | None
     """Whether the chain is the first through its node; None if no two chains share one."""
@@ -188,9 +188,9 @@ class Layout:
         return len(self.request_C)
 
     @property
-    def num_laws(self) -> int:
+    def num_probs(self) -> int:
         """Return the number of draft distributions: one for every node that has drafted children."""
-        return len(self.law_row_of_N)
+        return len(self.probs_row_of_N)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -212,8 +212,8 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
     request_C, length_C = np.repeat(np.arange(len(shapes)), counts), np.repeat(lengths, counts)
     chain_C = np.arange(len(request_C))
     max_length = int(lengths.max())
-    law_row_CL = np.zeros((len(chain_C), max_length), dtype=np.int64)
-    levels = tuple(_levels(shapes, counts, law_row_CL, device))
+    probs_row_CL = np.zeros((len(chain_C), max_length), dtype=np.int64)
+    levels = tuple(_levels(shapes, counts, probs_row_CL, device))
     trees = tuple(drawn_tree(shape.fanout) for shape in shapes)
     leads_CL = None
     if any(level.leader_C is not None for level in levels):
@@ -225,10 +225,10 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
         length_C=length_C,
         max_length=max_length,
         levels=levels,
-        law_row_of_N=to_device(np.concatenate([np.zeros(0, np.int64), *(level.row_N for level in levels)]), device),
+        probs_row_of_N=to_device(np.concatenate([np.zeros(0, np.int64), *(level.row_N for level in levels)]), device),
         request=to_device(request_C, device),
         length=to_device(length_C, device),
-        law_row_CL=to_device(law_row_CL, device),
+        probs_row_CL=to_device(probs_row_CL, device),
         leads_CL=None if leads_CL is None else to_device(leads_CL, device),
         shape=(len(shapes), int(counts.max())),
         trees=trees,
@@ -250,18 +250,18 @@ def _places(trees: Sequence[Tree], max_length: int) -> Ints:
     return np.array(places, dtype=np.int64)
 
 
-def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device: torch.device) -> Iterator[Level]:
+def _levels(shapes: Sequence[ChainShape], counts: Ints, probs_row_CL: Ints, device: torch.device) -> Iterator[Level]:
     """Return the levels. Chains of a row are its leaves in order, so a node's chains are contiguous.
 
-    law_row_CL: output.
+    probs_row_CL: output.
     """
     first = np.cumsum(counts) - counts
-    num_laws = 0
-    for depth in range(law_row_CL.shape[1]):
+    num_probs = 0
+    for depth in range(probs_row_CL.shape[1]):
         parents: list[Ints] = []
         rows: list[int] = []
         alike: dict[str, dict[int, list[int]]] = {}
-        leader_C = np.arange(len(law_row_CL))
+        leader_C = np.arange(len(probs_row_CL))
         shares = False
         for number, shape in enumerate(shapes):
             if depth >= shape.length:
@@ -269,7 +269,7 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device
             widths = (1, *level_widths(shape.fanout))
             apart, below = shape.num_chains // widths[depth], shape.num_chains // widths[depth + 1]
             mine = slice(first[number], first[number] + shape.num_chains)
-            law_row_CL[mine, depth] = num_laws + len(rows) + np.arange(shape.num_chains) // apart
+            probs_row_CL[mine, depth] = num_probs + len(rows) + np.arange(shape.num_chains) // apart
             leader_C[mine] = first[number] + np.arange(shape.num_chains) // below * below
             shares |= below > 1
             count = shape.fanout[depth]
@@ -282,7 +282,7 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device
         yield Level(
             chain_N=slice(None) if _are_all(chain_N, len(leader_C)) else to_device(chain_N, device),
             row_N=np.array(rows),
-            laws=slice(num_laws, num_laws + len(rows)),
+            distributions=slice(num_probs, num_probs + len(rows)),
             draws=tuple(
                 _draw_of(method, numbers, chain_N, below_N, count, len(leader_C), device)
                 for method, by_count in alike.items()
@@ -290,7 +290,7 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device
             ),
             leader_C=to_device(leader_C, device) if shares else None,
         )
-        num_laws += len(rows)
+        num_probs += len(rows)
 
 
 def _draw_of(
@@ -321,7 +321,7 @@ class Draft:
     """One tree per sampling row: its drawn chains, then its text drafts; without nodes if it does not speculate."""
     tokens_M: Tensor | None
     """Tokens of all nodes, tree by tree, if the trees have none because the host did not wait for them."""
-    parameters: LawParameters
+    parameters: DistributionParameters
     """Parameters of the sampling rows."""
     numbers: Tensor
     """[6, C, L] random numbers by purpose (`drafting.numbers.draw_numbers`)."""

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.drafting.draft import Layout
-from engine.kernels.protocol import LawTable
+from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner
 from engine.plan import Emission, Plan
-from engine.sampling.law import LawParameters
+from engine.sampling.distribution import DistributionParameters
 
 
 class DrafterKind(NamedTuple):
@@ -66,8 +66,8 @@ class DrawsAtOnce(Protocol):
     """A drafter's method `draw`, if it has one: draw all levels of a step in one call."""
 
     def __call__(
-        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, LawTable] | None:
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable] | None:
         """Return [C, L] the tokens that `begin` and `chains.draw_levels` would draw, and the distributions they were
         drawn from; None for plans that need these two.
         """

@@ -10,12 +10,12 @@ from engine.drafting.head import HeadDrafter, parents
 from engine.drafting.levels import levels_of
 from engine.drafting.model import level_inputs
 from engine.drafting.reading import readings, states_before
-from engine.kernels.protocol import LawTable
+from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
 from engine.models.heads.head import HeadOutput
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan
-from engine.sampling.law import LawParameters
+from engine.sampling.distribution import DistributionParameters
 
 
 class EagleDrafter(HeadDrafter):
@@ -50,8 +50,8 @@ class EagleDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def draw(
-        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, LawTable] | None:
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable] | None:
         """Read texts and draw all levels in one call; return None for rows that need `begin` and `below`."""
         if self._levels is None or not self._levels.takes(plan, layout, self.runner.vocab_size):
             return None
@@ -60,7 +60,7 @@ class EagleDrafter(HeadDrafter):
         for one in self.runner.prepare(earlier) if earlier else ():
             self._read(one)
         state_TH = self.runner.head.project(states_before(last, self._target))
-        law_NV = torch.empty((layout.num_laws, self.runner.vocab_size))
+        probs_NV = torch.empty((layout.num_probs, self.runner.vocab_size))
         passes = [last, *level_inputs(rows, lowest_key=1)]
-        tokens_CL = self._levels.draw(passes, layout, parameters, uniform_LC, law_NV, state_TH)
-        return tokens_CL, LawTable(law_NV, layout.law_row_CL, parameters.kernels)
+        tokens_CL = self._levels.draw(passes, layout, parameters, uniform_LC, probs_NV, state_TH)
+        return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)

@@ -19,7 +19,7 @@ from engine.attention.inputs import SequenceInput, build
 from engine.drafting.draft import Layout
 from engine.models.runner import ModelRunner
 from engine.plan import Plan
-from engine.sampling.law import LawParameters
+from engine.sampling.distribution import DistributionParameters
 
 if TYPE_CHECKING:
     from engine.models.cpu_decoder import CpuDecoder
@@ -32,35 +32,35 @@ class _Chains(NamedTuple):
     """Chains of a layout, as the loop needs them."""
 
     are_alone: bool
-    """Whether each drawn token depends on its law and its own number alone."""
-    law_ends: Ints
-    """[L] end of each level's laws among those of all levels."""
+    """Whether each drawn token depends on its distribution and its own number alone."""
+    probs_ends: Ints
+    """[L] end of each level's distributions among those of all levels."""
     first_chains: Ints
     num_chains: Ints
-    """[N] the first of the chains through the node above each law, and how many there are."""
+    """[N] the first of the chains through the node above each distribution, and how many there are."""
     leaders_LC: Ints
     """The first chain through each chain's node."""
     parents: Ints
-    """[N] the node above each law, among those of the level above; 0 in the first level."""
+    """[N] the node above each distribution, among those of the level above; 0 in the first level."""
 
 
 @lru_cache(maxsize=128)  # as many as there are layouts, which are kept, too
 def _chains_of(layout: Layout) -> _Chains:
-    law_row_CL, own_C = layout.law_row_CL.numpy(), np.arange(layout.num_chains)
+    probs_row_CL, own_C = layout.probs_row_CL.numpy(), np.arange(layout.num_chains)
     drawn_CL = np.arange(layout.max_length) < layout.length_C[:, None]
     chain_CL = own_C[:, None].repeat(layout.max_length, 1)
-    first_chains = np.full(layout.num_laws, layout.num_chains)
-    np.minimum.at(first_chains, law_row_CL[drawn_CL], chain_CL[drawn_CL])
+    first_chains = np.full(layout.num_probs, layout.num_chains)
+    np.minimum.at(first_chains, probs_row_CL[drawn_CL], chain_CL[drawn_CL])
     leaders = [own_C if level.leader_C is None else level.leader_C.numpy() for level in layout.levels]
-    parents = np.zeros(layout.num_laws, dtype=np.int64)
+    parents = np.zeros(layout.num_probs, dtype=np.int64)
     for depth in range(1, layout.max_length):
-        laws, above = layout.levels[depth].laws, layout.levels[depth - 1].laws
-        parents[laws] = law_row_CL[first_chains[laws], depth - 1] - above.start
+        distributions, above = layout.levels[depth].distributions, layout.levels[depth - 1].distributions
+        parents[distributions] = probs_row_CL[first_chains[distributions], depth - 1] - above.start
     return _Chains(
         all(draw.method == "iid" for level in layout.levels for draw in level.draws),
-        np.array([level.laws.stop for level in layout.levels]),
+        np.array([level.distributions.stop for level in layout.levels]),
         first_chains,
-        np.bincount(law_row_CL[drawn_CL], minlength=layout.num_laws),
+        np.bincount(probs_row_CL[drawn_CL], minlength=layout.num_probs),
         np.array(leaders),
         parents,
     )
@@ -70,11 +70,11 @@ class _Bounds(NamedTuple):
     """Bounds of the passes of a step."""
 
     ends: Ints
-    """[L, 4] ends of the rows, sequences, parts and laws of each pass."""
+    """[L, 4] ends of the rows, sequences, parts and distributions of each pass."""
     parts: Ints
     """[P, 3] the parts of attention of all passes, counted within each pass."""
     most_rows: int
-    most_laws: int
+    most_distributions: int
     num_later_rows: int
     """Rows after the first pass."""
 
@@ -95,23 +95,23 @@ def _bounds_of(layout: Layout, num_sequences: tuple[int, ...], row_counts: bytes
     parts[:, 0] -= np.concatenate([[0], sequence_ends])[number]
     parts[:, 1:] -= np.concatenate([[0], row_ends])[number][:, None]
     part_ends = np.searchsorted(number, np.arange(len(sequence_ends)), side="right")
-    law_ends = _chains_of(layout).law_ends
+    probs_ends = _chains_of(layout).probs_ends
     return _Bounds(
-        np.stack([row_ends, sequence_ends, part_ends, law_ends], 1),
+        np.stack([row_ends, sequence_ends, part_ends, probs_ends], 1),
         parts,
         most_rows=int(np.diff(row_ends, prepend=0).max()),
-        most_laws=int(np.diff(law_ends, prepend=0).max()),
+        most_distributions=int(np.diff(probs_ends, prepend=0).max()),
         num_later_rows=int(row_ends[-1] - row_ends[0]),
     )
 
 
 @lru_cache(maxsize=256)  # parameters of the same rows are one object
-def _of_laws(parameters: LawParameters, layout: Layout) -> tuple[npt.NDArray[Any], ...]:
-    """Return ([N] temperatures, and the arrays of the filters, of the layout's laws)."""
+def _of_distributions(parameters: DistributionParameters, layout: Layout) -> tuple[npt.NDArray[Any], ...]:
+    """Return ([N] temperatures, and the arrays of the filters, of the layout's distributions)."""
     from engine.kernels.numba_rows import arrays_of
 
-    of_laws = parameters.select(layout.law_row_of_N)
-    return of_laws.temperature_N.numpy(), *arrays_of(of_laws.filters, layout.num_laws)
+    of_distributions = parameters.select(layout.probs_row_of_N)
+    return of_distributions.temperature_N.numpy(), *arrays_of(of_distributions.filters, layout.num_probs)
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
@@ -148,12 +148,12 @@ class Levels:
         self,
         passes: Sequence[Sequence[SequenceInput]],
         layout: Layout,
-        parameters: LawParameters,
+        parameters: DistributionParameters,
         uniform_LC: Tensor,
-        law_NV: Tensor,
+        probs_NV: Tensor,
         state_TD: Tensor | None = None,
     ) -> Tensor:
-        """Return [C, L] the drafted tokens; law_NV: output, the laws that they were drawn from.
+        """Return [C, L] the drafted tokens; probs_NV: output, the distributions that they were drawn from.
 
         state_TD: states that the rows of the first pass read, for a head.
         """
@@ -164,7 +164,7 @@ class Levels:
         bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
         of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
-        states, leaving = decoder.states_of(state_TD, bounds.most_laws)
+        states, leaving = decoder.states_of(state_TD, bounds.most_distributions)
         known = decoder.known
         numba_levels.draw_levels(
             *decoder.ready(
@@ -184,7 +184,7 @@ class Levels:
             whole.node_positions,
             whole.limits,
             whole.positions_T,
-            *_of_laws(parameters, layout),
+            *_of_distributions(parameters, layout),
             uniform_LC.numpy(),
             of_layout.first_chains,
             of_layout.num_chains,
@@ -193,9 +193,9 @@ class Levels:
             states,
             leaving,
             _NO_TOKENS if known is None else known,
-            np.empty((0 if known is None else bounds.most_laws, law_NV.shape[1]), dtype=np.float32),
-            decoder.room_for_logits(bounds.most_laws),
-            law_NV.numpy(),
+            np.empty((0 if known is None else bounds.most_distributions, probs_NV.shape[1]), dtype=np.float32),
+            decoder.room_for_logits(bounds.most_distributions),
+            probs_NV.numpy(),
             tokens_LC,
         )
         return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))

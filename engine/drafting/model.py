@@ -16,10 +16,10 @@ from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import slot_moves
 from engine.drafting.draft import Layout
 from engine.drafting.levels import levels_of
-from engine.kernels.protocol import LawTable
+from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Emission, Plan, Row, level_widths
-from engine.sampling.law import LawParameters
+from engine.sampling.distribution import DistributionParameters
 
 
 class ModelDrafter:
@@ -43,14 +43,14 @@ class ModelDrafter:
         return self.runner.run(self._passes[depth], token_N)
 
     def draw(
-        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, LawTable] | None:
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable] | None:
         """Catch up and draw all levels in one call; return None for rows that need `begin` and `below`."""
         if self._levels is None or not self._levels.takes(plan, layout, self.runner.vocab_size):
             return None
-        law_NV = torch.empty((layout.num_laws, self.runner.vocab_size))
-        tokens_CL = self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, law_NV)
-        return tokens_CL, LawTable(law_NV, layout.law_row_CL, parameters.kernels)
+        probs_NV = torch.empty((layout.num_probs, self.runner.vocab_size))
+        tokens_CL = self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, probs_NV)
+        return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
 
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """Make the K/V of accepted paths contiguous."""

@@ -1,4 +1,4 @@
-"""The drafting loop in Numba: the passes over all levels, the laws below their nodes and the draws, in one call.
+"""The drafting loop in Numba: passes over all levels, distributions below their nodes, and draws, in one call.
 
 For draft models and heads that the CPU's decoder runs (`cpu_decoder.py`), and rows whose distributions depend on
 logits, temperature and filters alone.
@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
-from engine.kernels.numba_rows import draw_from, filtered_law, likeliest
+from engine.kernels.numba_rows import draw_from, filtered_distribution, likeliest
 from engine.models import numba_decoder, numba_table
 from engine.models.numba_decoder import c_function
 from engine.models.numba_table import array1, array2, put1, put2, table_at
@@ -29,23 +29,23 @@ _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
 @compiled_for_cpu(**EXACT)
 def _draw(address, phase):
-    """Compute the law below each node of a level, and draw the tokens of the chains through it.
+    """Compute the distribution below each node of a level, and draw the tokens of the chains through it.
 
     A chain draws with its own random number, unless an earlier chain goes through the same child: then it takes that
     chain's token.
     """
     table = table_at(address)
     counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
-    laws, temperatures = array2(table, _LAWS, np.float32), array1(table, _TEMPERATURES, np.float32)
+    distributions, temperatures = array2(table, _LAWS, np.float32), array1(table, _TEMPERATURES, np.float32)
     least_logs, top_ks = array1(table, _LEAST_LOGS, np.float32), array1(table, _TOP_KS, np.int64)
     top_ps = array1(table, _TOP_PS, np.float32)
     uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
     first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
     tokens, known = array1(table, _TOKENS, np.int64), array1(table, _KNOWN, np.int64)
     spread = array2(table, _SPREAD, np.float32)
-    count, node = 0, claim(counters, phase, len(laws))
+    count, node = 0, claim(counters, phase, len(distributions))
     while node >= 0:
-        law, of_node = laws[node], logits[node, : laws.shape[1]]
+        distribution, of_node = distributions[node], logits[node, : distributions.shape[1]]
         if len(known) > 0:
             of_node = spread[node]
             of_node[:] = -np.inf
@@ -54,19 +54,21 @@ def _draw(address, phase):
         is_greedy, most_likely = temperatures[node] == 0, 0
         if is_greedy:
             most_likely, _ = likeliest(of_node)
-            law[:] = np.float32(0)
-            law[most_likely] = np.float32(1)
+            distribution[:] = np.float32(0)
+            distribution[most_likely] = np.float32(1)
         else:
-            filtered_law(of_node, temperatures[node], least_logs[node], top_ks[node], top_ps[node], law)
+            filtered_distribution(
+                of_node, temperatures[node], least_logs[node], top_ks[node], top_ps[node], distribution
+            )
         for chain in range(first_chains[node], first_chains[node] + num_chains[node]):
             if leaders[chain] != chain:
                 tokens[chain] = tokens[leaders[chain]]
             elif is_greedy:
                 tokens[chain] = most_likely
             else:
-                tokens[chain] = draw_from(law, law, np.float32(1), False, uniforms[chain])
-        count, node = count + 1, claim(counters, phase, len(laws))
-    finish(counters, phase, count, len(laws))
+                tokens[chain] = draw_from(distribution, distribution, np.float32(1), False, uniforms[chain])
+        count, node = count + 1, claim(counters, phase, len(distributions))
+    finish(counters, phase, count, len(distributions))
 
 
 @cache
@@ -112,36 +114,41 @@ def draw_levels(
     known,
     spread,
     logits,
-    laws,
+    distributions,
     tokens,
 ):
-    """Draw all levels: fill `laws` [N, V] and `tokens` [L, C].
+    """Draw all levels: fill `distributions` [N, V] and `tokens` [L, C].
 
     behind: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's rows,
-    sequences, parts and laws among those of all passes; wanted: rows of the first pass whose logits are wanted, in the
-    later ones all are. uniforms, leaders: [L, C]. parents: [N] the node above each law, in its level. states: [T, D]
-    input of the first pass's rows, of width 0 if the model reads none; leaving: working memory for the states that a
-    pass returns, which the next one reads. known: the target's id of each token in a head's own vocabulary, empty if
-    the vocabularies are equal; spread: working memory for such logits over the target's.
+    sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
+    wanted, in the later ones all are. uniforms, leaders: [L, C]. parents: [N] the node above each distribution, in its
+    level. states: [T, D] input of the first pass's rows, of width 0 if the model reads none; leaving: working memory
+    for the states that a pass returns, which the next one reads. known: the target's id of each token in a head's own
+    vocabulary, empty if the vocabularies are equal; spread: working memory for such logits over the target's.
     """
-    first_row, first_sequence, first_part, first_law = 0, 0, 0, 0
+    first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
     for level in range(len(ends)):
-        end_row, end_sequence, end_part, end_law = ends[level, 0], ends[level, 1], ends[level, 2], ends[level, 3]
+        end_row, end_sequence, end_part, end_distribution = (
+            ends[level, 0],
+            ends[level, 1],
+            ends[level, 2],
+            ends[level, 3],
+        )
         entering = known_tokens[first_row:end_row]
         chosen = wanted
         if level > 0:
             chosen = np.arange(end_row - first_row)
             for number in range(end_row - first_row):
-                entering[number] = tokens[level - 1, first_chains[first_law + number]]
-            states = leaving[parents[first_law:end_law]]
-        put2(table, _LAWS, laws[first_law:end_law])
-        put1(table, _TEMPERATURES, temperatures[first_law:end_law])
-        put1(table, _LEAST_LOGS, least_logs[first_law:end_law])
-        put1(table, _TOP_KS, top_ks[first_law:end_law])
-        put1(table, _TOP_PS, top_ps[first_law:end_law])
+                entering[number] = tokens[level - 1, first_chains[first_distribution + number]]
+            states = leaving[parents[first_distribution:end_distribution]]
+        put2(table, _LAWS, distributions[first_distribution:end_distribution])
+        put1(table, _TEMPERATURES, temperatures[first_distribution:end_distribution])
+        put1(table, _LEAST_LOGS, least_logs[first_distribution:end_distribution])
+        put1(table, _TOP_KS, top_ks[first_distribution:end_distribution])
+        put1(table, _TOP_PS, top_ps[first_distribution:end_distribution])
         put1(table, _UNIFORMS, uniforms[level])
-        put1(table, _FIRST_CHAINS, first_chains[first_law:end_law])
-        put1(table, _NUM_CHAINS, num_chains[first_law:end_law])
+        put1(table, _FIRST_CHAINS, first_chains[first_distribution:end_distribution])
+        put1(table, _NUM_CHAINS, num_chains[first_distribution:end_distribution])
         put1(table, _LEADERS, leaders[level])
         put1(table, _TOKENS, tokens[level])
         put1(table, _KNOWN, known)
@@ -167,4 +174,4 @@ def draw_levels(
             leaving[: len(chosen)],
             logits[: len(chosen)],
         )
-        first_row, first_sequence, first_part, first_law = end_row, end_sequence, end_part, end_law
+        first_row, first_sequence, first_part, first_distribution = end_row, end_sequence, end_part, end_distribution

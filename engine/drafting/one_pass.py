@@ -24,13 +24,13 @@ from engine.drafting.head import HeadDrafter, parents
 from engine.drafting.model import first_key
 from engine.drafting.reading import readings, states_before
 from engine.drafting.tables import draw_from, may_draw_at_once, slots_of
-from engine.kernels.protocol import LawTable
+from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
 from engine.models.heads.head import HeadOutput
 from engine.models.heads.slots import SlotSampler, TableSampler
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, Row
-from engine.sampling.law import LawParameters
+from engine.sampling.distribution import DistributionParameters
 
 
 class OnePassDrafter(HeadDrafter):
@@ -49,8 +49,8 @@ class OnePassDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def draw(
-        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, LawTable] | None:
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable] | None:
         """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
         if not self.runner.head.config.has_tables or not may_draw_at_once(plan, layout):
             return None

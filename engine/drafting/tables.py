@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import Layout
-from engine.kernels.protocol import LawTable
+from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
 from engine.models.heads.slots import Tables
 from engine.plan import Plan
-from engine.sampling.law import LawParameters, law
+from engine.sampling.distribution import DistributionParameters, distribution
 
 
 class Slots(NamedTuple):
@@ -65,28 +65,32 @@ def slots_of(layout: Layout) -> Slots:
 
 
 def draw_from(
-    tables: Tables, slots: Slots, parameters: LawParameters, uniform_LC: Tensor, vocab_size: int
-) -> tuple[Tensor, LawTable]:
+    tables: Tables, slots: Slots, parameters: DistributionParameters, uniform_LC: Tensor, vocab_size: int
+) -> tuple[Tensor, ProbsTable]:
     """Return [C, L] the tokens of all chains, and the distributions they were drawn from.
 
     Chains that share a node use the random number of the first of them.
     """
     num_previous, num_tokens = tables.logits_SPX.shape[1:]
     row_N = slots.row_S.repeat_interleave(num_previous)
-    law_NX = law(tables.logits_SPX.reshape(-1, num_tokens), parameters.select(row_N))
+    probs_NX = distribution(tables.logits_SPX.reshape(-1, num_tokens), parameters.select(row_N))
     kernels, slot_CL = parameters.kernels, slots.slot_CL
     if slots.leader_LC is not None:
         uniform_LC = uniform_LC.gather(1, slots.leader_LC)
     if tables.token_SX is None:
-        token_CL = kernels.draw(law_NX, slot_CL.flatten(), uniform_LC.T.flatten()).view(slot_CL.shape)
-        return token_CL, LawTable(law_NX, slot_CL, kernels)
+        token_CL = kernels.draw(probs_NX, slot_CL.flatten(), uniform_LC.T.flatten()).view(slot_CL.shape)
+        return token_CL, ProbsTable(probs_NX, slot_CL, kernels)
     place_C = torch.zeros_like(slot_CL[:, 0])
     rows, places = [], []
     for slot_C, uniform_C in zip(slot_CL.T, uniform_LC, strict=True):
         rows.append(slot_C * num_previous + place_C)
-        place_C = kernels.draw(law_NX, rows[-1], uniform_C)
+        place_C = kernels.draw(probs_NX, rows[-1], uniform_C)
         places.append(place_C)
     token_CX = tables.token_SX[slot_CL.flatten()]
-    law_CV = law_NX.new_zeros((len(token_CX), vocab_size)).scatter_(1, token_CX, law_NX[torch.stack(rows, 1).flatten()])
+    probs_CV = probs_NX.new_zeros((len(token_CX), vocab_size)).scatter_(
+        1, token_CX, probs_NX[torch.stack(rows, 1).flatten()]
+    )
     token_CL = token_CX.gather(1, torch.stack(places, 1).view(-1, 1)).view(slot_CL.shape)
-    return token_CL, LawTable(law_CV, torch.arange(len(token_CX), device=slot_CL.device).view(slot_CL.shape), kernels)
+    return token_CL, ProbsTable(
+        probs_CV, torch.arange(len(token_CX), device=slot_CL.device).view(slot_CL.shape), kernels
+    )

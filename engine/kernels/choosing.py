@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, Filters, Kernels, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, Filters, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 
 log = logging.getLogger("polydraft")
@@ -108,7 +108,7 @@ def _logits(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return logits_NV, torch.linspace(0.3, 2, _NUM_ROWS, device=device)
 
 
-def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, LawTable, ChainNoise]:
+def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, ProbsTable, ChainNoise]:
     """Return three chains of up to four tokens for each of eight requests; some prefixes are dead."""
     num_requests, num_chains, length = 8, 3, 4
     count = num_requests * num_chains
@@ -129,13 +129,13 @@ def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, LawTable, 
     tokens_CL = categorical(draft_NV, numbers(3, count * length).flatten()).view(count, length)
     request_C = torch.arange(num_requests, device=device).repeat_interleave(num_chains)
     length_C = torch.arange(count, device=device) % (length + 1)
-    draft = LawTable(draft_NV, draft_row_CL, TORCH)
+    draft = ProbsTable(draft_NV, draft_row_CL, TORCH)
     chains = Chains(tokens_CL, length_C, request_C, draft, shape=(num_requests, num_chains))
     shapes = {"accept_CL": (count, length), "chosen_accept_CL": (count, length)}
     drawn = {
         one.name: numbers(4 + salt, *shapes.get(one.name, (count,))) for salt, one in enumerate(fields(ChainNoise))
     }
-    return chains, LawTable(target_NV, target_row_CX, TORCH), ChainNoise(**drawn)
+    return chains, ProbsTable(target_NV, target_row_CX, TORCH), ChainNoise(**drawn)
 
 
 def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
@@ -148,7 +148,7 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
     steps_V = torch.tensor([0.1, 0.2, 0.3, 0.4], device=device).repeat_interleave(4).div(4)
     chains, target, noise = _chains(device)
     half_C, score_C, token_C = chains.length_C // 2, noise.score_C, chains.tokens_CL[:, 0]
-    starts = np.linspace(0, len(target.law_NV), 9).astype(np.int64)
+    starts = np.linspace(0, len(target.probs_NV), 9).astype(np.int64)
     temperature_B = torch.tensor([0.5, 0.6, 0, 0.8, 1.0, 1.2, 1.4, 1.5], device=device)
     numbers = torch.stack([noise.accept_CL.roll(salt, 0) for salt in range(6)])
     # By rows: no filter, each alone, all together, more tokens than there are.
@@ -170,7 +170,9 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
                 (*logits, logits[0]), ((min_p_N, top_k_N), (None, top_k_N), (min_p_N, None)), strict=True
             )
         ],
-        "law": [(*one, some) for one in logits for some in (Filters(), filters, Filters(None, None, filters.top_p_N))],
+        "distribution": [
+            (*one, some) for one in logits for some in (Filters(), filters, Filters(None, None, filters.top_p_N))
+        ],
         "draw": [(TORCH.softmax(*one), torch.arange(_NUM_ROWS, device=device).flip(0), uniform_C) for one in logits],
         "nucleus": [(steps_V.repeat(6, 1), torch.tensor([0.1, 0.45, 0.5, 0.75, 0.95, 1.0], device=device))],
         "surplus_sum": [(chains, target, depth, score_C) for depth in (0, 2)],
@@ -178,7 +180,7 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
         "race": [(chains, target, noise)],
         "winners": [(chains, score_C.round(decimals=1), half_C, token_C)],
         "decide": [
-            (target.law_NV.log(), temperature_B, some, starts, chains, target.row_CX, numbers)
+            (target.probs_NV.log(), temperature_B, some, starts, chains, target.row_CX, numbers)
             for some in (Filters(), of_requests)
         ],
         "move": [([one.to(dtype) for one in storages], moves) for dtype in (torch.float32, torch.bfloat16)],

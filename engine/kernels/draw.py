@@ -1,6 +1,6 @@
 """One token from a row of weights and one uniform number: the inverse of the cumulative sum.
 
-Not for: making the weights (`law.py`, the rules) or the number (`noise.py`).
+Not for: making the weights (`distribution.py`, the rules) or the number (`noise.py`).
 """
 
 from __future__ import annotations

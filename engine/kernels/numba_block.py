@@ -1,6 +1,6 @@
 """Block verification and the score race on a CPU, in Numba (`torch_block.py` has the algorithm).
 
-`race` takes laws; `decide` takes logits and computes the laws itself. The plain operations are the oracle.
+`race` takes distributions; `decide` computes them from logits. The plain operations are the oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
-from engine.kernels.numba_rows import arrays_of, draw_from, filtered_law, likeliest, sum_of
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, LawTable
+from engine.kernels.numba_rows import arrays_of, draw_from, filtered_distribution, likeliest, sum_of
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable
 
 
 @compiled_for_cpu(**EXACT)
@@ -40,7 +40,7 @@ def _walk(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilin
             log_ratio += math.log(q) - math.log(p)
         log_ceiling = min(log_ceiling, log_ratio)
         log_ratios[depth + 1], log_ceilings[depth + 1] = log_ratio, log_ceiling
-        # A ratio of 0 belongs to a token that its draft law never draws: nothing is accepted there.
+        # A ratio of 0 belongs to a token that its draft distribution never draws: nothing is accepted there.
         is_impossible = is_dead or log_ratio == -math.inf
         weights[depth + 1] = 0.0 if is_impossible else math.exp(log_ceiling - log_ratio)
 
@@ -82,10 +82,10 @@ def _of_chain(tokens, target, rows, draft, others, accepts, residual, number, ro
     log_ratios, log_ceilings, weights = room[0], room[1], room[2]
     _walk(tokens, target, rows, draft, others, log_ratios, log_ceilings, weights)
     stop = _accepted(length, target, rows, draft, others, weights, accepts)
-    law = target[rows[stop]]
-    drafted = draft[others[min(stop, most - 1)]] if most else law
-    token = draw_from(law, drafted, np.float32(weights[stop]), stop < length, residual)
-    p, q = np.float64(law[token]), np.float64(drafted[token])
+    distribution = target[rows[stop]]
+    drafted = draft[others[min(stop, most - 1)]] if most else distribution
+    token = draw_from(distribution, drafted, np.float32(weights[stop]), stop < length, residual)
+    p, q = np.float64(distribution[token]), np.float64(drafted[token])
     return _score(stop, length, p, q, log_ratios, log_ceilings, number), stop, token
 
 
@@ -129,24 +129,29 @@ def _decide(
     logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
     numbers, verdict, largest,
 ):  # fmt: skip
-    """Compute laws and verdicts request by request, so that the laws of a request are read while they are in the cache.
+    """Compute distributions and verdicts request by request: a request's distributions are read while they are cached.
 
-    verdict: [3, B] chain, length, token. largest: [N + M] of the nodes and the draft laws, NaN for a row with NaN.
+    verdict: [3, B] chain, length, token. largest: [N + M] of nodes and draft distributions, NaN for a row with NaN.
     """
     num_chains, most = tokens.shape
     widest = 0
     for request in range(len(temperatures)):
         widest = max(widest, starts[request + 1] - starts[request])
     room, rows = np.empty((3, most + 1)), np.empty(most + 1, np.int64)
-    laws, peaks = np.empty((widest, logits.shape[1]), np.float32), np.empty(widest, np.int64)
+    distributions, peaks = np.empty((widest, logits.shape[1]), np.float32), np.empty(widest, np.int64)
     chain = 0
     for request in range(len(temperatures)):
         first, count = starts[request], starts[request + 1] - starts[request]
         temperature = temperatures[request]
         for node in range(count):
             if temperature > 0:
-                largest[first + node] = filtered_law(
-                    logits[first + node], temperature, least_logs[request], top_ks[request], top_ps[request], laws[node]
+                largest[first + node] = filtered_distribution(
+                    logits[first + node],
+                    temperature,
+                    least_logs[request],
+                    top_ks[request],
+                    top_ps[request],
+                    distributions[node],
                 )
             else:
                 peaks[node], largest[first + node] = likeliest(logits[first + node])
@@ -156,7 +161,7 @@ def _decide(
             drafted = tokens[chain, : lengths[chain]]
             if temperature > 0:
                 score, stop, token = _of_chain(
-                    drafted, laws, rows, draft, draft_rows[chain],
+                    drafted, distributions, rows, draft, draft_rows[chain],
                     numbers[1, chain], numbers[3, chain, 0], numbers[4, chain, 0], room,
                 )  # fmt: skip
             else:
@@ -170,13 +175,13 @@ def _decide(
     largest[len(logits) :] = draft[:, 0]
 
 
-def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Return `torch_block.race`."""
     assert chains.shape is not None
-    verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=target.law_NV.device)
+    verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=target.probs_NV.device)
     operands: list[Tensor] = [
         *(chains.tokens_CL, chains.length_C, chains.request_C),
-        *(target.law_NV, target.row_CX, chains.draft.law_NV, chains.draft.row_CX),
+        *(target.probs_NV, target.row_CX, chains.draft.probs_NV, chains.draft.row_CX),
         *(noise.accept_CL, noise.residual_C, noise.score_C),
     ]
     count = _race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
@@ -194,7 +199,7 @@ def decide(
     numbers: Tensor,
 ) -> tuple[Ints, Floats]:
     """Return `Kernels.decide`."""
-    draft_MV = chains.draft.law_NV
+    draft_MV = chains.draft.probs_NV
     verdict_3B = np.empty((3, len(temperature_B)), np.int64)
     largest = np.empty(len(logits_NV) + len(draft_MV))
     # A kernel checks no bounds.

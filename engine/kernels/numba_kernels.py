@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import numba_block, numba_rows
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable
 from engine.kernels.torch_kernels import TorchKernels
 
 
@@ -18,18 +18,20 @@ def _is_taken(rows_NV: Tensor) -> bool:
 class NumbaKernels(TorchKernels):
     """Implements `Kernels`."""
 
-    def law(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
+    def distribution(
+        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
+    ) -> Tensor:
         if _is_taken(logits_NV):
-            return numba_rows.law(logits_NV, temperature_N, filters, law_NV)
-        return super().law(logits_NV, temperature_N, filters, law_NV)
+            return numba_rows.distribution(logits_NV, temperature_N, filters, probs_NV)
+        return super().distribution(logits_NV, temperature_N, filters, probs_NV)
 
-    def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-        if _is_taken(law_NV):
-            return numba_rows.draw(law_NV, row_C, uniform_C)
-        return super().draw(law_NV, row_C, uniform_C)
+    def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        if _is_taken(probs_NV):
+            return numba_rows.draw(probs_NV, row_C, uniform_C)
+        return super().draw(probs_NV, row_C, uniform_C)
 
-    def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-        if chains.shape is not None and chains.max_length and _is_taken(target.law_NV):
+    def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
+        if chains.shape is not None and chains.max_length and _is_taken(target.probs_NV):
             return numba_block.race(chains, target, noise)
         return super().race(chains, target, noise)
 

@@ -1,8 +1,9 @@
-"""Rows of the vocabulary in Numba, on a CPU: laws, their filters, and draws from a law or from the surplus of one law
-over another.
+"""Rows of the vocabulary in Numba, on a CPU: distributions, their filters, and draws from a distribution or from the
+surplus of one over another.
 
-Torch writes a row for every step of its operations, which takes some microseconds each. Here a law takes two readings
-of its logits; a draw reads the sums of tiles, and then the tile that contains it. The plain operations are the oracle.
+Torch writes a row for every step of its operations, which takes some microseconds each. Here a distribution takes two
+readings of its logits; a draw reads the sums of tiles, and then the tile that contains it. The plain operations are the
+oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -40,8 +41,8 @@ _DIVIDED = FAST | {"fastmath": {"contract", "reassoc", "nsz"}}
 
 
 @compiled_for_cpu(**_DIVIDED)
-def law_of(logits, temperature, law):
-    """Compute the law of one row; return the largest logit, or NaN if any is NaN."""
+def distribution_of(logits, temperature, distribution):
+    """Compute the distribution of one row; return the largest logit, or NaN if any is NaN."""
     width = len(logits)
     largest = np.int32(-0x80000000)
     for column in range(width):
@@ -55,12 +56,12 @@ def law_of(logits, temperature, law):
             log = (logits[column] - most) / temperature
             share = exponential(log)
             share = np.float32(0) if log < _LEAST_LOG else share
-            law[column] = share
+            distribution[column] = share
             of_tile += share
         total += np.float64(of_tile)
     scale = np.float32(1 / total)
     for column in range(width):
-        law[column] *= scale
+        distribution[column] *= scale
     return np.float64(most) if total == total else math.nan
 
 
@@ -107,21 +108,21 @@ def edge_of(values, weights, needed, first_order):
 
 
 @compiled_for_cpu(**EXACT)
-def keep_nucleus(law, top_p):
+def keep_nucleus(distribution, top_p):
     """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and normalise it."""
     # Tokens below share less than half of what may be left out; rounding of the others stays within the other half.
-    least = np.float32(0.5 * (1 - top_p) / len(law)) if top_p < _MOST_ROUGH else np.float32(0)
-    likely, count = np.empty(len(law) + 1, np.float32), 0
-    for column in range(len(law)):
-        likely[count] = law[column]
-        count += law[column] >= least
+    least = np.float32(0.5 * (1 - top_p) / len(distribution)) if top_p < _MOST_ROUGH else np.float32(0)
+    likely, count = np.empty(len(distribution) + 1, np.float32), 0
+    for column in range(len(distribution)):
+        likely[count] = distribution[column]
+        count += distribution[column] >= least
     lowest, total = edge_of(likely[:count], likely[:count], top_p, 0), 0.0
-    for column in range(len(law)):
-        law[column] = law[column] if law[column] >= lowest else np.float32(0)
-        total += np.float64(law[column])
+    for column in range(len(distribution)):
+        distribution[column] = distribution[column] if distribution[column] >= lowest else np.float32(0)
+        total += np.float64(distribution[column])
     scale = np.float32(1 / total)
-    for column in range(len(law)):
-        law[column] *= scale
+    for column in range(len(distribution)):
+        distribution[column] *= scale
 
 
 @compiled_for_cpu(**EXACT)
@@ -139,15 +140,15 @@ def _largest_of_tiles(logits, peaks):
 
 
 @compiled_for_cpu(**EXACT)
-def _likely_law(logits, temperature, least_log, top_k, top_p, law):
-    """Compute the law of one row with min-p or top-k, without a look at most tokens if top-k is small.
+def _likely_distribution(logits, temperature, least_log, top_k, top_p, distribution):
+    """Compute the distribution of one row with min-p or top-k, without a look at most tokens if top-k is small.
 
     Logits over temperature, with maximum 0, decide what is kept, as in the plain operations.
     """
     peaks = np.empty((len(logits) + _SMALL_TILE - 1) // _SMALL_TILE, np.float32)
     most, has_nan = _largest_of_tiles(logits, peaks)
     if has_nan or not abs(most) < math.inf:
-        law[:] = np.float32(math.nan)
+        distribution[:] = np.float32(math.nan)
         return math.nan
     for tile in range(len(peaks)):
         peaks[tile] = (peaks[tile] - most) / temperature
@@ -176,31 +177,33 @@ def _likely_law(logits, temperature, least_log, top_k, top_p, law):
         likely[number] *= scale
     if top_p < 1:
         keep_nucleus(likely[:kept], top_p)
-    law[:] = np.float32(0)
+    distribution[:] = np.float32(0)
     for number in range(kept):
-        law[places[number]] = likely[number]
+        distribution[places[number]] = likely[number]
     return np.float64(most)
 
 
 @compiled_for_cpu(**EXACT)
-def filtered_law(logits, temperature, least_log, top_k, top_p, law):
-    """Compute the law of one row after its filters; return the largest logit, or NaN if any is NaN.
+def filtered_distribution(logits, temperature, least_log, top_k, top_p, distribution):
+    """Compute the distribution of one row after its filters; return the largest logit, or NaN if any is NaN.
 
     least_log: logarithm of min_p.
     """
     if least_log > -math.inf or 0 < top_k < len(logits):
         num_kept = top_k if top_k > 0 else len(logits)
-        return _likely_law(logits, temperature, least_log, num_kept, top_p, law)
-    most = law_of(logits, temperature, law)
+        return _likely_distribution(logits, temperature, least_log, num_kept, top_p, distribution)
+    most = distribution_of(logits, temperature, distribution)
     if top_p < 1:
-        keep_nucleus(law, top_p)
+        keep_nucleus(distribution, top_p)
     return most
 
 
 @compiled_for_cpu(**EXACT)
-def _laws(logits, temperatures, least_logs, top_ks, top_ps, laws):
+def _distributions(logits, temperatures, least_logs, top_ks, top_ps, distributions):
     for row in range(len(logits)):
-        filtered_law(logits[row], temperatures[row], least_logs[row], top_ks[row], top_ps[row], laws[row])
+        filtered_distribution(
+            logits[row], temperatures[row], least_logs[row], top_ks[row], top_ps[row], distributions[row]
+        )
 
 
 @compiled_for_cpu(**FAST)
@@ -224,7 +227,7 @@ def sum_of(target, draft, weight, of_surplus, start, stop):
 
 @compiled_for_cpu(**FAST)
 def draw_from(target, draft, weight, of_surplus, uniform):
-    """Draw a token from the surplus, if `of_surplus` and there is any, else from the target's law.
+    """Draw a token from the surplus, if `of_surplus` and there is any, else from the target's distribution.
 
     It is the first whose cumulative mass exceeds `uniform` times the sum, as in `draw.categorical`.
     """
@@ -261,9 +264,9 @@ def draw_from(target, draft, weight, of_surplus, uniform):
 
 
 @compiled_for_cpu(**EXACT)
-def _draw(law, rows, uniforms, tokens):
+def _draw(distribution, rows, uniforms, tokens):
     for number in range(len(rows)):
-        row = law[rows[number]]
+        row = distribution[rows[number]]
         tokens[number] = draw_from(row, row, np.float32(1), False, uniforms[number])
 
 
@@ -277,19 +280,19 @@ def arrays_of(filters: Filters, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
     )
 
 
-def law(logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
-    """Return `Kernels.law` of float32 logits; `law_NV` is the output, if given."""
-    law_NV = torch.empty_like(logits_NV) if law_NV is None else law_NV
+def distribution(logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None) -> Tensor:
+    """Return `Kernels.distribution` of float32 logits; `probs_NV` is the output, if given."""
+    probs_NV = torch.empty_like(logits_NV) if probs_NV is None else probs_NV
     of_filters = arrays_of(filters, len(logits_NV))
     # A kernel checks no bounds.
     assert {len(temperature_N), *map(len, of_filters)} == {len(logits_NV)}, "parameters of each row"
-    assert law_NV.shape == logits_NV.shape, "one law for each row"
-    _laws(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), *of_filters, law_NV.numpy())
-    return law_NV
+    assert probs_NV.shape == logits_NV.shape, "one distribution for each row"
+    _distributions(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), *of_filters, probs_NV.numpy())
+    return probs_NV
 
 
-def draw(law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-    """Return [C] a token from each of the law's rows."""
+def draw(probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+    """Return [C] a token from each of the distribution's rows."""
     token_C = torch.empty_like(row_C)
-    _draw(law_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
+    _draw(probs_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
     return token_C

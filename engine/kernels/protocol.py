@@ -53,8 +53,8 @@ class Kernels(Protocol):
     def __hash__(self) -> int:
         """Compare kernels by identity."""
 
-    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-        """Return [N, V] float32 distributions at positive temperatures; `law_NV` (contiguous) is the output, if
+    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
+        """Return [N, V] float32 distributions at positive temperatures; `probs_NV` (contiguous) is the output, if
         given.
         """
 
@@ -67,26 +67,28 @@ class Kernels(Protocol):
         top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter. most_k: no top-k is larger.
         """
 
-    def law(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
+    def distribution(
+        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
+    ) -> Tensor:
         """Return [N, V] float32 distributions at positive temperatures after min-p, top-k and top-p, in this order.
 
-        Filters keep ties at their edges. law_NV (contiguous) may be used as the output, if given.
+        Filters keep ties at their edges. probs_NV (contiguous) may be used as the output, if given.
         """
 
-    def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+    def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         """Return [C] a token from each of the rows, by the inverse of the cumulative sum."""
 
-    def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    def nucleus(self, probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
         """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
 
         A row with top_p of 1 or more is unchanged.
         """
 
-    def surplus_sum(self, chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
+    def surplus_sum(self, chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
         """Return [C] the float64 sum of (weight * target - draft)+ below every chain's first `depth` tokens."""
 
     def draw_residual(
-        self, chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
+        self, chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
     ) -> Tensor:
         """Return [C] the token after the first `accepted_C` tokens of each chain, drawn from its residual.
 
@@ -94,7 +96,7 @@ class Kernels(Protocol):
         target.
         """
 
-    def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
         """Verify every chain by block verification, and race those of each request (`torch_block.py`)."""
 
     def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
@@ -117,11 +119,12 @@ class Kernels(Protocol):
     ) -> tuple[Ints, Floats]:
         """Return ([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
 
-        The verdict is that of `race` on `law` of the logits; at temperature 0 the longest match with the most
+        The verdict is that of `race` on `distribution` of the logits; at temperature 0 the longest match with the most
         likely tokens. The largest numbers show non-finite rows: the largest logit of each of N nodes, then one
-        probability of each of M draft laws. They are NaN if a logit was, and non-finite if a number of the model was.
-        filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the node below
-        the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers` returns them.
+        probability of each of M draft distributions. They are NaN if a logit was, and non-finite if a number of the
+        model was. filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the
+        node below the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers`
+        returns them.
         """
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
@@ -132,43 +135,43 @@ class Kernels(Protocol):
 
 
 @dataclass(frozen=True)
-class LawTable:
-    """Laws along chains: the law row below the first i tokens of each chain.
+class ProbsTable:
+    """Distributions along chains: the distribution row below the first i tokens of each chain.
 
     Chains with equal prefixes share rows. Beyond a chain's length the row is valid but arbitrary, and must not be used.
     """
 
-    law_NV: Tensor
+    probs_NV: Tensor
     row_CX: Tensor
-    """[C, L] for draft laws, [C, L + 1] for target laws."""
+    """[C, L] for draft distributions, [C, L + 1] for target distributions."""
     kernels: Kernels
-    """Kernels for operations on these laws."""
+    """Kernels for operations on these distributions."""
 
     def rows(self, depth_C: Tensor) -> Tensor:
-        """Return [C, V] the law below each chain's first `depth_C` tokens."""
-        return self.law_NV[self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)]
+        """Return [C, V] the distribution below each chain's first `depth_C` tokens."""
+        return self.probs_NV[self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)]
 
     def rows_at(self, depth: int) -> Tensor:
-        """Return [C, V] the law below every chain's first `depth` tokens."""
-        return self.law_NV[self.row_CX[:, depth]]
+        """Return [C, V] the distribution below every chain's first `depth` tokens."""
+        return self.probs_NV[self.row_CX[:, depth]]
 
     def probability(self, depth_C: Tensor, token_C: Tensor) -> Tensor:
         """Return [C] the float64 probability of `token_C` below each chain's first `depth_C` tokens."""
         row_C = self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)
-        return self.law_NV[row_C, token_C].double()
+        return self.probs_NV[row_C, token_C].double()
 
     def along(self, token_CL: Tensor) -> Tensor:
         """Return [C, L] the float64 probability of every chain's tokens, each below those before it."""
-        return self.law_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
+        return self.probs_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
 
-    def select(self, index: Tensor) -> LawTable:
-        """Return the laws of the chains at `index`."""
+    def select(self, index: Tensor) -> ProbsTable:
+        """Return the distributions of the chains at `index`."""
         return replace(self, row_CX=self.row_CX[index])
 
 
 @dataclass(frozen=True)
 class TargetShifts:
-    """Pending changes of the target law (`target_shift.py`), M of them per chain, oldest first."""
+    """Pending changes of the target distribution (`target_shift.py`), M of them per chain, oldest first."""
 
     remaining_CM: Tensor
     """A shift holds at the nodes of depth below this (the root has depth 0); 0 pads."""
@@ -191,12 +194,12 @@ class Chains:
     length_C: Tensor
     request_C: Tensor
     """Sampling row (0, 1, ...) of each chain."""
-    draft: LawTable
-    """Laws from which the tokens were drawn."""
+    draft: ProbsTable
+    """Distributions from which the tokens were drawn."""
     leads_CL: Tensor | None = None
     """Whether the chain is the first through its node of each depth; None if no two chains share a draw."""
     shifts: TargetShifts | None = None
-    """Changes of the target law by earlier steps, by chain; None if there are none."""
+    """Changes of the target distribution by earlier steps, by chain; None if there are none."""
     shape: tuple[int, int] | None = None
     """(requests, most chains of one), if all of a step's requests are here and the host knows it."""
 
@@ -257,6 +260,6 @@ class ChainVerdict:
     """Accepted drafted tokens (tau)."""
     next_token_B: Tensor
     shifts: TargetShifts | None = None
-    """Changes of the target law that hold after these tokens; None if there are none."""
+    """Changes of the target distribution that hold after these tokens; None if there are none."""
     bias_B: Tensor | None = None
-    """Distance from the target law that lossy acceptance allowed, summed over the decided positions."""
+    """Distance from the target distribution that lossy acceptance allowed, summed over the decided positions."""

@@ -13,9 +13,9 @@ The score race of several chains: every chain runs block verification on its own
 of what it would emit; the chain with the smallest score wins. Given that a chain's output begins
 with Y, its score is uniform on (0, 1]: it lies in (u_{i+1}, u_i] exactly when the chain stops at
 i, where u_i is the ceiling of the first i tokens of Y. So choosing by score leaves the winner's
-law the target's own, and the smallest of K scores is below t with probability 1 - (1-t)^K:
+distribution the target's own, and the smallest of K scores is below t with probability 1 - (1-t)^K:
   E[tau] = E_{Y~p} sum_i 1 - (1 - u_i(Y))^K.
-Chains need only be independent given the context; lengths and draft laws may differ. With one
+Chains need only be independent given the context; lengths and draft distributions may differ. With one
 chain this is block verification.
 
 Plain operations: the specification of the kernels.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 
 
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
@@ -56,12 +56,12 @@ def surplus(target_CV: Tensor, draft_CV: Tensor, weight_C: Tensor) -> Tensor:
     return (weight_C.unsqueeze(-1).to(target_CV.dtype) * target_CV - draft_CV).clamp_(min=0)
 
 
-def residual(chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor) -> Tensor:
+def residual(chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor) -> Tensor:
     """Return [C, V] weights of the token after the first `accepted_C` tokens of each chain.
 
-    They are the surplus of the weighted target law over the draft law. After a whole chain, and if rounding leaves no
-    surplus, they are the target law. (In the second case target and draft agree, so the branch has probability zero,
-    but the draw must be defined.)
+    They are the surplus of the weighted target distribution over the draft distribution. After a whole chain, and if
+    rounding leaves no surplus, they are the target distribution. (In the second case target and draft agree, so the
+    branch has probability zero, but the draw must be defined.)
     """
     target_CV = target.rows(accepted_C)
     if chains.max_length == 0:
@@ -87,8 +87,8 @@ class Blocks:
     """h_i for i = 1..L; 0 past a chain's end."""
 
 
-def blocks(chains: Chains, target: LawTable) -> Blocks:
-    """Compute all prefixes of every chain; at any time, a few [C, V] rows of whole laws are in memory."""
+def blocks(chains: Chains, target: ProbsTable) -> Blocks:
+    """Compute all prefixes of every chain; at any time, a few [C, V] rows of whole distributions are in memory."""
     target_CL, draft_CL = target.along(chains.tokens_CL), chains.draft.along(chains.tokens_CL)
     # A prefix is dead after a token that the target never emits, or after a ratio of 0.
     never_CL, free_CL = target_CL <= 0, draft_CL <= 0
@@ -108,7 +108,7 @@ def blocks(chains: Chains, target: LawTable) -> Blocks:
     )
 
 
-def _accept(chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
+def _accept(chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
     """Return [C] h_i at i = `depth`, 0 < i < L; h_L = w_L if the chain ends here."""
     surplus_C = target.kernels.surplus_sum(chains, target, depth, weight_C)
     inner_C = torch.where(weight_C >= 1, 1.0, surplus_C / (surplus_C + 1 - weight_C))
@@ -122,7 +122,7 @@ def accepted_length(accept_CL: Tensor, uniform_CL: Tensor) -> Tensor:
     return torch.where(passed_CL1, depth_L1, 0).amax(1)
 
 
-def stop_chains(chains: Chains, target: LawTable, known: Blocks, noise: ChainNoise) -> tuple[Tensor, Tensor]:
+def stop_chains(chains: Chains, target: ProbsTable, known: Blocks, noise: ChainNoise) -> tuple[Tensor, Tensor]:
     """Return ([C] accepted length, [C] next token) of each chain alone."""
     accepted_C = accepted_length(known.accept_CL, noise.accept_CL)
     weight_C = known.weight_CL1.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
@@ -130,12 +130,12 @@ def stop_chains(chains: Chains, target: LawTable, known: Blocks, noise: ChainNoi
 
 
 def score_bounds(
-    chains: Chains, target: LawTable, known: Blocks, accepted_C: Tensor, next_token_C: Tensor
+    chains: Chains, target: ProbsTable, known: Blocks, accepted_C: Tensor, next_token_C: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return ([C] lower, [C] upper) bounds of the interval in which a chain's score is uniform; float64.
 
     Upper is the ceiling of the accepted prefix, lower that of the prefix extended by the next token: 0 after a whole
-    chain (no further ceiling) and off the draft law's support.
+    chain (no further ceiling) and off the draft distribution's support.
     """
     index_C1 = accepted_C.unsqueeze(1)
     upper_C = known.ceiling_CL1.gather(1, index_C1).squeeze(1)
@@ -156,7 +156,7 @@ def first_per_request(score_C: Tensor, chains: Chains) -> Tensor:
     return chain_BK.gather(1, score_BK.argmin(1, keepdim=True)).squeeze(1)
 
 
-def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Race the chains of each request; the winner's accepted prefix and next token are emitted."""
     known = blocks(chains, target)
     accepted_C, next_token_C = stop_chains(chains, target, known, noise)

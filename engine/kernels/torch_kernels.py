@@ -11,7 +11,17 @@ from torch import Tensor
 
 from engine.kernels import torch_block
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, Kernels, KVMoves, LawTable
+from engine.kernels.protocol import (
+    ChainNoise,
+    Chains,
+    ChainVerdict,
+    Filters,
+    Floats,
+    Ints,
+    Kernels,
+    KVMoves,
+    ProbsTable,
+)
 
 # Number of largest probabilities among which top-p first searches for its edge.
 _TOP_P_WINDOW = 1024
@@ -22,12 +32,14 @@ class TorchKernels:
 
     by_tiles = False
 
-    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-        return torch.softmax(_scaled(logits_NV, temperature_N), -1, out=law_NV)
+    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
+        return torch.softmax(_scaled(logits_NV, temperature_N), -1, out=probs_NV)
 
-    def law(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, law_NV: Tensor | None = None) -> Tensor:
+    def distribution(
+        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
+    ) -> Tensor:
         if filters.min_p_N is None and filters.top_k_N is None:
-            found_NV = self.softmax(logits_NV, temperature_N, law_NV)
+            found_NV = self.softmax(logits_NV, temperature_N, probs_NV)
         else:
             of_logits = filters.min_p_N, filters.top_k_N, filters.most_k
             found_NV = self.truncated(logits_NV, temperature_N, *of_logits)
@@ -49,35 +61,35 @@ class TorchKernels:
             scaled_NV = scaled_NV.masked_fill(scaled_NV < edge_N1, -torch.inf)
         return scaled_NV.softmax(-1)
 
-    def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-        return categorical(law_NV[row_C], uniform_C)
+    def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        return categorical(probs_NV[row_C], uniform_C)
 
-    def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
-        num_tokens = law_NV.shape[-1]
+    def nucleus(self, probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
+        num_tokens = probs_NV.shape[-1]
         window = min(_TOP_P_WINDOW, num_tokens)
-        largest_NW = law_NV.topk(window, dim=-1).values
+        largest_NW = probs_NV.topk(window, dim=-1).values
         active_N = top_p_N < 1
         reached_N = largest_NW.sum(-1, dtype=torch.float64) >= top_p_N
         if window < num_tokens and not bool((reached_N | ~active_N).all()):
-            largest_NW = law_NV.sort(dim=-1, descending=True).values
+            largest_NW = probs_NV.sort(dim=-1, descending=True).values
         before_NW = largest_NW.cumsum(-1, dtype=torch.float64) - largest_NW
         # The edge is the last token whose predecessors have less than top_p; the most likely token is always kept.
         num_kept_N = (before_NW < top_p_N.unsqueeze(-1)).sum(-1).clamp(min=1)
         edge_N1 = largest_NW.gather(-1, (num_kept_N - 1).unsqueeze(-1))
-        kept_NV = law_NV.masked_fill(law_NV < edge_N1, 0.0)
+        kept_NV = probs_NV.masked_fill(probs_NV < edge_N1, 0.0)
         kept_mass_N1 = kept_NV.sum(-1, keepdim=True)
-        return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, law_NV)
+        return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, probs_NV)
 
-    def surplus_sum(self, chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
+    def surplus_sum(self, chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
         rows = target.rows_at(depth), chains.draft.rows_at(depth)
         return torch_block.surplus(*rows, weight_C).sum(-1, dtype=torch.float64)
 
     def draw_residual(
-        self, chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
+        self, chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
     ) -> Tensor:
         return categorical(torch_block.residual(chains, target, accepted_C, weight_C), uniform_C)
 
-    def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
         return torch_block.race(chains, target, noise)
 
     def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
@@ -98,17 +110,19 @@ class TorchKernels:
     ) -> tuple[Ints, Floats]:
         counts_B = torch.from_numpy(np.diff(starts)).to(logits_NV.device)
         temperature_N = torch.where(temperature_B > 0, temperature_B, 1.0).repeat_interleave(counts_B)
-        law_NV = self.law(logits_NV, temperature_N, filters.each(lambda one: one.repeat_interleave(counts_B)))
+        probs_NV = self.distribution(
+            logits_NV, temperature_N, filters.each(lambda one: one.repeat_interleave(counts_B))
+        )
         _, accept, chosen_accept, residual, score, chosen_residual = numbers[:, :, : chains.max_length or 1]
         deep = slice(0, chains.max_length)
         noise = ChainNoise(accept[:, deep], residual[:, 0], score[:, 0], chosen_accept[:, deep], chosen_residual[:, 0])
-        drawn = torch_block.race(chains, LawTable(law_NV, node_CX, self), noise)
+        drawn = torch_block.race(chains, ProbsTable(probs_NV, node_CX, self), noise)
         accepted_C, token_C = torch_block.longest_match(chains, logits_NV.argmax(1)[node_CX])
         certain = torch_block.winners(chains, -accepted_C.double(), accepted_C, token_C)
         drawn_3B, certain_3B = (
             torch.stack([one.chain_B, one.accepted_B, one.next_token_B]) for one in (drawn, certain)
         )
-        largest = torch.cat([logits_NV.amax(1), chains.draft.law_NV[:, 0]])
+        largest = torch.cat([logits_NV.amax(1), chains.draft.probs_NV[:, 0]])
         return torch.where(temperature_B > 0, drawn_3B, certain_3B).cpu().numpy(), largest.double().cpu().numpy()
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:

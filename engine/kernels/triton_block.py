@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.triton_rows import TILE, draw_token, weights_of
 
 # Each kernel has one specialisation, because a step that needs a new one waits for the compiler. So it must not depend
@@ -50,7 +50,7 @@ def _walk(
     q = tl.load(draft + draft_row * width + token, mask=inside, other=1.0).to(tl.float64)
     never, free = (p <= 0).to(tl.int32), (q <= 0).to(tl.int32)
     dead = tl.cumsum(never, axis=0) + tl.cumsum(free, axis=0) - free > 0
-    # A token without mass in the draft law makes the ratio 0. The logarithm of 0 is not computed.
+    # A token without mass in the draft distribution makes the ratio 0. The logarithm of 0 is not computed.
     step = tl.log(tl.where(dead | (q <= 0), 1.0, q)) - tl.log(tl.where(dead, 1.0, p))
     step = tl.where(dead, 0.0, tl.where(q <= 0, -float("inf"), step))
     log_ratio = tl.where(dead, float("inf"), tl.cumsum(step, axis=0))
@@ -72,7 +72,7 @@ def _sum_prefixes(
     target, target_rows, draft, draft_rows, weights, surplus_sums, target_sums,
     width, num_tiles, length, tile: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a tile, below prefix i of a chain, the surplus and the target's law."""
+    """Sum over a tile, below prefix i of a chain, the surplus and the target's distribution."""
     at, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chain, depth = at // (length + 1), at % (length + 1)
     row = tl.load(target_rows + at)
@@ -149,27 +149,27 @@ def takes(chains: Chains) -> bool:
     return chains.shape is not None and chains.num_chains <= MOST_CHAINS
 
 
-def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Return `torch_block.race`."""
     assert chains.shape is not None
     num_chains, length = chains.num_chains, chains.max_length
-    law_NV, draft_NV = target.law_NV, chains.draft.law_NV
-    assert law_NV.is_contiguous(), "a law's rows must be contiguous"
-    assert draft_NV.is_contiguous(), "a law's rows must be contiguous"
-    device, width = law_NV.device, law_NV.shape[1]
-    laws = law_NV, target.row_CX.contiguous(), draft_NV, chains.draft.row_CX.contiguous()
+    probs_NV, draft_NV = target.probs_NV, chains.draft.probs_NV
+    assert probs_NV.is_contiguous(), "a distribution's rows must be contiguous"
+    assert draft_NV.is_contiguous(), "a distribution's rows must be contiguous"
+    device, width = probs_NV.device, probs_NV.shape[1]
+    distributions = probs_NV, target.row_CX.contiguous(), draft_NV, chains.draft.row_CX.contiguous()
     num_tiles, block = triton.cdiv(width, TILE), max(_LEAST_BLOCK, triton.next_power_of_2(length))
     prefixes = torch.empty((3, num_chains, length + 1), dtype=torch.float64, device=device)
     sums = torch.empty((2, num_chains, length + 1, num_tiles), dtype=torch.float64, device=device)
-    _walk[(num_chains,)](chains.tokens_CL.contiguous(), *laws, *prefixes, width, length, block=block)
+    _walk[(num_chains,)](chains.tokens_CL.contiguous(), *distributions, *prefixes, width, length, block=block)
     _sum_prefixes[(num_chains * (length + 1), num_tiles)](
-        *laws, prefixes[2], sums[0], sums[1], width, num_tiles, length, tile=TILE
+        *distributions, prefixes[2], sums[0], sums[1], width, num_tiles, length, tile=TILE
     )
     found = torch.empty((2, num_chains), dtype=torch.int64, device=device)
     score_C = torch.empty(num_chains, dtype=torch.float64, device=device)
     accept_CL = noise.accept_CL if noise.accept_CL.stride(-1) == 1 else noise.accept_CL.contiguous()
     _decide[(num_chains,)](
-        *laws, chains.length_C.contiguous(), *prefixes, sums[0], sums[1],
+        *distributions, chains.length_C.contiguous(), *prefixes, sums[0], sums[1],
         accept_CL, noise.residual_C.contiguous(), noise.score_C.contiguous(), found[0], found[1], score_C,
         width, num_tiles, length, accept_CL.stride(0),
         block=block, tile=TILE, tiles=triton.next_power_of_2(num_tiles),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import triton_block, triton_keep, triton_nucleus, triton_rows
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, KVMoves, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, KVMoves, ProbsTable
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kernels.triton_rows import Surplus
 
@@ -25,39 +25,39 @@ class TritonKernels(TorchKernels):
 
     by_tiles = True
 
-    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-        return triton_rows.softmax(logits_NV, temperature_N, law_NV)
+    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
+        return triton_rows.softmax(logits_NV, temperature_N, probs_NV)
 
     def truncated(
         self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
     ) -> Tensor:
         return triton_nucleus.truncated(logits_NV, temperature_N, min_p_N, top_k_N, most_k)
 
-    def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-        if law_NV.is_contiguous():
-            return Surplus(law_NV, row_C).draw(uniform_C)
-        return super().draw(law_NV, row_C, uniform_C)
+    def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        if probs_NV.is_contiguous():
+            return Surplus(probs_NV, row_C).draw(uniform_C)
+        return super().draw(probs_NV, row_C, uniform_C)
 
-    def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
-        return triton_nucleus.nucleus(law_NV, top_p_N)
+    def nucleus(self, probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
+        return triton_nucleus.nucleus(probs_NV, top_p_N)
 
-    def surplus_sum(self, chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
+    def surplus_sum(self, chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
         draft = chains.draft
         rows_C = target.row_CX[:, depth], draft.row_CX[:, depth]
-        return Surplus(target.law_NV, rows_C[0], weight_C, draft.law_NV, rows_C[1]).sum()
+        return Surplus(target.probs_NV, rows_C[0], weight_C, draft.probs_NV, rows_C[1]).sum()
 
     def draw_residual(
-        self, chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
+        self, chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
     ) -> Tensor:
         target_row_C = target.row_CX.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
         if chains.max_length == 0:
-            return Surplus(target.law_NV, target_row_C).draw(uniform_C)
+            return Surplus(target.probs_NV, target_row_C).draw(uniform_C)
         within_C = accepted_C.clamp(max=chains.max_length - 1)
         draft_row_C = chains.draft.row_CX.gather(1, within_C.unsqueeze(1)).squeeze(1)
-        surplus_C = Surplus(target.law_NV, target_row_C, weight_C, chains.draft.law_NV, draft_row_C)
+        surplus_C = Surplus(target.probs_NV, target_row_C, weight_C, chains.draft.probs_NV, draft_row_C)
         return surplus_C.draw(uniform_C, accepted_C < chains.length_C)
 
-    def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
         if chains.max_length and triton_block.takes(chains):
             return triton_block.race(chains, target, noise)
         return super().race(chains, target, noise)

@@ -91,13 +91,13 @@ def _narrow(
 
 @triton.jit(do_not_specialize=("num_rows", "number"))
 def _keep(
-    law, top_ps, lowest, sums, kept, width, num_rows, num_tiles, number, tile: tl.constexpr, tiles: tl.constexpr,
+    probs, top_ps, lowest, sums, kept, width, num_rows, num_tiles, number, tile: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
     """Evaluate the last round of top-p: the edge, and the mass that is kept."""
     row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(top_ps + row).to(tl.float64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
-    value = tl.load(law + row * width + column, mask=column < width, other=0.0)
+    value = tl.load(probs + row * width + column, mask=column < width, other=0.0)
     if _is_asked_for(top_p, False):
         before = sums + ((number - 1) * num_rows + row) * num_tiles * _DIGITS
         digit, mass = _chosen(before, top_p, num_tiles, tiles)
@@ -120,20 +120,20 @@ def _edge(top_ks, lowest, sums, edges, num_rows, num_tiles, number, tiles: tl.co
         tl.store(edges + row, tl.maximum(tl.load(edges + row), edge))
 
 
-def nucleus(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
     """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
 
-    law_NV: float32; a row with top_p of 1 or more is unchanged.
+    probs_NV: float32; a row with top_p of 1 or more is unchanged.
     """
-    law_NV = law_NV.contiguous()
-    num_rows, width = law_NV.shape
-    kept_NV = torch.empty_like(law_NV)
+    probs_NV = probs_NV.contiguous()
+    num_rows, width = probs_NV.shape
+    kept_NV = torch.empty_like(probs_NV)
     if num_rows:
         top_p_N = top_p_N.contiguous()
-        lowest, sums = _searched(law_NV, law_NV[:, :0], top_p_N, top_p_N, by_count=False)
+        lowest, sums = _searched(probs_NV, probs_NV[:, :0], top_p_N, top_p_N, by_count=False)
         num_tiles = sums.shape[2]
         _keep[(num_rows, num_tiles)](
-            law_NV, top_p_N, lowest, sums, kept_NV, width, num_rows, num_tiles, _ROUNDS,
+            probs_NV, top_p_N, lowest, sums, kept_NV, width, num_rows, num_tiles, _ROUNDS,
             tile=_TILE, tiles=triton.next_power_of_2(num_tiles),
         )  # fmt: skip
     return kept_NV

@@ -1,8 +1,9 @@
-"""Rows of the vocabulary in Triton: laws, sums and draws without intermediate rows in memory.
+"""Rows of the vocabulary in Triton: distributions, sums and draws without intermediate rows in memory.
 
-Torch's own operations write an intermediate row for every step, in float64 for a draw. Here a law takes two readings of
-its logits. Quantities of two laws (the mass by which one exceeds the other, and a token drawn from it) are computed in
-place by tiles of a row: a row's sum is that of its tiles, and a draw reads only the tile that contains it again.
+Torch's own operations write an intermediate row for every step, in float64 for a draw. Here a distribution takes two
+readings of its logits. Quantities of two distributions (the mass by which one exceeds the other, and a token drawn from
+it) are computed in place by tiles of a row: a row's sum is that of its tiles, and a draw reads only the tile that
+contains it again.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 """
@@ -57,10 +58,10 @@ def _sum_exponentials(
 
 @triton.jit
 def _softmax(
-    logits, temperatures, largest, totals, edges, law, width, row_stride, num_tiles,
+    logits, temperatures, largest, totals, edges, probs, width, row_stride, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of a row's law, from the largest logits and the sums of all its tiles."""
+    """Write a tile of a row's distribution, from the largest logits and the sums of all its tiles."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     place = tl.arange(0, tiles)
@@ -73,7 +74,7 @@ def _softmax(
     share = tl.exp((value - whole) / temperature) / total
     if has_edges:
         share = tl.where(scaled_of(value, whole, temperature) >= tl.load(edges + row), share, 0.0)
-    tl.store(law + row * width + column, share, mask=column < width)
+    tl.store(probs + row * width + column, share, mask=column < width)
 
 
 @triton.jit
@@ -108,7 +109,7 @@ def draw_token(
     target, draft, weight, wanted, surplus_sums, target_sums, uniform, width, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token from the surplus, or from the target's law if the surplus is not wanted or empty."""
+    """Draw a token from the surplus, or from the target's distribution if the surplus is not wanted or empty."""
     number = tl.arange(0, tiles)
     is_tile = number < num_tiles
     surplus_of = tl.load(surplus_sums + number, mask=is_tile, other=0.0)
@@ -150,10 +151,10 @@ def _draw(
 def softmax(
     logits_NV: Tensor,
     temperature_N: Tensor,
-    law_NV: Tensor | None = None,
+    probs_NV: Tensor | None = None,
     edges_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return [N, V] float32 laws of logits of any float type at positive temperatures; `law_NV` is the output, if
+    """Return [N, V] float32 distributions of logits of any float type at temperatures > 0; `probs_NV` is the output, if
     given.
 
     edges_of: returns [N] the least logit over temperature (with maximum 0) that each row keeps, from the largest logits
@@ -161,9 +162,9 @@ def softmax(
     """
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
     num_rows, width = logits_NV.shape
-    if law_NV is None:
-        law_NV = torch.empty((num_rows, width), dtype=torch.float32, device=logits_NV.device)
-    assert law_NV.is_contiguous(), "a law's rows must be contiguous"
+    if probs_NV is None:
+        probs_NV = torch.empty((num_rows, width), dtype=torch.float32, device=logits_NV.device)
+    assert probs_NV.is_contiguous(), "a distribution's rows must be contiguous"
     if num_rows:
         temperature_N = temperature_N.contiguous()
         num_tiles = triton.cdiv(width, _LAW_TILE)
@@ -175,12 +176,12 @@ def softmax(
         if edges_of is not None:
             edge_N = edges_of(largest_NT)
             _sum_exponentials[grid](*operands, edge_N, *sizes, **constants, has_edges=True)
-        _softmax[grid](*operands, edge_N, law_NV, *sizes, **constants, has_edges=has_edges)
-    return law_NV
+        _softmax[grid](*operands, edge_N, probs_NV, *sizes, **constants, has_edges=has_edges)
+    return probs_NV
 
 
 class Surplus:
-    """Mass (weight * target - draft)+ of C pairs of rows; a target row alone if there is no draft law."""
+    """Mass (weight * target - draft)+ of C pairs of rows; a target row alone if there is no draft distribution."""
 
     def __init__(
         self,
@@ -192,18 +193,18 @@ class Surplus:
     ) -> None:
         """Check the layout of the rows.
 
-        target_NV, draft_NV: laws, contiguous; weight_C: float64.
+        target_NV, draft_NV: distributions, contiguous; weight_C: float64.
         """
-        assert target_NV.is_contiguous(), "a law's rows must be contiguous"
+        assert target_NV.is_contiguous(), "a distribution's rows must be contiguous"
         self._has_draft = draft_MV is not None
         self._target_row_C = target_row_C.contiguous()
         draft_row_C = self._target_row_C if draft_row_C is None else draft_row_C.contiguous()
         if weight_C is None:
-            # The weight is not used without a draft law.
+            # The weight is not used without a draft distribution.
             own = self._target_row_C
             weight_C = torch.ones_like(own, dtype=torch.float64) if self._has_draft else own
         draft_MV = target_NV if draft_MV is None else draft_MV
-        assert draft_MV.is_contiguous(), "a law's rows must be contiguous"
+        assert draft_MV.is_contiguous(), "a distribution's rows must be contiguous"
         self._operands = (target_NV, self._target_row_C, draft_MV, draft_row_C, weight_C.contiguous())
         self._width, self._num_chains = target_NV.shape[1], len(target_row_C)
         self._num_tiles = triton.cdiv(self._width, TILE)
@@ -222,7 +223,7 @@ class Surplus:
         return self._surplus_CT.sum(1)
 
     def draw(self, uniform_C: Tensor, wanted_C: Tensor | None = None) -> Tensor:
-        """Return [C] a token from each surplus; from the target law if `wanted_C` is false or the surplus is empty."""
+        """Return [C] tokens from each surplus, or from the target if `wanted_C` is false or the surplus is empty."""
         token_C = torch.empty_like(self._target_row_C)
         if self._num_chains:
             _draw[(self._num_chains,)](

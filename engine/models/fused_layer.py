@@ -20,7 +20,7 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return usable("layers are computed", find_fault, device, dtype)
 
 
-def made_up_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+def synthetic_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return distinct numbers to try kernels on, the same every time."""
     return torch.arange(prod(shape), device=device).sqrt().mul(7).sin().view(shape).to(dtype)
 
@@ -34,7 +34,7 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the fault of its kernels on a device; None if they agree with the plain operations."""
     from engine.models import triton_layer
 
-    made_up = partial(made_up_rows, device, dtype)
+    made_up = partial(synthetic_rows, device, dtype)
     num_heads, num_kv_heads, head_dim = 6, 2, 80
     hidden, weight = made_up(5, 480), made_up(480)
     if not close(triton_layer.norm(hidden, weight, 1e-5), rms_norm(hidden, (480,), weight, 1e-5)):

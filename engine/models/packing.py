@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from engine.models.fused_layer import made_up_rows
+from engine.models.fused_layer import synthetic_rows
 
 # Numbers of rows of compiled products: nearly all if a row is a large share of the work, then an eighth apart. More
 # rows than the last are computed in several turns.
@@ -146,7 +146,7 @@ def _can_pack(weight: Tensor) -> bool:
         return False
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    rows = made_up_rows(weight.device, weight.dtype, 9, weight.shape[1])
+    rows = synthetic_rows(weight.device, weight.dtype, 9, weight.shape[1])
     try:
         packed = _onednn_linear(rows, _reorder(weight))
     except (AttributeError, RuntimeError):  # an operator that this torch or this processor lacks

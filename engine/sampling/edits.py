@@ -10,7 +10,7 @@ and a request that reaches such a context is ended (`has_dead_end`).
 Penalties count drafted tokens on their device, so that they never wait for it; bad words and grammars need the tokens
 on the host.
 
-Not for: temperature, top-k, top-p, min-p (`law.py`).
+Not for: temperature, top-k, top-p, min-p (`distribution.py`).
 """
 
 from __future__ import annotations

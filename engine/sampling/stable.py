@@ -6,7 +6,7 @@ for any drafts. The draft model races the same clocks over its own distribution 
 (one draft wins with probability at least (1 - d) / (1 + d), with total variation d: Daliri, Musco and Suresh, 2025),
 and further drafts are the next in the race. The price is acceptance: a rule that uses p and q together accepts more.
 
-Not for: the distributions (`law.py`).
+Not for: the distributions (`distribution.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.request import Sampling
 from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2, Purpose, hash_words
 
 
-def race(law_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
+def race(probs_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
     """Return [N, V] (float64) scores of the race, largest first; tokens of probability zero have score 0.
 
     indices: index in its text of the token that each row is for.
@@ -31,9 +31,9 @@ def race(law_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) 
     # Nodes of one depth share their clocks.
     different = list(dict.fromkeys(names))
     seeds, places = zip(*different, strict=True)
-    clock_MV = -uniform_rows(seeds, places, Purpose.CLOCK, law_NV.shape[1], law_NV.device).log()
+    clock_MV = -uniform_rows(seeds, places, Purpose.CLOCK, probs_NV.shape[1], probs_NV.device).log()
     number_of = {name: number for number, name in enumerate(different)}
-    return law_NV.double() / clock_MV[to_device(np.array([number_of[name] for name in names]), law_NV.device)]
+    return probs_NV.double() / clock_MV[to_device(np.array([number_of[name] for name in names]), probs_NV.device)]
 
 
 def winners_only(race_NV: Tensor) -> Tensor:

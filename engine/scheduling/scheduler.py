@@ -85,14 +85,16 @@ class Scheduler:
         """Return the sequence of a row of the last step; None if it has ended since."""
         return self._running.get(sequence_id)
 
-    def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_law: bool = False) -> None:
+    def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_distribution: bool = False) -> None:
         """Queue a request whose length has been checked (`Engine.submit`), with its grammar.
 
-        fixed_draft_law: as in `Sequence`."""
+        fixed_draft_distribution: as in `Sequence`."""
         assert request.request_id not in self._sequence_ids, request.request_id
         window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
         now_s, ends = time.monotonic(), self.eos_token_ids
-        sequence = Sequence(self._next_id, request, now_s, grammar, window, fixed_draft_law, ends, self._edits, by_head)
+        sequence = Sequence(
+            self._next_id, request, now_s, grammar, window, fixed_draft_distribution, ends, self._edits, by_head
+        )
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=urgency)

@@ -62,12 +62,12 @@ class Sequence:
         arrived_s: float,
         grammar: Grammar | None = None,
         draft_window: int = 0,
-        fixed_draft_law: bool = False,
+        fixed_draft_distribution: bool = False,
         eos_token_ids: frozenset[int] = frozenset(),
         edits: SharedEdits | None = None,
         by_head: bool = False,
     ) -> None:
-        """sequence_id: increases in order of arrival; draft_window: the server's, 0 is none; fixed_draft_law:
+        """sequence_id: increases in order of arrival; draft_window: the server's, 0 is none; fixed_draft_distribution:
         whether the draft distribution after a text must be the same in every step (it is not with a window, which
         begins elsewhere in each step); edits: shared with other requests; by_head: whether a head drafts, which
         reads the target's states of the text before the last token.
@@ -93,7 +93,7 @@ class Sequence:
         self.num_draft_computed = 0
         self.draft_start = 0
         """Index from which the computed draft K/V has no gap."""
-        self.draft_window = 0 if fixed_draft_law else draft_window
+        self.draft_window = 0 if fixed_draft_distribution else draft_window
         """Tokens before its drafts that the draft model sees; 0 is all."""
         self.shares_blocks = self.draft_window == draft_window
         """Whether it uses the prefix cache. False if the server has a draft window but this request must draft

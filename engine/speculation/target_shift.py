@@ -24,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.kernels.protocol import Chains, LawTable, TargetShifts
+from engine.kernels.protocol import Chains, ProbsTable, TargetShifts
 
 _TINY = 1e-15
 _HUGE = 1e100
@@ -120,7 +120,7 @@ def apply_shifts(
     return target_NV, TargetShifts(shifts.remaining_CM, torch.stack(states, 1), shifts.num_chains_CM)
 
 
-def effective_laws(chains: Chains, target: LawTable) -> tuple[LawTable, list[TargetShifts]]:
+def effective_laws(chains: Chains, target: ProbsTable) -> tuple[ProbsTable, list[TargetShifts]]:
     """Return (the laws along each chain, the shifts by depth with their states at the chain's node).
 
     No shift holds after a whole chain: a window ends with its block, or with the answer.
@@ -128,14 +128,14 @@ def effective_laws(chains: Chains, target: LawTable) -> tuple[LawTable, list[Tar
     if chains.shifts is None:
         return target, []
     num_chains, length = chains.num_chains, chains.max_length
-    law_CXV = target.law_NV.new_empty((num_chains, length + 1, target.law_NV.shape[1]))
+    probs_CXV = target.probs_NV.new_empty((num_chains, length + 1, target.probs_NV.shape[1]))
     by_depth, shifts = [chains.shifts], chains.shifts
     for depth in range(length):
         rows_CV, draft_CV = target.rows_at(depth).double(), chains.draft.rows_at(depth).double()
         depth_C = torch.full_like(chains.length_C, depth)
         changed_CV, shifts = apply_shifts(rows_CV, draft_CV, shifts, depth_C, chains.tokens_CL[:, depth])
-        law_CXV[:, depth] = changed_CV.to(law_CXV.dtype)
+        probs_CXV[:, depth] = changed_CV.to(probs_CXV.dtype)
         by_depth.append(shifts)
-    law_CXV[:, length] = target.rows_at(length)
-    row_CX = torch.arange(num_chains * (length + 1), device=law_CXV.device).reshape(num_chains, length + 1)
-    return LawTable(law_CXV.flatten(0, 1), row_CX, target.kernels), by_depth
+    probs_CXV[:, length] = target.rows_at(length)
+    row_CX = torch.arange(num_chains * (length + 1), device=probs_CXV.device).reshape(num_chains, length + 1)
+    return ProbsTable(probs_CXV.flatten(0, 1), row_CX, target.kernels), by_depth

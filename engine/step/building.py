@@ -103,7 +103,7 @@ def assemble(
     spare_blocks = [_spare_blocks(model, config) for model in models]
     memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, target.model.device)
     _report_context(config, models, memory.max_model_len)
-    progress("trying the kernels of laws and verdicts")
+    progress("trying the kernels of distributions and verdicts")
     kernels = choose(torch.device(target.model.device))
     runners = [
         (HeadRunner if isinstance(model.model, Head) else ModelRunner)(

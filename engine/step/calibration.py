@@ -142,7 +142,7 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
 
 def _plain_s_now(engine: Engine, num_rows: int) -> float:
     """Measure a plain step of this many requests with short texts."""
-    return usual_s(engine, made_up_plan(engine, num_rows, next(_contexts(engine, num_rows))))
+    return usual_s(engine, synthetic_plan(engine, num_rows, next(_contexts(engine, num_rows))))
 
 
 def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda _: None) -> list[Point]:
@@ -165,15 +165,15 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
         contexts = list(_contexts(engine, num_rows))
         texts = [*contexts[:2], contexts[-1]] if num_rows in _WITH_LONGER_TEXTS else contexts[:1]
         for text in dict.fromkeys(texts):
-            yield made_up_plan(engine, num_rows, text)
+            yield synthetic_plan(engine, num_rows, text)
     usual = min(_TEXT, engine.facts.max_model_len // 2)
     room = min(_MOST_NODES, config.max_num_batched_tokens // 2)
     for chunk in _PROMPT_CHUNKS:
         if chunk <= min(room, usual):
-            yield made_up_plan(engine, 1, usual, num_prompt=chunk)
+            yield synthetic_plan(engine, 1, usual, num_prompt=chunk)
     long = max(context for context in _contexts(engine, 2) if context <= _LONG_PROMPT)
     if long > usual:
-        yield made_up_plan(engine, 1, long, num_prompt=_PROMPT_CHUNKS[0])
+        yield synthetic_plan(engine, 1, long, num_prompt=_PROMPT_CHUNKS[0])
     if not speculation.num_drafts:
         return
     length = min(3, speculation.draft_length)
@@ -185,12 +185,12 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
         for num_drafts, of_chain in ends if num_rows == 1 else shapes:
             if num_rows == 1 or num_rows * (1 + num_drafts * of_chain) <= room:
                 chains = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
-                yield made_up_plan(engine, num_rows, usual, chains)
+                yield synthetic_plan(engine, num_rows, usual, chains)
                 longer = min(4 * usual, engine.facts.max_model_len - of_chain - 2)
                 if num_rows in (1, 4) and of_chain == length and longer >= 2 * usual:
-                    yield made_up_plan(engine, num_rows, longer, chains)
+                    yield synthetic_plan(engine, num_rows, longer, chains)
     one_chain = msgspec.structs.replace(speculation, num_drafts=1, draft_length=length, tree=())
-    yield made_up_plan(engine, 1, usual, one_chain, num_read=usual)
+    yield synthetic_plan(engine, 1, usual, one_chain, num_read=usual)
 
 
 def _contexts(engine: Engine, num_rows: int) -> Iterator[int]:
@@ -201,7 +201,7 @@ def _contexts(engine: Engine, num_rows: int) -> Iterator[int]:
     yield from fitting or [min(_CONTEXTS[0], longest)]
 
 
-def made_up_plan(
+def synthetic_plan(
     engine: Engine,
     num_rows: int,
     context: int,

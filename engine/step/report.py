@@ -24,8 +24,8 @@ from engine.kernels.protocol import ChainVerdict
 from engine.kernels.transfer import to_device, to_host
 from engine.plan import Emission, Plan, Row, StepVerdict, TargetShift
 from engine.request import TokenLogprob
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.edits import NodeContext, edit
-from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.gap import acceptance_gap, likeliest
 from engine.speculation.target_shift import apply_shifts
@@ -53,11 +53,11 @@ class HostVerdict:
 
 
 def largest_numbers(draft: Draft, logits_NV: Tensor) -> Tensor:
-    """Return the maximum of each node's target logits, then of each draft law [N + M]; NaN if one number is NaN.
+    """Return [N + M] the maximum of each node's target logits, then of each draft distribution; NaN if a number is.
 
     logits_NV: of the sampling rows' nodes. The maximum ignores minus infinity, the logit of impossible tokens.
     """
-    drafted_MV = draft.chains.draft.law_NV
+    drafted_MV = draft.chains.draft.probs_NV
     return torch.cat([logits_NV.amax(1), drafted_MV.amax(1)]) if len(drafted_MV) else logits_NV.amax(1)
 
 
@@ -232,7 +232,9 @@ def observe_gap(
         return verdict
     root = int(draft.starts[number])
     root_1V = edit(logits_NV[root : root + 1], [NodeContext(row.sampling, row.text)] if row.text else [])
-    p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device, draft.parameters.kernels)).double()
+    p_1V = distribution(
+        root_1V, DistributionParameters.of([row.sampling], logits_NV.device, draft.parameters.kernels)
+    ).double()
     mine = to_device(np.flatnonzero(draft.layout.request_C == number)[: row.num_drafts], p_1V.device)
     chains = draft.chains.select(mine)
     q_1V = chains.draft.rows_at(0)[:1].double()

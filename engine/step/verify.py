@@ -3,7 +3,7 @@
 Tensors of all rows go to the rules of `speculation`, and come back as values for each row. Not for: choosing what is
 verified (`scheduling`), or running the models.
 
-Words: a *law* is a probability distribution over the vocabulary. *Chains* are drawn below a row's last token, *copies*
+Words: a *distribution* has the probabilities of all next tokens. *Chains* are drawn below a row's last token, *copies*
 are text drafts. A *walk* is the accepted path through a row's text drafts; rules continue below it with the chains.
 """
 
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import Draft
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.transfer import to_device, to_host
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
-from engine.sampling.node_laws import NodePaths, node_laws
+from engine.sampling.node_distributions import NodePaths, node_distributions
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
 from engine.speculation.verification.copies import Walk, below, refuse, walk
@@ -56,7 +56,7 @@ class _Task:
     """Operands of the rules."""
 
     chains: Chains
-    target: LawTable
+    target: ProbsTable
     noise: ChainNoise
     copied: _Copied
 
@@ -80,7 +80,7 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
         operands = draft.parameters.filters, nodes.starts, draft.chains, nodes.node_CX, draft.numbers
         verdict, largest_N = kernels.decide(logits_NV, temperature_R, *operands)
         return draft, emitted(rows, draft, *verdict.tolist()), largest_N
-    target = target_laws(rows, draft, logits_NV)
+    target = target_distributions(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.copies for row in rows):
         tokens, largest_N = to_host([_next_tokens(target, draft.noise), largest])
@@ -97,8 +97,8 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
 
 
 def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
-    """Whether `decide` can verify all rows: their laws depend on logits, temperatures and filters alone, it has their
-    rules, and their trees have tokens.
+    """Whether `decide` can verify all rows: their distributions depend on logits, temperatures and filters alone, it
+    has their rules, and their trees have tokens.
     """
     return draft.tokens_M is None and all(
         row.text is None
@@ -127,9 +127,9 @@ def emitted(
     ]
 
 
-def _next_tokens(target: LawTable, noise: ChainNoise) -> Tensor:
+def _next_tokens(target: ProbsTable, noise: ChainNoise) -> Tensor:
     """Return the next token [C] of rows without drafts."""
-    return target.kernels.draw(target.law_NV, target.row_CX[:, 0], noise.residual_C)
+    return target.kernels.draw(target.probs_NV, target.row_CX[:, 0], noise.residual_C)
 
 
 @dataclass(frozen=True)
@@ -145,21 +145,21 @@ class _Part:
 
 def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
     """Apply every rule to the rows that ask for it."""
-    law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.copied.origin_C]
-    parts = list(verified_together(rows, task.copied.goes_on_R, law_NV.shape[1], task.target.kernels.by_tiles))
+    probs_NV, request_C = task.target.probs_NV, draft.layout.request_C[task.copied.origin_C]
+    parts = list(verified_together(rows, task.copied.goes_on_R, probs_NV.shape[1], task.target.kernels.by_tiles))
     for verify, numbers in parts:
         if len(parts) == 1:
             yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))
             return
         chosen = np.flatnonzero(np.isin(request_C, numbers))
-        index = to_device(chosen, law_NV.device)
+        index = to_device(chosen, probs_NV.device)
         shape = len(numbers), int(np.bincount(request_C[chosen]).max())
         verdict = verify(task.chains.select(index, shape), task.target.select(index), task.noise.select(index))
         yield _Part(numbers, chosen, verdict)
 
 
-def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
-    """Return the law of every node, and which node lies below the first i tokens of each chain."""
+def target_distributions(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> ProbsTable:
+    """Return the distribution of every node, and which node lies below the first i tokens of each chain."""
     device, table = logits_NV.device, draft.nodes
     nodes = NodePaths(
         row_N=table.rows,
@@ -167,8 +167,8 @@ def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTabl
         paths=lambda: _paths(draft),
         path_ND=lambda: _tokens_above(rows, draft, device),
     )
-    law_NV, _ = node_laws(rows, nodes, logits_NV, draft.parameters.select(table.row))
-    return LawTable(law_NV, table.node_CX, draft.parameters.kernels)
+    probs_NV, _ = node_distributions(rows, nodes, logits_NV, draft.parameters.select(table.row))
+    return ProbsTable(probs_NV, table.node_CX, draft.parameters.kernels)
 
 
 def _paths(draft: Draft) -> list[tuple[int, ...]]:
@@ -200,7 +200,7 @@ def _tokens_above(rows: Sequence[Row], draft: Draft, device: torch.device) -> Te
     return tokens_M[to_device(above_ND, device)]
 
 
-def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task:
+def _follow_copies(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _Task:
     """Verify the text drafts; the rules continue where the walks stop.
 
     Trees with text drafts are always merged, so a drawn chain with the tokens of a walk has its nodes, too.
@@ -212,9 +212,9 @@ def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task
     starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
     root_C = target.row_CX[:, 0].cpu().numpy().copy()  # later steps use the table again
-    walks = _walks(rows, draft, target.law_NV, starts)
+    walks = _walks(rows, draft, target.probs_NV, starts)
     stops = [starts[number] + taken.path[-1] for number, taken in walks.items()]
-    refuse(target.law_NV, stops, [taken.refused for taken in walks.values()])
+    refuse(target.probs_NV, stops, [taken.refused for taken in walks.values()])
     for (number, taken), stop in zip(walks.items(), stops, strict=True):
         drawn = draft.trees[number].paths[: rows[number].first_copy]
         alive = [path[: taken.depth + 1] == taken.path and len(path) > taken.depth + 1 for path in drawn]
@@ -225,7 +225,7 @@ def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task
     return _Task(rest.chains, rest.target, rest.noise, _Copied(rest.origin_C, walks, goes_on_R))
 
 
-def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
+def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
     """Return the accepted path of each row with text drafts, by row number."""
     numbers = [number for number, row in enumerate(rows) if row.copies]
     nodes = {
@@ -234,7 +234,7 @@ def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[i
     }
     above = [starts[number] + draft.trees[number].parents[node - 1] for number in numbers for node in nodes[number]]
     tokens = [draft.trees[number].tokens[node - 1] for number in numbers for node in nodes[number]]
-    found = iter(law_NV[above, tokens].tolist())
+    found = iter(probs_NV[above, tokens].tolist())
     walks = {}
     for number in numbers:
         row = rows[number]

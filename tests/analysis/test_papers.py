@@ -184,13 +184,13 @@ def test_fewer_tokens_with_more_chains_are_told() -> None:
 def test_recorded_laws_are_laws(models: TinyModels) -> None:
     pair = run.served_pair(run_options(models))
     texts = cases.texts_of(pair, pair.prompts("mgsm"), 1.0)
-    laws, hotter = (cases.recorded_laws(pair, texts, temperature, 5) for temperature in (0.7, 1.4))
+    laws, hotter = (cases.recorded_distributions(pair, texts, temperature, 5) for temperature in (0.7, 1.4))
     assert len(laws) == len(hotter) == 5
     # The same positions: with twice the temperature a law is the square root of the other, normed.
     for cold, hot in zip(laws, hotter, strict=True):
         for one, other in zip(cold, hot, strict=True):
             np.testing.assert_allclose(np.sqrt(one) / np.sqrt(one).sum(), other, rtol=1e-4)
-    for p, q in [*laws, *cases.made_up_laws(100, 2)]:
+    for p, q in [*laws, *cases.synthetic_laws(100, 2)]:
         assert p.sum() == pytest.approx(1)
         assert q.sum() == pytest.approx(1)
         assert 0 < np.minimum(p, q).sum() < 1

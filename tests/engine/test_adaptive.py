@@ -1,4 +1,4 @@
-"""The law under a controller that changes shapes all the time; a choice that looks at the drafts is found out."""
+"""The distribution under a controller that changes shapes at every step; a choice that looks at drafts is caught."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
 from engine.step.engine import Engine
 from tests.engine import tiny
-from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
+from tests.engine.test_output_distribution import (
+    ALPHA,
+    NUM_TOKENS,
+    PROMPT,
+    SAMPLINGS,
+    drafts,
+    exact_distribution,
+    g_test,
+    pair,
+    sample,
+)
 from tests.grid import grid
 from tests.scheduling.machine import Machine
 
@@ -76,27 +86,30 @@ def sample_adaptively(
         {("weighted_race", 2, "plain"), ("bv_race", 3, "filtered")},
     ),
 )
-def test_joint_law_of_three_tokens(
+def test_joint_distribution_of_three_tokens(
     pair: tuple[LoadedModel, LoadedModel], rule: str, num_drafts: int, sampling: str
 ) -> None:
     counts = sample_adaptively(pair, adaptive(rule, num_drafts), SAMPLINGS[sampling])
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
 
 def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: chains that begin with a certain token are not verified."""
-    target_laws = verifying.target_laws
+    target_distributions = verifying.target_distributions
 
     def anticipating(rows: Any, draft: Any, logits_NV: Any) -> Any:
         if draft.layout.max_length:
             length_C = draft.chains.length_C.masked_fill(draft.chains.tokens_CL[:, 0] == 1, 0)
             object.__setattr__(draft, "chains", dataclasses.replace(draft.chains, length_C=length_C))
-        return target_laws(rows, draft, logits_NV)
+        return target_distributions(rows, draft, logits_NV)
 
-    # Usual steps have no laws apart from their verdict.
-    with patch.object(verifying, "target_laws", anticipating), patch.object(verifying, "_are_plain", lambda *_: False):
+    # Usual steps have no distributions apart from their verdict.
+    with (
+        patch.object(verifying, "target_distributions", anticipating),
+        patch.object(verifying, "_are_plain", lambda *_: False),
+    ):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=4000)
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 TARGET = tiny.llama(seed=1)

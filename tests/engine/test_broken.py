@@ -93,15 +93,15 @@ def test_only_the_broken_request_ends(
     [("block", True), ("bv_race", True), ("block", False), ("bv_race", False), ("tree", False)],
 )
 def test_a_draft_models_numbers_count_too(shape: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NaN in the draft's law the rule's own sums would mean nothing."""
+    """With NaN in the draft's distribution the rule's own sums would mean nothing."""
     draw, num_drawn = Levels.draw, 0
 
-    def broken_law(self: Levels, *operands: Any) -> torch.Tensor:
+    def broken_distribution(self: Levels, *operands: Any) -> torch.Tensor:
         nonlocal num_drawn
-        tokens_CL, law_NV = draw(self, *operands), operands[-1]
+        tokens_CL, probs_NV = draw(self, *operands), operands[-1]
         num_drawn += 1
         if num_drawn == 2:
-            law_NV[1] = float("nan")  # below the second request's root
+            probs_NV[1] = float("nan")  # below the second request's root
         return tokens_CL
 
     asked = requests(SHAPES[shape])
@@ -122,7 +122,7 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool, monkeypatch
         return logits_NV
 
     if at_once:
-        monkeypatch.setattr(Levels, "draw", broken_law)
+        monkeypatch.setattr(Levels, "draw", broken_distribution)
     else:
         monkeypatch.setattr(Levels, "takes", lambda *_: False)
         monkeypatch.setattr(ModelRunner, "run", broken)

@@ -19,9 +19,9 @@ from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.sampling.noise import Purpose, uniform
 from engine.step.engine import Engine
-from tests.engine import test_output_law as output_law
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
-from tests.engine.test_output_law import ALPHA, SAMPLINGS, drafts, g_test, pair
+from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, drafts, g_test, pair
 from tests.grid import grid
 from tests.scheduling.machine import Machine
 
@@ -44,8 +44,8 @@ REPEATING = (1, 3, 0, 2, 1, 3, 0, 2, 1, 3, 0)
 PREDICTION = (2, 0, 2, 1, 3)
 
 
-sample = partial(output_law.sample, prompt=REPEATING)
-exact_law = partial(output_law.exact_law, prompt=REPEATING)
+sample = partial(output_distribution.sample, prompt=REPEATING)
+exact_distribution = partial(output_distribution.exact_distribution, prompt=REPEATING)
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ exact_law = partial(output_law.exact_law, prompt=REPEATING)
         {("block", "plain"), ("traversal tree", "plain"), ("bv_race", "edited and filtered")},
     ),
 )
-def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
+def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = sample(pair, SHAPES[name], SAMPLINGS[sampling], prediction=PREDICTION)
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
 
 @pytest.mark.parametrize("name", grid(["bv_race", "block"], {"bv_race"}))
 def test_forgetting_what_was_refused_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
-    """The wrong variant: behind a refused copy the rule works with the whole law."""
+    """The wrong variant: behind a refused copy the rule works with the whole distribution."""
     with patch.object(verifying, "refuse", lambda *_: None):
         counts = sample(pair, SHAPES[name], SAMPLINGS["plain"], prediction=PREDICTION)
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 def test_one_number_for_the_copy_and_the_draw_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
@@ -79,7 +79,7 @@ def test_one_number_for_the_copy_and_the_draw_is_rejected(pair: tuple[LoadedMode
 
     with patch.object(verifying, "uniform", shared):
         counts = sample(pair, SHAPES["copies alone"], SAMPLINGS["plain"], prediction=PREDICTION)
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 TARGET = tiny.llama(seed=1)

@@ -22,7 +22,7 @@ from engine.models.runner import ModelRunner
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
 from engine.step.engine import Engine
-from tests.engine import test_output_law as output_law
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 
 VOCABULARY = 101
@@ -171,12 +171,15 @@ def test_taps_one_layer_off_are_found_out(pair: tuple[LoadedModel, LoadedModel])
 
 
 @pytest.mark.parametrize("name", ["bv_race 4", "traversal tree"])
-def test_output_has_the_target_s_law(name: str) -> None:
-    target = tiny.llama(seed=21, vocabulary=output_law.VOCABULARY, layers=2, spread=0.25)
-    models = target, tiny.llama(seed=22, vocabulary=output_law.VOCABULARY, layers=1, spread=0.25)
-    plain = output_law.SAMPLINGS["plain"]
-    counts = output_law.sample(models, output_law.SPECULATIONS[name], plain, kind=KIND)
-    assert output_law.g_test(counts, output_law.exact_law(target, plain)) > output_law.ALPHA
+def test_output_has_the_target_s_distribution(name: str) -> None:
+    target = tiny.llama(seed=21, vocabulary=output_distribution.VOCABULARY, layers=2, spread=0.25)
+    models = target, tiny.llama(seed=22, vocabulary=output_distribution.VOCABULARY, layers=1, spread=0.25)
+    plain = output_distribution.SAMPLINGS["plain"]
+    counts = output_distribution.sample(models, output_distribution.SPECULATIONS[name], plain, kind=KIND)
+    assert (
+        output_distribution.g_test(counts, output_distribution.exact_distribution(target, plain))
+        > output_distribution.ALPHA
+    )
 
 
 def test_nothing_is_kept_where_no_drafter_reads_it(pair: tuple[LoadedModel, LoadedModel]) -> None:

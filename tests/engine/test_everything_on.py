@@ -1,6 +1,6 @@
 """The exactness gate with all of it at once: controller, preemption, prefix cache, chunks, mixed batches, draft window.
 
-The law is still the target's; and a wrong variant of what only shows then is found out.
+The distribution is still the target's; and a wrong variant of what only shows then is found out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_adaptive import Restless
-from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, drafts, exact_law, g_test, pair
+from tests.engine.test_output_distribution import ALPHA, NUM_TOKENS, PROMPT, drafts, exact_distribution, g_test, pair
 from tests.grid import grid
 
 __all__ = ["pair"]
@@ -77,23 +77,23 @@ def test_answers_have_the_target_distribution_with_everything_on(
     pair: tuple[LoadedModel, LoadedModel], draft_window: int
 ) -> None:
     engine = build(pair, draft_window)
-    law = exact_law(pair[0], {"temperature": 1.0})
+    distribution = exact_distribution(pair[0], {"temperature": 1.0})
     counts = answers(engine, 450)
     assert engine.scheduler.num_preemptions > 20
     assert engine.scheduler.num_cache_hits > 800
     for kind, found in counts.items():
-        assert g_test(found, law) > ALPHA, kind
+        assert g_test(found, distribution) > ALPHA, kind
 
 
-def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
+def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: drafts are drawn at one temperature and verified as drawn at another."""
 
-    with tiny.with_drafts_of_another_law():
+    with tiny.with_drafts_of_another_distribution():
         counts = answers(build(pair, 0), 1500, ("off", "block", "adaptive"), NUM_TOKENS)
-    law = exact_law(pair[0], {"temperature": 1.0})
-    assert g_test(counts["off"], law) > ALPHA
-    assert g_test(counts["block"], law) < ALPHA
-    assert g_test(counts["adaptive"], law) < ALPHA
+    distribution = exact_distribution(pair[0], {"temperature": 1.0})
+    assert g_test(counts["off"], distribution) > ALPHA
+    assert g_test(counts["block"], distribution) < ALPHA
+    assert g_test(counts["adaptive"], distribution) < ALPHA
 
 
 def test_a_window_over_everything_changes_nothing(pair: tuple[LoadedModel, LoadedModel]) -> None:

@@ -22,7 +22,7 @@ RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 
 
 def crowd(count: int) -> list[Request]:
-    """Requests that differ in prompt, seed, law, rule and length."""
+    """Requests that differ in prompt, seed, distribution, rule and length."""
     speculations = [
         RACE,
         Speculation(rule="block", num_drafts=1, draft_length=3),

@@ -93,7 +93,7 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
 @pytest.mark.parametrize("num_requests", grid([1, 4], {4}))
 @pytest.mark.parametrize("speculation", [CHAIN, CHAINS], ids=["chain", "chains"])
 def test_a_drafted_level_costs_five_and_a_verdict_fourteen(speculation: Speculation, num_requests: int) -> None:
-    """The law in two, the draw in two, tokens out in one: of however many requests and chains.
+    """The distribution in two, the draw in two, tokens out in one: of however many requests and chains.
 
     Of a verdict's, four look for numbers that are not finite, and one packs everything for the host.
     """
@@ -192,12 +192,12 @@ def test_a_plain_step_has_at_most_eight_launches() -> None:
 
 def test_top_p_adds_eleven_launches_a_level() -> None:
     drafting, verification = launches_of(CHAIN, 1, top_p=0.9)
-    # Memory for the search is cleared, laws are copied to where drafting keeps them; the parameters are laid out once.
+    # Memory for the search is cleared, distributions are copied for drafting; the parameters are laid out once.
     assert drafting.total() <= 5 + (LEVEL_LAUNCHES + 11) * CHAIN.draft_length, drafting
     assert verification.total() <= VERDICT_LAUNCHES + 11, verification
 
 
-def test_all_filters_cost_twenty_two_more_a_law() -> None:
+def test_all_filters_cost_twenty_two_more_a_distribution() -> None:
     """Qwen3's own sampling; no operation sorts a row."""
     drafting, verification = launches_of(CHAIN, 1, temperature=0.6, top_k=20, top_p=0.95)
     assert drafting.total() <= 5 + (LEVEL_LAUNCHES + 22) * CHAIN.draft_length, drafting

@@ -1,4 +1,4 @@
-"""Drafting in one call gives the tokens and laws of the loop over levels, to the bit, for rows that it may take."""
+"""Drafting in one call returns the loop's tokens and distributions, to the bit, for rows that it may take."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.drafting import chains, levels, numba_levels
 from engine.drafting.draft import Layout
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
-from engine.kernels.protocol import LawTable
+from engine.kernels.protocol import ProbsTable
 from engine.plan import Plan
 from engine.request import Request, Speculation
-from engine.sampling.law import LawParameters
+from engine.sampling.distribution import DistributionParameters
 from tests.engine import tiny
 from tests.heads import folders
 
@@ -76,19 +76,21 @@ class Compared:
         right = kind.draw
 
         def draw(
-            drafter: Any, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
-        ) -> tuple[Tensor, LawTable] | None:
+            drafter: Any, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+        ) -> tuple[Tensor, ProbsTable] | None:
             found = right(drafter, plan, layout, parameters, uniform_LC)
             if found is None:
                 return None
             found_CL, table = found
-            rows, laws = plan.sampling_rows, torch.empty_like(table.law_NV)
+            rows, distributions = plan.sampling_rows, torch.empty_like(table.probs_NV)
             root_NV = drafter.begin(plan)
-            expected_CL = chains.draw_levels(rows, layout, parameters, uniform_LC, root_NV, drafter.below, laws)
+            expected_CL = chains.draw_levels(
+                rows, layout, parameters, uniform_LC, root_NV, drafter.below, distributions
+            )
             self.num_taken += 1
-            self.num_drawn += len(laws)
-            self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(laws, table.law_NV)
-            return expected_CL, replace(table, law_NV=laws)
+            self.num_drawn += len(distributions)
+            self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(distributions, table.probs_NV)
+            return expected_CL, replace(table, probs_NV=distributions)
 
         monkeypatch.setattr(kind, "draw", draw)
 
@@ -190,7 +192,7 @@ def test_a_wrong_call_is_found_out(
         ({}, Speculation(rule="spechub", num_drafts=2, draft_length=2), False),
     ],
 )
-def test_rows_whose_laws_need_more_take_the_loop(
+def test_rows_whose_distributions_need_more_take_the_loop(
     pair: tuple[Any, Any],
     sampling: dict[str, Any],
     speculation: Speculation,

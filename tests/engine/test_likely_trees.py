@@ -19,19 +19,19 @@ from engine.request import Speculation
 from engine.speculation.drafting import children
 from engine.speculation.rule_facts import MOST_LIKELY
 from engine.step import verify as target
-from tests.engine import test_output_law as output_law
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
 
-CHAINS = output_law.drafts("nss", 3, draft_method=MOST_LIKELY)
-TREE = output_law.drafts("nss", 4, draft_method=MOST_LIKELY, tree=(2, 2))
+CHAINS = output_distribution.drafts("nss", 3, draft_method=MOST_LIKELY)
+TREE = output_distribution.drafts("nss", 4, draft_method=MOST_LIKELY, tree=(2, 2))
 HEADS: dict[str, dict[str, Any]] = {"dflash": {"draft_vocabulary": 3}, "dspark": {"draft_vocabulary": 3}}
 
 
 def pair_of(drafter: str, folder: Path) -> tuple[LoadedModel, LoadedModel]:
     """A target whose output can be enumerated, and what drafts for it."""
-    vocabulary = output_law.VOCABULARY
+    vocabulary = output_distribution.VOCABULARY
     if drafter == "model":
         return tuple(tiny.llama(seed=seed, vocabulary=vocabulary, layers=1, spread=0.25) for seed in (21, 22))  # type: ignore[return-value]
     of = folders.target(vocabulary, layers=2, spread=0.25)
@@ -60,9 +60,9 @@ def test_output_has_the_target_s_distribution(
     tmp_path: Path, drafter: str, speculation: Speculation, sampling: str
 ) -> None:
     pair = pair_of(drafter, tmp_path / "head")
-    counts = output_law.sample(pair, speculation, output_law.SAMPLINGS[sampling])
-    expected = output_law.exact_law(pair[0], output_law.SAMPLINGS[sampling])
-    assert output_law.g_test(counts, expected) > output_law.ALPHA
+    counts = output_distribution.sample(pair, speculation, output_distribution.SAMPLINGS[sampling])
+    expected = output_distribution.exact_distribution(pair[0], output_distribution.SAMPLINGS[sampling])
+    assert output_distribution.g_test(counts, expected) > output_distribution.ALPHA
 
 
 @pytest.mark.parametrize("drafter", ["model", "dflash"])
@@ -73,7 +73,7 @@ def test_trees_do_not_depend_on_the_seed(tmp_path: Path, drafter: str) -> None:
     def drafted(speculation: Speculation) -> dict[tuple[int, ...], set[tuple[tuple[int, ...], ...]]]:
         engine = tiny.build(*pair, max_model_len=32, max_draft_length=3)
         requests = [
-            tiny.request(str(seed), output_law.PROMPT, speculation, max_tokens=6, temperature=1.0, seed=seed)
+            tiny.request(str(seed), output_distribution.PROMPT, speculation, max_tokens=6, temperature=1.0, seed=seed)
             for seed in range(40)
         ]
         requests = [msgspec.structs.replace(one, reports_drafts=True) for one in requests]
@@ -116,12 +116,12 @@ def look_at_the_target_s_numbers() -> AbstractContextManager[Any]:
 
 def unfiltered() -> AbstractContextManager[Any]:
     """Walk by the target's distribution before its filters."""
-    node_laws = target.node_laws
+    node_distributions = target.node_distributions
 
     def without_filters(rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any) -> Any:
-        return node_laws(rows, nodes, logits_NV, replace(parameters, values={}))
+        return node_distributions(rows, nodes, logits_NV, replace(parameters, values={}))
 
-    return patch.object(target, "node_laws", without_filters)
+    return patch.object(target, "node_distributions", without_filters)
 
 
 def another_parent() -> AbstractContextManager[Any]:
@@ -149,5 +149,10 @@ def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, sampling = WRONG[name]
     pair = pair_of("model", tmp_path)
     with patch("engine.step.verify._are_plain", lambda *_: False), wrong():
-        counts = output_law.sample(pair, TREE, output_law.SAMPLINGS[sampling], num_answers=4000)
-    assert output_law.g_test(counts, output_law.exact_law(pair[0], output_law.SAMPLINGS[sampling])) < output_law.ALPHA
+        counts = output_distribution.sample(pair, TREE, output_distribution.SAMPLINGS[sampling], num_answers=4000)
+    assert (
+        output_distribution.g_test(
+            counts, output_distribution.exact_distribution(pair[0], output_distribution.SAMPLINGS[sampling])
+        )
+        < output_distribution.ALPHA
+    )

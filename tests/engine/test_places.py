@@ -20,8 +20,8 @@ from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.speculation.verification import RULES, node
 from engine.step.engine import Engine
-from tests.engine import test_output_law, tiny
-from tests.engine.test_output_law import ALPHA, drafts, exact_law, g_test
+from tests.engine import test_output_distribution, tiny
+from tests.engine.test_output_distribution import ALPHA, drafts, exact_distribution, g_test
 
 VOCABULARY = 8
 """More tokens than usual: several drafts of a node then differ."""
@@ -41,18 +41,18 @@ def p_value(
     draft_window: int = 0,
     **sampling: Any,
 ) -> float:
-    """Return the p-value of three tokens of the running engine under the exact law; rare continuations are pooled."""
+    """Return the p-value of the engine's three tokens under the exact distribution; rare continuations are pooled."""
     limits = {"max_num_drafts": 6, "max_draft_length": 5, "max_num_seqs": 400, "budget": 8192, "max_model_len": 32}
     engine = tiny.build(*pair, draft_window=draft_window, **limits)
     sampling = {"temperature": 1.0, **sampling}
     requests = [
-        tiny.request(str(seed), test_output_law.PROMPT, speculation, 8, seed=seed, **sampling)
+        tiny.request(str(seed), test_output_distribution.PROMPT, speculation, 8, seed=seed, **sampling)
         for seed in range(num_answers)
     ]
-    law = exact_law(pair[0], sampling)
-    rare = {path: () for path, probability in law.items() if 0 < probability < 5 / num_answers}
+    distribution = exact_distribution(pair[0], sampling)
+    rare = {path: () for path, probability in distribution.items() if 0 < probability < 5 / num_answers}
     expected: dict[tuple[int, ...], float] = defaultdict(float)
-    for path, probability in law.items():
+    for path, probability in distribution.items():
         expected[rare.get(path, path)] += probability
     counts: Counter[tuple[int, ...]] = Counter()
     for tokens in tiny.run(engine, requests, enough=3).tokens.values():

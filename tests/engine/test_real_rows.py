@@ -1,4 +1,4 @@
-"""On 10,000 real pairs of laws of the embedded models the optimal rules reach their optimum."""
+"""On 10,000 real pairs of distributions of the embedded models the optimal rules reach their optimum."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ DEMO = Path(__file__).parent.parent.parent / "demo"
 NUM_ROWS = 10_000
 
 
-def real_laws() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """[N, V] both models' laws along held-out texts, float64, in all NUM_ROWS rows; temperatures 1 and 0.6 in turn."""
+def real_distributions() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """[N, V] both models' distributions along held-out texts, float64, NUM_ROWS in all; temperatures 1 and 0.6 in
+    turn."""
     engine = build_engine(EngineConfig(model=ModelConfig(target=str(DEMO / "target"), draft=str(DEMO / "draft"))))
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     texts = [
@@ -55,14 +56,14 @@ def real_laws() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def test_the_optimal_rules_reach_their_optimum_on_real_rows() -> None:
     generator = np.random.default_rng(1)
     seen = 0
-    for p_NV, q_NV in real_laws():
+    for p_NV, q_NV in real_distributions():
         count = 2 + seen % 7
         seen += len(p_NV)
         uniform_NK = torch.from_numpy(generator.random((len(p_NV), count)))
         drafted_NK = children(TORCH, "greedy", q_NV, uniform_NK)
         present_NK = torch.ones_like(drafted_NK, dtype=torch.bool)
         raced_N = race_table(p_NV, q_NV, present_NK.sum(1)).alpha
-        law_NV = greedy(p_NV, q_NV, drafted_NK, present_NK)
+        probs_NV = greedy(p_NV, q_NV, drafted_NK, present_NK)
         top_mass_N = p_NV.gather(1, drafted_NK[:, :-1]).sum(1)
         for row, (p, q) in enumerate(zip(p_NV.numpy(), q_NV.numpy(), strict=True)):
             assert float(raced_N[row]) == pytest.approx(theory.alpha_star_iid(p, q, count), abs=1e-9)
@@ -76,7 +77,7 @@ def test_the_optimal_rules_reach_their_optimum_on_real_rows() -> None:
             x = int(drafted_NK[row, -1])
             accept = min(1.0, p[x] / rest[x])
             given = accept + (1 - accept) * (again[top].sum() + again[x])
-            found = float(law_NV[row, drafted_NK[row]].sum())
+            found = float(probs_NV[row, drafted_NK[row]].sum())
             assert found == pytest.approx(given, abs=1e-9)
             mean = np.minimum(p, rest).sum() + (1 - np.minimum(p, rest).sum()) * again[top].sum()
             assert mean == pytest.approx(theory.alpha_star_greedy(p, q, count), abs=1e-9)

@@ -138,7 +138,7 @@ def test_requests_that_draft_differently_share_a_step(both: tuple[Engine, Engine
     shapes = compared(both, asked(4, lambda i: wishes[i], temperature=1.0))
     assert (4, 4, 3) in {one[:3] for one in shapes if one}
     shapes = compared(both, asked(3, lambda i: wishes[i + 2], temperature=1.0, top_p=0.8))
-    assert {one.laws for one in shapes if one} == {LAWS[1]}
+    assert {one.distributions for one in shapes if one} == {LAWS[1]}
     assert sum(one is None for one in shapes) == 1
 
 
@@ -155,7 +155,7 @@ def test_one_request_may_ask_for_filters_and_the_others_not(both: tuple[Engine, 
         tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.7 + i / 4, seed=i, **wish)
         for i, wish in enumerate(wishes)
     ]
-    assert LAWS[-1] in {one.laws for one in compared(both, requests) if one}
+    assert LAWS[-1] in {one.distributions for one in compared(both, requests) if one}
 
 
 def test_logprobs_and_drafts_are_reported(both: tuple[Engine, Engine]) -> None:
@@ -200,7 +200,7 @@ def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine]
     ]
     shapes = compared(both, requests)
     assert None not in shapes[1:]
-    assert {one.laws for one in shapes if one} == {LAWS[1]}
+    assert {one.distributions for one in shapes if one} == {LAWS[1]}
 
 
 def test_copied_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
@@ -335,7 +335,7 @@ WRONG: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "nodes see no other nodes": ("words", np.zeros_like),
     "nodes see all nodes": ("words", lambda words: np.full_like(words, (1 << 12) - 1)),
     "the target reads the tokens of other nodes": ("tokens", lambda tokens: np.roll(tokens, 1, axis=1)),
-    "chains find the laws of other nodes": ("nodes", lambda nodes: np.roll(nodes, 1, axis=1)),
+    "chains find the distributions of other nodes": ("nodes", lambda nodes: np.roll(nodes, 1, axis=1)),
     "keys of nodes are not read": ("num_seen", np.zeros_like),
     "all nodes are of the first level": ("depths", lambda depths: depths.clip(max=1)),
     "nodes lie where their parents do": ("offsets", lambda offsets: offsets.clip(max=0)),
@@ -368,7 +368,7 @@ WRONG_LAWS: dict[str, Callable[[dict[str, np.ndarray]], None]] = {
 
 
 @pytest.mark.parametrize("wrong", grid(WRONG_LAWS, {"noise of the neighbour"}))
-def test_the_comparison_finds_wrong_laws(both: tuple[Engine, Engine], wrong: str) -> None:
+def test_the_comparison_finds_wrong_distributions(both: tuple[Engine, Engine], wrong: str) -> None:
     requests = [
         tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.5 + i, top_p=0.7, seed=i)
         for i in range(3)
@@ -411,7 +411,7 @@ def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine,
     right = RecordedStep._logits
 
     def noting(self: RecordedStep, *operands: Any) -> torch.Tensor:
-        tensors = [*self._views.values(), self._result, self._logits_NV, self._law_NV, self._chains.tokens_CL]
+        tensors = [*self._views.values(), self._result, self._logits_NV, self._probs_NV, self._chains.tokens_CL]
         seen.setdefault(self.shape, set()).add(tuple(one.data_ptr() for one in tensors))
         return right(self, *operands)
 
@@ -606,8 +606,12 @@ def test_recordings_before_memory_ran_out_serve(both: tuple[Engine, Engine], cap
 
 
 def test_a_device_without_the_kernels_records_no_filters() -> None:
-    assert steps.laws_on(torch.device("cpu"), TORCH) == steps.laws_on(torch.device("cuda"), TritonKernels()) == LAWS
-    assert [laws.filters for laws in steps.laws_on(torch.device("cuda"), TORCH)] == [()]
+    assert (
+        steps.distributions_on(torch.device("cpu"), TORCH)
+        == steps.distributions_on(torch.device("cuda"), TritonKernels())
+        == LAWS
+    )
+    assert [distributions.filters for distributions in steps.distributions_on(torch.device("cuda"), TORCH)] == [()]
 
 
 @pytest.mark.parametrize(

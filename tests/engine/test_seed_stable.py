@@ -65,13 +65,13 @@ def test_without_it_they_depend_on_what_is_drafted() -> None:
 
 def test_clocks_of_the_step_instead_of_the_place_are_found_out() -> None:
     """The wrong variant: clocks named by where the step began."""
-    from engine.sampling import node_laws
+    from engine.sampling import node_distributions
 
-    def by_step(law_NV: torch.Tensor, samplings: Any, indices: Any) -> torch.Tensor:
-        return race(law_NV, samplings, [min(indices)] * len(indices))
+    def by_step(probs_NV: torch.Tensor, samplings: Any, indices: Any) -> torch.Tensor:
+        return race(probs_NV, samplings, [min(indices)] * len(indices))
 
     plain, _ = tokens_of(tiny.OFF, seed_stable=True)
-    with patch.object(node_laws, "race", by_step):
+    with patch.object(node_distributions, "race", by_step):
         assert tokens_of(SHAPES["block"], seed_stable=True)[0] != plain
 
 
@@ -84,14 +84,14 @@ def test_rows_of_noise_are_the_one_noise() -> None:
 
 
 def test_a_race_never_gives_an_impossible_token() -> None:
-    law = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [1e-38, 0.0, 1.0]]).repeat(300, 1)
+    distribution = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [1e-38, 0.0, 1.0]]).repeat(300, 1)
     samplings = [tiny.request(str(i), (1,)).sampling for i in range(900)]
     samplings = [msgspec.structs.replace(one, seed=i) for i, one in enumerate(samplings)]
-    found = race(law, samplings, list(range(900)))
+    found = race(distribution, samplings, list(range(900)))
     winners = found.argmax(1)
     assert winners_only(found).gather(1, winners.unsqueeze(1)).eq(1).all()
     assert winners_only(found).sum(1).eq(1).all()
-    assert bool((law.gather(1, winners.unsqueeze(1)) > 0).all())
+    assert bool((distribution.gather(1, winners.unsqueeze(1)) > 0).all())
     assert 50 < int((winners[1::3] == 0).sum()) < 250
 
 

@@ -13,10 +13,10 @@ from analysis.__main__ import main
 from engine.errors import LoadError
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
+from engine.step.distribution_check import check_distribution, check_power, make_prompt, run_to_end, short_check
 from engine.step.engine import Engine
-from engine.step.law_check import check_law, check_power, make_prompt, run_to_end, short_check
 from tests.engine import tiny
-from tests.engine.test_output_law import always_longest
+from tests.engine.test_output_distribution import always_longest
 
 WRONG = Rule("bv_race", always_longest, RULES["bv_race"].acceptance)
 
@@ -64,7 +64,7 @@ def test_checked_answers_are_those_of_served_requests() -> None:
 
 def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
     prompt = make_prompt(engine, seed=1)
-    check = check_law(engine, "bv_race", RACE, prompt, num_answers=1500, temperature=1.0)
+    check = check_distribution(engine, "bv_race", RACE, prompt, num_answers=1500, temperature=1.0)
     assert not check.rejected
     assert check.num_cells > 10
     assert check.detectable_bias < 0.15
@@ -75,7 +75,7 @@ def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
 
 def test_a_wrong_rule_is_found(engine: Engine, wrong_race: None) -> None:
     prompt = make_prompt(engine, seed=1)
-    assert check_law(engine, "wrong", RACE, prompt, num_answers=3000, temperature=1.0).rejected
+    assert check_distribution(engine, "wrong", RACE, prompt, num_answers=3000, temperature=1.0).rejected
 
 
 def test_the_check_at_start(engine: Engine) -> None:
@@ -83,7 +83,7 @@ def test_the_check_at_start(engine: Engine) -> None:
     short_check(engine, RACE, said.append)
     assert "self-check passed" in said[-1]
     biased = Speculation(rule="token", num_drafts=1, draft_length=2, over_acceptance=0.5)
-    with pytest.raises(LoadError, match="does not have the target's law"):
+    with pytest.raises(LoadError, match="does not have the target's distribution"):
         short_check(engine, biased, said.append)
 
 

@@ -1,8 +1,8 @@
 """Inputs of a step's rules, and the results made of their verdicts, recomputed by hand.
 
-Requests of many kinds run together. In every step each drafted chain is compared with what the plan asked for; each law
-along it with plain transformers, edited and filtered by hand; each uniform number with its name; and each emission with
-the chain it comes from. What the rules decide is tested elsewhere (tests/speculation).
+Requests of many kinds run together. In every step each drafted chain is compared with what the plan asked for; each
+distribution along it with plain transformers, edited and filtered by hand; each uniform number with its name; and each
+emission with the chain it comes from. What the rules decide is tested elsewhere (tests/speculation).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.drafting import numbers as numbers_module
 from engine.drafting.draft import Draft, method_of, with_tokens
-from engine.kernels.protocol import ChainNoise, Chains, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.models.loading import LoadedModel
 from engine.plan import Emission, Plan, Row, StepVerdict
@@ -35,8 +35,8 @@ from engine.speculation.verification.copies import walk
 from engine.step import eager, report, verify
 from engine.step.engine import Engine
 from tests.engine import tiny
+from tests.sampling.test_distribution import reference
 from tests.sampling.test_edits import VOCABULARY, by_hand
-from tests.sampling.test_law import reference
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="the same by hand is computed on a CPU")
 
@@ -93,25 +93,25 @@ class Checked:
     texts: dict[int, list[int]] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
 
-    def laws(self, model: Any, row: Row, chain: Sequence[int]) -> list[np.ndarray]:
-        """The law below each prefix of a chain, as the row samples."""
+    def distributions(self, model: Any, row: Row, chain: Sequence[int]) -> list[np.ndarray]:
+        """The distribution below each prefix of a chain, as the row samples."""
         text = self.texts[row.sequence_id]
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([[*text, *chain]]), use_cache=False).logits[0, len(text) - 1 :]
-        laws = []
+        distributions = []
         for depth, logit in enumerate(logits.numpy()):
             path = tuple(chain[:depth])
             edited = logit if row.text is None else by_hand(logit, NodeContext(row.sampling, row.text, depth, path))
-            law = reference(edited.astype(np.float64), row.sampling)
+            distribution = reference(edited.astype(np.float64), row.sampling)
             if row.sampling.seed_stable:
-                law = np.eye(VOCABULARY)[self.race(law, row, depth).argmax()]
-            laws.append(law)
-        return laws
+                distribution = np.eye(VOCABULARY)[self.race(distribution, row, depth).argmax()]
+            distributions.append(distribution)
+        return distributions
 
     @staticmethod
-    def race(law: np.ndarray, row: Row, depth: int) -> np.ndarray:
+    def race(distribution: np.ndarray, row: Row, depth: int) -> np.ndarray:
         clocks = -np.log(uniform(row.sampling.seed, row.end + depth, Purpose.CLOCK, 0, np.arange(VOCABULARY)))
-        return law / clocks
+        return distribution / clocks
 
     def plan(self, plan: Plan) -> None:
         for row in plan.rows:
@@ -122,7 +122,7 @@ class Checked:
 
     def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, emissions: Sequence[Emission]) -> None:
         rows = plan.sampling_rows
-        target = verify.target_laws(rows, draft, logits_NV.clone())
+        target = verify.target_distributions(rows, draft, logits_NV.clone())
         noise, chains = draft.noise, draft.chains
         assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
         assert (chains.leads_CL is not None) == any(max(row.fanout[1:], default=1) > 1 for row in rows)
@@ -135,10 +135,10 @@ class Checked:
             assert chains.length_C[mine].tolist() == [length] * count
             tokens = chains.tokens_CL[mine, :length].tolist()
             for chain, drafted in enumerate(tokens):
-                q = self.laws(self.draft, row, drafted)[:length]
-                self.same(chains.draft.law_NV[chains.draft.row_CX[first + chain, :length]], q)
-                p = self.laws(self.target, row, drafted)
-                self.same(target.law_NV[target.row_CX[first + chain, : length + 1]], p)
+                q = self.distributions(self.draft, row, drafted)[:length]
+                self.same(chains.draft.probs_NV[chains.draft.row_CX[first + chain, :length]], q)
+                p = self.distributions(self.target, row, drafted)
+                self.same(target.probs_NV[target.row_CX[first + chain, : length + 1]], p)
                 self.numbers(noise, row, first + chain, chain)
             self.tokens_are_drawn(draft, row, first)
             self.shifts(draft, row, mine)
@@ -151,19 +151,20 @@ class Checked:
             first += count
         assert first == chains.num_chains
 
-    def walks(self, draft: Draft, rows: Sequence[Row], target: LawTable, emissions: Sequence[Emission]) -> None:
-        """Copied chains are followed by their laws and numbers; what was refused is not emitted."""
+    def walks(self, draft: Draft, rows: Sequence[Row], target: ProbsTable, emissions: Sequence[Emission]) -> None:
+        """Copied chains are followed by their distributions and numbers; what was refused is not emitted."""
         starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
-        found = verify._walks(rows, draft, target.law_NV, starts)
+        found = verify._walks(rows, draft, target.probs_NV, starts)
         assert list(found) == [number for number, row in enumerate(rows) if row.copies]
         for number, taken in found.items():
             row, tree, emission = rows[number], draft.trees[number], emissions[number]
             probability: dict[int, float] = {}
             for path in tree.paths[row.first_copy :]:
                 tokens = [tree.tokens[node - 1] for node in path[1:]]
-                laws = self.laws(self.target, row, tokens)
+                distributions = self.distributions(self.target, row, tokens)
                 probability |= {
-                    node: float(laws[i][token]) for i, (node, token) in enumerate(zip(path[1:], tokens, strict=True))
+                    node: float(distributions[i][token])
+                    for i, (node, token) in enumerate(zip(path[1:], tokens, strict=True))
                 }
             numbers = uniform(row.sampling.seed, row.end, Purpose.COPY, 0, np.arange(row.longest_chain))
             assert taken == walk(tree, row.first_copy, probability, numbers.tolist())
@@ -203,7 +204,7 @@ class Checked:
                 numbers = uniform(
                     row.sampling.seed, row.end, Purpose.DRAFT, np.array(leaders) - first, np.full(count, depth)
                 )
-                weights = chains.draft.law_NV[chains.draft.row_CX[parent, depth]]
+                weights = chains.draft.probs_NV[chains.draft.row_CX[parent, depth]]
                 method = "iid" if count == 1 else method_of(row)
                 if row.sampling.seed_stable or (row.sampling.is_greedy and method != "iid"):
                     order = self.order(row, chains.tokens_CL[parent, :depth].tolist())
@@ -256,8 +257,8 @@ class Checked:
         tree = draft.trees[number]
         path = tree.paths[emission.rank][: len(emission.accepted) + 1]
         assert [tree.tokens[node - 1] for node in path[1:]] == list(emission.accepted)
-        law = self.laws(self.target, row, emission.accepted)[-1]
-        assert law[emission.next_token] > 0 or row.speculation.over_acceptance
+        distribution = self.distributions(self.target, row, emission.accepted)[-1]
+        assert distribution[emission.next_token] > 0 or row.speculation.over_acceptance
         nodes = {tuple(path[: i + 1]) for path in tree.paths for i in range(1, len(path))}
         assert emission.num_nodes == tree.num_nodes == len(nodes)
         if emission.rank < row.first_copy:
@@ -274,7 +275,9 @@ class Checked:
             assert len(emission.logprobs) == (0 if row.num_logprobs is None else len(emission.accepted) + 1)
 
     @staticmethod
-    def verdict(chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, emission: Emission) -> None:
+    def verdict(
+        chains: Chains, target: ProbsTable, noise: ChainNoise, row: Row, mine: slice, emission: Emission
+    ) -> None:
         """Return the verdict of the row's rule about its chains alone."""
         index, asked = torch.arange(mine.start, mine.stop), row.speculation
         name = "nss" if row.sampling.is_certain else asked.rule if row.fanout else "block"
@@ -303,7 +306,7 @@ class Checked:
             seen |= set(chain)
 
     def gap(self, plan: Plan, draft: Draft, step: int, before: StepVerdict, after: StepVerdict) -> None:
-        """On a share of the steps that of one row, from its laws at the root and the first drafted tokens."""
+        """On a share of the steps that of one row, from its distributions at the root and the first drafted tokens."""
         chance, choice = uniform(0, step, Purpose.OBSERVE, 0, np.arange(2))
         rows = plan.sampling_rows
         number = int(choice * len(rows))
@@ -317,7 +320,7 @@ class Checked:
         width, apart = row.fanout[0], row.num_drafts // row.fanout[0]
         drawn = [tree.tokens[tree.paths[apart * child][1] - 1] for child in range(width)]
         del self.texts[row.sequence_id][row.end :]
-        p, q = (self.laws(model, row, ())[0] for model in (self.target, self.draft))
+        p, q = (self.distributions(model, row, ())[0] for model in (self.target, self.draft))
         self.texts[row.sequence_id] += [*new.accepted, new.next_token]
         assert new == msgspec.structs.replace(old, gap=new.gap)
         if not row.shifts:
@@ -412,10 +415,10 @@ def test_penalties_count_drafted_tokens_where_they_are(checked: Checked) -> None
 
 
 @pytest.mark.parametrize("module", ["engine.drafting.chains", "engine.step.verify"])
-def test_laws_that_forget_a_node_s_path_are_found_out(
+def test_distributions_that_forget_a_node_s_path_are_found_out(
     checked: Checked, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{module}.node_laws", tiny.laws_at_the_root)
+    monkeypatch.setattr(f"{module}.node_distributions", tiny.distributions_at_the_root)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_all()
 

@@ -23,7 +23,7 @@ from engine.models import probe
 from engine.models.loading import LoadedModel, adopt
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling.node_laws import NodePaths, node_laws
+from engine.sampling.node_distributions import NodePaths, node_distributions
 from engine.scheduling.outcome import Outcome
 from engine.step import building
 from engine.step.building import assemble
@@ -137,12 +137,12 @@ def build(
 
 
 @contextlib.contextmanager
-def with_drafts_of_another_law() -> Iterator[None]:
-    """The wrong variant: drafts are not drawn from the laws that they are verified with, on any path."""
+def with_drafts_of_another_distribution() -> Iterator[None]:
+    """The wrong variant: drafts are not drawn from the distributions that they are verified with, on any path."""
     kernels, right = type(choose(DEVICE)), Levels.draw
 
-    def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        return categorical(law[row] ** 0.3, uniform)
+    def flattened(distribution: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        return categorical(distribution[row] ** 0.3, uniform)
 
     def bent(self: Levels, passes: Any, layout: Any, parameters: Any, uniform_LC: torch.Tensor, *more: Any) -> Any:
         return right(self, passes, layout, parameters, uniform_LC**2, *more)
@@ -218,7 +218,7 @@ def prompts(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[list
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def laws_at_the_root(rows: Sequence[Row], nodes: NodePaths, *operands: Any) -> Any:
-    """A wrong variant of `node_laws`: the tokens above a node are forgotten."""
+def distributions_at_the_root(rows: Sequence[Row], nodes: NodePaths, *operands: Any) -> Any:
+    """A wrong variant of `node_distributions`: the tokens above a node are forgotten."""
     forgetful = NodePaths(nodes.row_N, np.zeros_like(nodes.depth_N), lambda: [()] * len(nodes.row_N), lambda: None)
-    return node_laws(rows, forgetful, *operands)
+    return node_distributions(rows, forgetful, *operands)

@@ -1,5 +1,5 @@
-"""Thoughts as a grammar: masks of every answer and path against the same by hand; the law is tested on the running
-engine (tests/engine/test_output_law.py)."""
+"""Thoughts as a grammar: masks of every answer and path against the same by hand; tested on the running
+engine (tests/engine/test_output_distribution.py)."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ import torch
 
 from analysis.__main__ import main
 from analysis.draft_logits import draft_logits
-from analysis.pair import laws_along
+from analysis.pair import distributions_along
 from demo.bench_pair import write_tokenizer
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
-from engine.step.law_check import check_law, check_power, make_prompt, short_check
-from tests.engine import test_output_law as output_law
+from engine.step.distribution_check import check_distribution, check_power, make_prompt, short_check
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.heads import folders, oracles
 
@@ -34,7 +34,7 @@ def test_probabilities_along_a_text_are_those_of_the_first_drafted_token(tmp_pat
         oracle = oracles.Block(written, target)
     engine = tiny.build(target, folders.load(written, target))
     text = tiny.prompts(97, [30])[0]
-    target_NV, draft_NV = laws_along(engine, tuple(text[:20]), text[20:], 1.0)
+    target_NV, draft_NV = distributions_along(engine, tuple(text[:20]), text[20:], 1.0)
     assert target_NV.shape == draft_NV.shape == (10, 97)
     states = oracles.target_states(target, text, written.taps)
     found_NV = draft_logits(engine, text[:-1], 19)
@@ -53,9 +53,9 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
     assert "passed" in lines[-1]
     prompt = make_prompt(engine, seed=1)
     assert check_power(engine, prompt, 2000, 1.0).rejected
-    wrong = {**RULES, "bv_race": Rule("bv_race", output_law.always_longest, RULES["bv_race"].acceptance)}
+    wrong = {**RULES, "bv_race": Rule("bv_race", output_distribution.always_longest, RULES["bv_race"].acceptance)}
     with patch("engine.step.parts.RULES", wrong), patch("engine.step.verify._are_plain", lambda *_: False):
-        assert check_law(engine, "wrong", RACE, prompt, 4000, 1.0).rejected
+        assert check_distribution(engine, "wrong", RACE, prompt, 4000, 1.0).rejected
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ import pytest
 
 from engine.models.loading import LoadedModel
 from engine.scheduling.scheduler import Scheduler
-from tests.engine import test_output_law as output_law
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
 from tests.heads.recording import SPECULATIONS
 
 Pair = tuple[LoadedModel, LoadedModel]
-SMALL = {"vocabulary": output_law.VOCABULARY, "taps": (0, 1, 2)}
+SMALL = {"vocabulary": output_distribution.VOCABULARY, "taps": (0, 1, 2)}
 KINDS: dict[str, Callable[[Path], folders.Written]] = {
     "eagle3": lambda folder: folders.write_eagle(folder, draft_vocabulary=3, **SMALL),
     "peagle": lambda folder: folders.write_eagle(folder, kind="peagle", draft_vocabulary=3, **SMALL),
@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[Path], folders.Written]] = {
         folder, kind="dspark", markov_head_type="rnn", draft_vocabulary=3, **SMALL
     ),
     "dflash2": lambda folder: folders.write_block(folder, kind="dflash2", **SMALL),
-    "mtp": lambda folder: folders.write_mtp(folder, output_law.VOCABULARY, layers=2),
+    "mtp": lambda folder: folders.write_mtp(folder, output_distribution.VOCABULARY, layers=2),
 }
 """Heads of targets whose output can be enumerated; all but two know three of the four tokens."""
 CASES = [
@@ -65,7 +65,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
         if kind not in made:
             written = KINDS[kind](tmp_path_factory.mktemp(kind) / "head")
             is_inside = kind == "mtp"
-            target = folders.load_target(written) if is_inside else folders.target(output_law.VOCABULARY, 2, 0.25)
+            target = (
+                folders.load_target(written) if is_inside else folders.target(output_distribution.VOCABULARY, 2, 0.25)
+            )
             made[kind] = target, folders.load(written, target)
         return made[kind]
 
@@ -73,32 +75,32 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 
 def p_value(pair: Pair, rule: str, sampling: dict[str, Any], **more: Any) -> float:
-    counts = output_law.sample(pair, output_law.SPECULATIONS[rule], sampling, **more)
-    prompt = more.get("prompt", output_law.PROMPT)
-    return output_law.g_test(counts, output_law.exact_law(pair[0], sampling, prompt))
+    counts = output_distribution.sample(pair, output_distribution.SPECULATIONS[rule], sampling, **more)
+    prompt = more.get("prompt", output_distribution.PROMPT)
+    return output_distribution.g_test(counts, output_distribution.exact_distribution(pair[0], sampling, prompt))
 
 
 @pytest.mark.parametrize(("kind", "rule", "sampling"), grid(CASES, IN_THE_GATE))
 def test_output_has_the_target_s_distribution(
     pairs: Callable[[str], Pair], kind: str, rule: str, sampling: str
 ) -> None:
-    assert p_value(pairs(kind), rule, output_law.SAMPLINGS[sampling]) > output_law.ALPHA
+    assert p_value(pairs(kind), rule, output_distribution.SAMPLINGS[sampling]) > output_distribution.ALPHA
 
 
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp"}))
 def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Callable[[str], Pair], kind: str) -> None:
     prompt = tuple(np.random.default_rng(1).integers(0, 4, 21).tolist())
     with patch.object(Scheduler, "check_invariants", autospec=True, side_effect=Scheduler.check_invariants) as checked:
-        found = p_value(pairs(kind), "bv_race 4", output_law.SAMPLINGS["plain"], prompt=prompt)
+        found = p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS["plain"], prompt=prompt)
     assert checked.call_args[0][0].num_cache_hits > 1000
-    assert found > output_law.ALPHA
+    assert found > output_distribution.ALPHA
 
 
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "dspark"}))
 def test_answers_do_not_depend_on_the_load(pairs: Callable[[str], Pair], kind: str) -> None:
     """Prompts cut elsewhere, cached prefixes, preemption: a seed's answer is the same, and so is the distribution."""
     pair = pairs(kind)
-    prompts = tiny.prompts(output_law.VOCABULARY, [20, 23, 60, 8, 1])
+    prompts = tiny.prompts(output_distribution.VOCABULARY, [20, 23, 60, 8, 1])
     requests = [
         tiny.request(str(number), prompt, SPECULATIONS["chains"], max_tokens=30, temperature=1.0, seed=number)
         for number, prompt in enumerate([*prompts, prompts[0]])
@@ -118,12 +120,12 @@ def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
     pairs: Callable[[str], Pair], kind: str, sampling: str
 ) -> None:
     """Penalties and grammars then see the text alone."""
-    with patch("engine.step.verify.node_laws", tiny.laws_at_the_root):
-        assert p_value(pairs(kind), "bv_race 4", output_law.SAMPLINGS[sampling]) < output_law.ALPHA
+    with patch("engine.step.verify.node_distributions", tiny.distributions_at_the_root):
+        assert p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS[sampling]) < output_distribution.ALPHA
 
 
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp"}))
 def test_drafts_of_another_distribution_are_rejected(pairs: Callable[[str], Pair], kind: str) -> None:
     """Drawn all at once and level by level."""
-    with tiny.with_drafts_of_another_law():
-        assert p_value(pairs(kind), "bv_race 4", output_law.SAMPLINGS["plain"]) < output_law.ALPHA
+    with tiny.with_drafts_of_another_distribution():
+        assert p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS["plain"]) < output_distribution.ALPHA

@@ -17,10 +17,10 @@ from engine.models.cpu_decoder import CpuDecoder
 from engine.models.heads.head import Head
 from engine.models.loading import LoadedModel
 from engine.plan import Emission, Row
-from engine.sampling.node_laws import node_laws
+from engine.sampling.node_distributions import node_distributions
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as Running
-from tests.engine import test_output_law as output_law
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
@@ -150,10 +150,10 @@ def test_wrong_variants_are_found_out(target: LoadedModel, written: folders.Writ
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, LoadedModel]:
     """A pair whose output can be enumerated; the head knows three of the four tokens."""
-    target = folders.target(output_law.VOCABULARY, layers=2, spread=0.25)
+    target = folders.target(output_distribution.VOCABULARY, layers=2, spread=0.25)
     written = folders.write_eagle(
         tmp_path_factory.mktemp("small") / "head",
-        vocabulary=output_law.VOCABULARY,
+        vocabulary=output_distribution.VOCABULARY,
         draft_vocabulary=3,
         taps=(0, 1, 2),
     )
@@ -163,14 +163,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Loaded
 def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
     """The table of draft distributions is filtered, and the tokens come from what it was before."""
 
-    def unfiltered(rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any, law_NV: Tensor) -> Any:
-        node_laws(rows, nodes, logits_NV, parameters, law_NV)
+    def unfiltered(rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any, probs_NV: Tensor) -> Any:
+        node_distributions(rows, nodes, logits_NV, parameters, probs_NV)
         return logits_NV.softmax(-1), logits_NV
 
-    filtered = output_law.SAMPLINGS["filtered"]
-    with patch.object(chains, "node_laws", unfiltered), patch.object(Levels, "takes", lambda *_: False):
-        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], filtered)
-    assert output_law.g_test(counts, output_law.exact_law(small[0], filtered)) < output_law.ALPHA
+    filtered = output_distribution.SAMPLINGS["filtered"]
+    with patch.object(chains, "node_distributions", unfiltered), patch.object(Levels, "takes", lambda *_: False):
+        counts = output_distribution.sample(small, output_distribution.SPECULATIONS["bv_race 4"], filtered)
+    assert (
+        output_distribution.g_test(counts, output_distribution.exact_distribution(small[0], filtered))
+        < output_distribution.ALPHA
+    )
 
 
 # -- what is served with a head -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from engine.models.cpu_decoder import CpuDecoder
 from engine.models.heads import dflash, slots
 from engine.models.loading import LoadedModel
 from engine.request import Speculation
-from tests.engine import test_output_law as output_law
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
@@ -232,23 +232,32 @@ def test_several_chains_cost_no_further_pass(target: LoadedModel, tmp_path: Path
 @pytest.fixture(scope="module")
 def small() -> LoadedModel:
     """A target whose output can be enumerated."""
-    return folders.target(output_law.VOCABULARY, layers=2, spread=0.25)
+    return folders.target(output_distribution.VOCABULARY, layers=2, spread=0.25)
 
 
 def test_verifying_with_the_distribution_of_another_path_is_rejected(small: LoadedModel, tmp_path: Path) -> None:
     """Tokens that depend on the one before, verified as if they did not."""
     from engine.drafting import chains
-    from engine.sampling.node_laws import node_laws
+    from engine.sampling.node_distributions import node_distributions
 
-    written = write(tmp_path / "head", "dspark", vocabulary=output_law.VOCABULARY, taps=(0, 1, 2), draft_vocabulary=3)
+    written = write(
+        tmp_path / "head", "dspark", vocabulary=output_distribution.VOCABULARY, taps=(0, 1, 2), draft_vocabulary=3
+    )
     pair = small, folders.load(written, small)
 
-    def of_the_first_node(rows: Any, nodes: Any, logits_NV: Any, parameters: Any, law_NV: Any) -> Any:
-        drawn_from, order = node_laws(rows, nodes, logits_NV, parameters)
+    def of_the_first_node(rows: Any, nodes: Any, logits_NV: Any, parameters: Any, probs_NV: Any) -> Any:
+        drawn_from, order = node_distributions(rows, nodes, logits_NV, parameters)
         same = logits_NV[:1].expand_as(logits_NV)
-        node_laws(rows, nodes, same.contiguous(), parameters, law_NV)
+        node_distributions(rows, nodes, same.contiguous(), parameters, probs_NV)
         return drawn_from, order
 
-    with patch.object(chains, "node_laws", of_the_first_node):
-        counts = output_law.sample(pair, output_law.SPECULATIONS["bv_race 4"], output_law.SAMPLINGS["plain"])
-    assert output_law.g_test(counts, output_law.exact_law(small, output_law.SAMPLINGS["plain"])) < output_law.ALPHA
+    with patch.object(chains, "node_distributions", of_the_first_node):
+        counts = output_distribution.sample(
+            pair, output_distribution.SPECULATIONS["bv_race 4"], output_distribution.SAMPLINGS["plain"]
+        )
+    assert (
+        output_distribution.g_test(
+            counts, output_distribution.exact_distribution(small, output_distribution.SAMPLINGS["plain"])
+        )
+        < output_distribution.ALPHA
+    )

@@ -18,9 +18,9 @@ from engine.drafting.draft import Draft
 from engine.plan import Plan
 from engine.request import Sampling, Speculation
 from engine.step import building
-from engine.step.calibration import made_up_plan
+from engine.step.calibration import synthetic_plan
 from engine.step.engine import Engine
-from tests.engine import test_output_law as output_law
+from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
@@ -44,14 +44,14 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "top_k": 5},
     {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
 )
-TREE = output_law.drafts("traversal", 4, draft_method="iid", tree=(2, 2))
+TREE = output_distribution.drafts("traversal", 4, draft_method="iid", tree=(2, 2))
 
 
 def mixed_plan(engine: Engine) -> Plan:
     """Rows of all shapes behind different tokens, twice."""
     rows = []
     for number, (shape, sampling) in enumerate(zip(SHAPES * 2, SAMPLINGS * 2, strict=True)):
-        row = made_up_plan(engine, 1, 20 + number, shape).rows[0]
+        row = synthetic_plan(engine, 1, 20 + number, shape).rows[0]
         rows.append(
             msgspec.structs.replace(
                 row,
@@ -64,11 +64,12 @@ def mixed_plan(engine: Engine) -> Plan:
     return Plan(tuple(rows))
 
 
-def laws_along(draft: Draft) -> list[Tensor]:
+def distributions_along(draft: Draft) -> list[Tensor]:
     """The distribution of every drawn token, chain by chain."""
     table = draft.chains.draft
     return [
-        table.law_NV[row_L[:length]] for row_L, length in zip(table.row_CX, draft.layout.length_C.tolist(), strict=True)
+        table.probs_NV[row_L[:length]]
+        for row_L, length in zip(table.row_CX, draft.layout.length_C.tolist(), strict=True)
     ]
 
 
@@ -88,7 +89,7 @@ def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path,
     lengths = at_once.layout.length_C.tolist()
     for mine, others, length in zip(at_once.chains.tokens_CL, by_level.chains.tokens_CL, lengths, strict=True):
         assert mine[:length].tolist() == others[:length].tolist()
-    for mine, others in zip(laws_along(at_once), laws_along(by_level), strict=True):
+    for mine, others in zip(distributions_along(at_once), distributions_along(by_level), strict=True):
         assert torch.allclose(mine, others, atol=1e-6)
     assert len({tuple(chain) for chain in at_once.chains.tokens_CL.tolist()}) > len(lengths) // 2
     assert [tree.tokens for tree in at_once.trees] == [tree.tokens for tree in by_level.trees]
@@ -124,12 +125,14 @@ def test_packed_weights_give_the_same_logits(tmp_path: Path, kind: str, shares: 
 
 def sampled(tmp_path: Path, kind: str, speculation: Speculation, sampling: str, num_answers: int = 2000) -> float:
     """p-value of the served output."""
-    target = folders.target(output_law.VOCABULARY, layers=2, spread=0.25)
+    target = folders.target(output_distribution.VOCABULARY, layers=2, spread=0.25)
     more = {} if kind == "dflash2" else {"draft_vocabulary": 3}
-    written = KINDS[kind](tmp_path / "head", vocabulary=output_law.VOCABULARY, taps=(0, 1, 2), **more)
+    written = KINDS[kind](tmp_path / "head", vocabulary=output_distribution.VOCABULARY, taps=(0, 1, 2), **more)
     pair = target, folders.load(written, target)
-    counts = output_law.sample(pair, speculation, output_law.SAMPLINGS[sampling], num_answers)
-    return output_law.g_test(counts, output_law.exact_law(target, output_law.SAMPLINGS[sampling]))
+    counts = output_distribution.sample(pair, speculation, output_distribution.SAMPLINGS[sampling], num_answers)
+    return output_distribution.g_test(
+        counts, output_distribution.exact_distribution(target, output_distribution.SAMPLINGS[sampling])
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,22 +140,22 @@ def sampled(tmp_path: Path, kind: str, speculation: Speculation, sampling: str, 
     grid([(kind, sampling) for kind in KINDS for sampling in ("plain", "filtered")], {("dflash2", "filtered")}),
 )
 def test_output_of_trees_has_the_target_s_distribution(tmp_path: Path, kind: str, sampling: str) -> None:
-    assert sampled(tmp_path, kind, TREE, sampling) > output_law.ALPHA
+    assert sampled(tmp_path, kind, TREE, sampling) > output_distribution.ALPHA
 
 
 def of_another_slot(draw_from: Any) -> Any:
     def wrong(*of: Any) -> Any:
-        tokens_CL, laws = draw_from(*of)
-        return tokens_CL, replace(laws, row_CX=laws.row_CX.flip(1))
+        tokens_CL, distributions = draw_from(*of)
+        return tokens_CL, replace(distributions, row_CX=distributions.row_CX.flip(1))
 
     return wrong
 
 
 def without_filters(draw_from: Any) -> Any:
     def wrong(tables: Any, slots: Any, parameters: Any, *of: Any) -> Any:
-        tokens_CL, laws = draw_from(tables, slots, parameters, *of)
+        tokens_CL, distributions = draw_from(tables, slots, parameters, *of)
         plain = tables.logits_SPX[:, 0].softmax(-1)
-        return tokens_CL, replace(laws, law_NV=plain)
+        return tokens_CL, replace(distributions, probs_NV=plain)
 
     return wrong
 
@@ -178,5 +181,5 @@ WRONG = {
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, kind, sampling = WRONG[name]
     with patch.object(one_pass, "draw_from", wrong(one_pass.draw_from)):
-        found = sampled(tmp_path, kind, output_law.SPECULATIONS["bv_race 4"], sampling, num_answers=4000)
-    assert found < output_law.ALPHA
+        found = sampled(tmp_path, kind, output_distribution.SPECULATIONS["bv_race 4"], sampling, num_answers=4000)
+    assert found < output_distribution.ALPHA

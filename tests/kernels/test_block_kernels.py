@@ -17,7 +17,7 @@ from _pytest.mark import ParameterSet
 from engine.kernels import numba_block, triton_block
 from engine.kernels.draw import categorical
 from engine.kernels.numba_kernels import NumbaKernels
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
 from engine.speculation.verification.race import verify_block, verify_bv_race
 from tests.engine import tiny
@@ -26,7 +26,7 @@ from tests.kernels.test_choosing import kernels_of
 
 DEVICE = tiny.DEVICE
 WIDTH = 1100
-Case = tuple[Chains, LawTable, ChainNoise]
+Case = tuple[Chains, ProbsTable, ChainNoise]
 
 
 def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: bool = False) -> Case:
@@ -37,14 +37,14 @@ def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: b
     chance = np.random.default_rng(seed)
     count = sum(counts)
 
-    def law(rows: int) -> torch.Tensor:
+    def distribution(rows: int) -> torch.Tensor:
         logits = torch.from_numpy(spread * chance.standard_normal((rows, WIDTH)))
         # A few likely tokens, so that drafts are accepted now and then.
         logits[:, :6] += 5
         return logits
 
-    draft = law(count * length)
-    target = law(count * (length + 1))
+    draft = distribution(count * length)
+    target = distribution(count * (length + 1))
     target_row_CX = torch.arange(count * (length + 1)).view(count, length + 1)
     target[target_row_CX[:, :-1].flatten()] += draft
     target[:, 3] = -torch.inf
@@ -58,7 +58,7 @@ def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: b
         tokens_CL.to(DEVICE),
         torch.from_numpy(chance.integers(0, length + 1, count)).to(DEVICE),
         (2 * request_C + 1).to(DEVICE),
-        LawTable(draft_NV.to(DEVICE), torch.arange(count * length, device=DEVICE).view(count, length), TORCH),
+        ProbsTable(draft_NV.to(DEVICE), torch.arange(count * length, device=DEVICE).view(count, length), TORCH),
         shape=(len(counts), max(counts)),
     )
     numbers = torch.from_numpy(chance.random((count, 2 * length + 3))).to(DEVICE)
@@ -67,16 +67,16 @@ def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: b
     noise = ChainNoise(
         numbers[:, :length], numbers[:, -3], numbers[:, -2], numbers[:, length : 2 * length], numbers[:, -1]
     )
-    return chains, LawTable(target.softmax(1).float().to(DEVICE), target_row_CX.to(DEVICE), TORCH), noise
+    return chains, ProbsTable(target.softmax(1).float().to(DEVICE), target_row_CX.to(DEVICE), TORCH), noise
 
 
 def filtered() -> Case:
-    """Laws of which filters leave a few tokens: what is emitted may have no mass in the draft law."""
+    """Distributions of which filters leave a few tokens: what is emitted may have no mass in the draft distribution."""
     chains, target, noise = case([3] * 10, 4, 7)
-    draft_NV = chains.draft.law_NV
+    draft_NV = chains.draft.probs_NV
     draft_NV = torch.where(draft_NV >= draft_NV.topk(5, 1).values[:, -1:], draft_NV, 0.0)
-    draft = LawTable(draft_NV / draft_NV.sum(1, keepdim=True), chains.draft.row_CX, TORCH)
-    tokens_CL = categorical(draft.law_NV, noise.accept_CL.flatten().roll(3)).view(chains.tokens_CL.shape)
+    draft = ProbsTable(draft_NV / draft_NV.sum(1, keepdim=True), chains.draft.row_CX, TORCH)
+    tokens_CL = categorical(draft.probs_NV, noise.accept_CL.flatten().roll(3)).view(chains.tokens_CL.shape)
     return replace(chains, draft=draft, tokens_CL=tokens_CL), target, noise
 
 
@@ -86,7 +86,7 @@ CASES = {
     "one chain each": lambda: case([1] * 24, 3, 2),
     "as many as they are": lambda: case([1, 3, 2, 5, 1, 1], 4, 3),
     "one token": lambda: case([3] * 8, 1, 4),
-    "close laws": lambda: case([2] * 10, 6, 5, spread=0.3),
+    "close distributions": lambda: case([2] * 10, 6, 5, spread=0.3),
     "ends of the numbers": lambda: case([3] * 8, 3, 6, ends=True),
 }
 
@@ -125,11 +125,11 @@ def test_verdicts_are_those_of_plain_block_verification(kernels: TorchKernels) -
     assert verdict(verify_block, CASES["one chain each"](), kernels) == expected
 
 
-WRONG: dict[str, Callable[[Chains, LawTable, ChainNoise], Case]] = {
+WRONG: dict[str, Callable[[Chains, ProbsTable, ChainNoise], Case]] = {
     "one number for two decisions": lambda c, t, n: (c, t, replace(n, residual_C=n.score_C)),
     "the score of another chain": lambda c, t, n: (c, t, replace(n, score_C=n.score_C.roll(1))),
     "chains as long as the longest": lambda c, t, n: (replace(c, length_C=c.length_C * 0 + c.max_length), t, n),
-    "laws of the next prefix": lambda c, t, n: (c, replace(t, row_CX=t.row_CX.roll(1, 1)), n),
+    "distributions of the next prefix": lambda c, t, n: (c, replace(t, row_CX=t.row_CX.roll(1, 1)), n),
     "drafts of another chain": lambda c, t, n: (replace(c, tokens_CL=c.tokens_CL.roll(1, 0)), t, n),
 }
 
@@ -144,7 +144,7 @@ def test_the_comparison_has_teeth(wrong: str, kernels: TorchKernels) -> None:
 
 
 def test_what_the_kernels_cannot_know_stays_plain(kernels: TorchKernels) -> None:
-    """Chains whose requests the host does not know, none at all, and laws that do not lie in one piece."""
+    """Chains whose requests the host does not know, none at all, and distributions that do not lie in one piece."""
     chains, target, noise = CASES["several chains"]()
     module = numba_block if isinstance(kernels, NumbaKernels) else triton_block
     with patch.object(module, "race", wraps=TORCH.race) as race:
@@ -154,8 +154,8 @@ def test_what_the_kernels_cannot_know_stays_plain(kernels: TorchKernels) -> None
         nothing = replace(chains, tokens_CL=chains.tokens_CL[:, :0], length_C=0 * chains.length_C)
         kernels.race(nothing, target, replace(noise, accept_CL=noise.accept_CL[:, :0]))
         if isinstance(kernels, NumbaKernels):
-            kernels.race(chains, replace(target, law_NV=target.law_NV.double()), noise)
-            kernels.race(chains, replace(target, law_NV=target.law_NV.T.contiguous().T), noise)
+            kernels.race(chains, replace(target, probs_NV=target.probs_NV.double()), noise)
+            kernels.race(chains, replace(target, probs_NV=target.probs_NV.T.contiguous().T), noise)
         assert race.call_count == 1
 
 
@@ -167,11 +167,11 @@ def test_a_shape_of_other_requests_is_found() -> None:
             kernels.race(replace(chains, shape=(count, 4)), target, noise)
 
 
-def test_a_token_that_its_draft_law_never_gives_is_not_accepted(kernels: TorchKernels) -> None:
+def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels: TorchKernels) -> None:
     chains, target, noise = CASES["several chains"]()
-    draft_NV = chains.draft.law_NV.clone()
+    draft_NV = chains.draft.probs_NV.clone()
     draft_NV[chains.draft.row_CX[:, 1], chains.tokens_CL[:, 1]] = 0
-    never = replace(chains, draft=LawTable(draft_NV, chains.draft.row_CX, TORCH))
+    never = replace(chains, draft=ProbsTable(draft_NV, chains.draft.row_CX, TORCH))
     accepted = verdict(verify_bv_race, (never, target, noise), kernels)[1]
     assert max(accepted) == 1
     assert verdict(verify_bv_race, (never, target, noise), TORCH)[1] == accepted
@@ -184,13 +184,13 @@ def test_a_request_whose_scores_are_not_numbers_reads_no_memory_of_others(whose:
     """Its verdict is not used, but it must be one: a chain of the request, its length, and a token."""
     chains, target, noise = case([2, 3, 1], 3, seed=5)
     broken = chains.request_C == 3
-    target_NV, draft_NV = target.law_NV.clone(), chains.draft.law_NV.clone()
+    target_NV, draft_NV = target.probs_NV.clone(), chains.draft.probs_NV.clone()
     if whose == "target":
         target_NV[target.row_CX[broken].flatten()] = torch.nan
     else:
         draft_NV[chains.draft.row_CX[broken].flatten()] = torch.nan
-    chains = replace(chains, draft=replace(chains.draft, law_NV=draft_NV))
-    found = kernels.race(chains, replace(target, law_NV=target_NV), noise)
+    chains = replace(chains, draft=replace(chains.draft, probs_NV=draft_NV))
+    found = kernels.race(chains, replace(target, probs_NV=target_NV), noise)
     assert 2 <= int(found.chain_B[1]) < 5
     assert 0 <= int(found.accepted_B[1]) <= 3
     assert 0 <= int(found.next_token_B[1]) < WIDTH

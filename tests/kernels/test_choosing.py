@@ -22,7 +22,7 @@ from tests.grid import grid
 DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
 OWN = {
-    "Numba": ("law", "draw", "race", "decide"),
+    "Numba": ("distribution", "draw", "race", "decide"),
     "Triton": ("softmax", "truncated", "draw", "nucleus", "surplus_sum", "draw_residual", "race", "winners", "move"),
 }
 EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]
@@ -64,7 +64,7 @@ def other(verdict: ChainVerdict, name: str) -> ChainVerdict:
 
 WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
     "softmax": {"scaled": scaled},
-    "law": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
+    "distribution": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
     "draw": {"next": lambda found: found + 1, "another row": lambda found: found.flip(0)},
     "nucleus": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
     "truncated": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
@@ -122,8 +122,8 @@ def test_a_wrong_operation_is_replaced(
                 raise RuntimeError("it cannot be compiled")
             return scaled(TORCH.softmax(*operands))
 
-        def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-            return TORCH.draw(law_NV, row_C, uniform_C)
+        def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+            return TORCH.draw(probs_NV, row_C, uniform_C)
 
     monkeypatch.setattr(choosing, "_compiled", lambda _: Some())
     found = choose.__wrapped__(DEVICE)

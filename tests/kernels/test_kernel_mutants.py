@@ -28,7 +28,11 @@ WRONG = {
     "the largest score": (BLOCK, "(is_first or score < smallest)", "(is_first or score > smallest)"),
     "a ceiling that rises again": (BLOCK, "min(log_ceiling, log_ratio)", "min(0.0, log_ratio)"),
     "the shortest prefix": (BLOCK, "range(length, 0, -1)", "range(1, length + 1)"),
-    "the law of the next prefix": (BLOCK, "law = target[rows[stop]]", "law = target[rows[min(stop + 1, most)]]"),
+    "the distribution of the next prefix": (
+        BLOCK,
+        "distribution = target[rows[stop]]",
+        "distribution = target[rows[min(stop + 1, most)]]",
+    ),
     "the target in place of the residual": (ROWS, "while True:", "while True:\n        of_surplus = False"),
     "draws from the first token on": (ROWS, "bound = uniform * total", "bound = uniform * uniform * total"),
 }

@@ -17,10 +17,10 @@ from engine.kernels.draw import categorical  # noqa: E402
 from engine.kernels.numba_kernels import NumbaKernels  # noqa: E402
 from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.request import Sampling  # noqa: E402
-from engine.sampling.law import LawParameters, law  # noqa: E402
+from engine.sampling.distribution import DistributionParameters, distribution  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
-from tests.sampling.test_law import reference  # noqa: E402
+from tests.sampling.test_distribution import reference  # noqa: E402
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 KERNELS = NumbaKernels()
@@ -28,8 +28,10 @@ WIDTH = 2 * numba_rows._TILE + 77
 
 
 def both(logits: Tensor, *samplings: Sampling) -> tuple[Tensor, Tensor]:
-    """Laws by the kernels, and by plain operations."""
-    kernels, plain = (law(logits, LawParameters.of(samplings, tiny.DEVICE, one)) for one in (KERNELS, TORCH))
+    """Distributions by the kernels, and by plain operations."""
+    kernels, plain = (
+        distribution(logits, DistributionParameters.of(samplings, tiny.DEVICE, one)) for one in (KERNELS, TORCH)
+    )
     return kernels, plain
 
 
@@ -37,7 +39,7 @@ def random_logits(num_rows: int, seed: int = 1) -> Tensor:
     return torch.from_numpy(9 * np.random.default_rng(seed).standard_normal((num_rows, WIDTH))).float()
 
 
-def test_laws_are_those_of_the_plain_path() -> None:
+def test_distributions_are_those_of_the_plain_path() -> None:
     """Masked tokens, masked tiles, tiny and large temperatures, filters, a row with one token in the last place."""
     logits = random_logits(7)
     logits[1, ::2] = -torch.inf
@@ -77,28 +79,28 @@ def test_numbers_that_are_not_finite_stay_so(number: float) -> None:
 
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
     """A grid of numbers over the whole row, so that every token's share of draws is its probability."""
-    laws = (random_logits(3) / 3).softmax(1)
+    distributions = (random_logits(3) / 3).softmax(1)
     count = 2500
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for row in range(3):
         rows = torch.full((count,), row)
-        drawn = KERNELS.draw(laws, rows, uniform)
+        drawn = KERNELS.draw(distributions, rows, uniform)
         # Sums of another order may put a border on the other side of a number of the grid.
-        assert (drawn != categorical(laws[rows], uniform)).sum() <= 1
+        assert (drawn != categorical(distributions[rows], uniform)).sum() <= 1
         assert (drawn[1:] >= drawn[:-1]).all()
         assert len(drawn.unique()) > 100
 
 
 def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
     """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, borders of tiles."""
-    laws = torch.zeros(3, WIDTH)
-    laws[0, -1] = 1.0
-    laws[1, [5, WIDTH - 2]] = 0.5
-    laws[2, numba_rows._TILE - 1 : numba_rows._TILE + 1] = torch.tensor([1e-38, 1.0])
+    distributions = torch.zeros(3, WIDTH)
+    distributions[0, -1] = 1.0
+    distributions[1, [5, WIDTH - 2]] = 0.5
+    distributions[2, numba_rows._TILE - 1 : numba_rows._TILE + 1] = torch.tensor([1e-38, 1.0])
     ends = torch.tensor([0, 2.0**-54, 1 - 2.0**-53], dtype=torch.float64)
 
     def draw(row: int) -> list[int]:
-        drawn: list[int] = KERNELS.draw(laws, torch.full((3,), row), ends).tolist()
+        drawn: list[int] = KERNELS.draw(distributions, torch.full((3,), row), ends).tolist()
         return drawn
 
     assert draw(0) == [WIDTH - 1] * 3
@@ -108,51 +110,51 @@ def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
 
 @pytest.mark.parametrize("width", [1, 5, numba_rows._TILE, numba_rows._TILE + 1, 2 * numba_rows._TILE])
 def test_a_draw_stays_in_its_row(width: int) -> None:
-    """The last token has all mass; and of a row without any the first is drawn, as of one that is no law."""
-    laws = torch.zeros(3, width)
-    laws[0, -1], laws[2] = 1.0, torch.nan
+    """The last token has all mass; and of a row without any the first is drawn, as of one that is no distribution."""
+    distributions = torch.zeros(3, width)
+    distributions[0, -1], distributions[2] = 1.0, torch.nan
     for uniform in (0.0, 0.5):
         uniforms = torch.full((3,), uniform, dtype=torch.float64)
-        assert KERNELS.draw(laws, torch.arange(3), uniforms).tolist() == [width - 1, 0, 0]
+        assert KERNELS.draw(distributions, torch.arange(3), uniforms).tolist() == [width - 1, 0, 0]
 
 
 def test_a_number_on_the_border_of_a_tile_belongs_to_the_next() -> None:
     """Cumulative mass must exceed it."""
-    law = torch.zeros(1, WIDTH)
+    distribution = torch.zeros(1, WIDTH)
     border = numba_rows._TILE + 4
-    law[0, [3, border]] = 0.5
+    distribution[0, [3, border]] = 0.5
     uniforms = torch.tensor([0.5 - 2.0**-53, 0.5], dtype=torch.float64)
-    assert KERNELS.draw(law, torch.zeros(2, dtype=torch.long), uniforms).tolist() == [3, border]
+    assert KERNELS.draw(distribution, torch.zeros(2, dtype=torch.long), uniforms).tolist() == [3, border]
 
 
 def test_a_token_of_the_surplus_or_of_the_target() -> None:
-    """A token of the surplus if it is wanted and not empty, else of the target's law."""
+    """A token of the surplus if it is wanted and not empty, else of the target's distribution."""
     target, draft = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
     target[[3, 7]], draft[[3, 7]] = (0.5, 0.5), (0.75, 0.25)
     for uniform in (0.0, 0.4, 0.6, 0.999):
         assert numba_rows.draw_from(target, draft, np.float32(1), True, uniform) == 7
         assert numba_rows.draw_from(target, draft, np.float32(1), False, uniform) == (3 if uniform < 0.5 else 7)
-        # Nothing is left: then the target's law.
+        # Nothing is left: then the target's distribution.
         assert numba_rows.draw_from(target, target, np.float32(1), True, uniform) == (3 if uniform < 0.5 else 7)
 
 
 def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
-    laws = (random_logits(3) / 3).softmax(1)
+    distributions = (random_logits(3) / 3).softmax(1)
     rows, uniform = torch.tensor([2, 0, 2, 1]), torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64)
-    expected = categorical(laws[rows], uniform)
+    expected = categorical(distributions[rows], uniform)
     with patch.object(numba_rows, "_draw", wraps=numba_rows._draw) as kernel:
-        for one, count in ((laws, 1), (laws.double(), 1), (laws.T.contiguous().T, 1)):
+        for one, count in ((distributions, 1), (distributions.double(), 1), (distributions.T.contiguous().T, 1)):
             assert torch.equal(KERNELS.draw(one, rows, uniform), expected)
             assert kernel.call_count == count
 
 
-def nucleus(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
     """Each row's nucleus by the kernel; rows with top_p of 1 are unchanged."""
-    law_NV = law_NV.clone()
-    for row, top_p in zip(law_NV.numpy(), top_p_N.numpy(), strict=True):
+    probs_NV = probs_NV.clone()
+    for row, top_p in zip(probs_NV.numpy(), top_p_N.numpy(), strict=True):
         if top_p < 1:
             numba_rows.keep_nucleus(row, top_p)
-    return law_NV
+    return probs_NV
 
 
 def rows_of_nucleus() -> Tensor:
@@ -164,33 +166,33 @@ def rows_of_nucleus() -> Tensor:
     rows.append(torch.where(torch.arange(WIDTH) % 3 == 0, rows[1], 0.0))
     rows.append((rows[1] * 1e-30).index_fill_(0, torch.tensor([7]), 1.0))
     rows.append(torch.full((WIDTH,), 0.5 / (WIDTH - 1)).index_fill_(0, torch.tensor([100]), 0.5))
-    law_NV = torch.stack(rows)
-    return law_NV / law_NV.sum(1, keepdim=True)
+    probs_NV = torch.stack(rows)
+    return probs_NV / probs_NV.sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.5, 0.9, 0.95, 0.998, 0.9999])
 def test_a_nucleus_is_what_sorting_keeps(top_p: float) -> None:
-    law_NV = rows_of_nucleus()
-    before_NV, top_p_N = law_NV.clone(), torch.full((len(law_NV),), top_p)
-    found, expected = nucleus(law_NV, top_p_N), TORCH.nucleus(law_NV, top_p_N)
+    probs_NV = rows_of_nucleus()
+    before_NV, top_p_N = probs_NV.clone(), torch.full((len(probs_NV),), top_p)
+    found, expected = nucleus(probs_NV, top_p_N), TORCH.nucleus(probs_NV, top_p_N)
     assert torch.equal(found > 0, expected > 0)
     assert torch.allclose(found, expected, rtol=1e-6)
-    assert torch.equal(law_NV, before_NV)
+    assert torch.equal(probs_NV, before_NV)
 
 
 def test_every_row_has_its_own_nucleus() -> None:
-    law_NV = rows_of_nucleus()
-    top_p_N = torch.linspace(0.2, 1, len(law_NV))
-    whole = nucleus(law_NV, top_p_N)
-    assert torch.equal(whole[-1], law_NV[-1])
+    probs_NV = rows_of_nucleus()
+    top_p_N = torch.linspace(0.2, 1, len(probs_NV))
+    whole = nucleus(probs_NV, top_p_N)
+    assert torch.equal(whole[-1], probs_NV[-1])
     for row in (1, 5):
-        assert torch.equal(nucleus(law_NV[row : row + 1], top_p_N[row : row + 1])[0], whole[row])
-    assert not torch.equal(nucleus(law_NV, top_p_N.roll(1)) > 0, whole > 0)
+        assert torch.equal(nucleus(probs_NV[row : row + 1], top_p_N[row : row + 1])[0], whole[row])
+    assert not torch.equal(nucleus(probs_NV, top_p_N.roll(1)) > 0, whole > 0)
 
 
 def test_a_row_that_is_not_finite_has_no_nucleus() -> None:
-    law_NV = torch.full((1, WIDTH), torch.nan)
-    assert nucleus(law_NV, torch.tensor([0.9])).isnan().all()
+    probs_NV = torch.full((1, WIDTH), torch.nan)
+    assert nucleus(probs_NV, torch.tensor([0.9])).isnan().all()
 
 
 FILTERS = [
@@ -216,14 +218,17 @@ def rows_of_filters() -> Tensor:
 
 
 def differing(rows: ModuleType) -> list[tuple[int, Sampling]]:
-    """The rows and filters whose laws are not those of plain operations."""
+    """The rows and filters whose distributions are not those of plain operations."""
     found = []
     for number, logits in enumerate(rows_of_filters()):
         one = logits.unsqueeze(0).repeat(len(FILTERS), 1)
-        parameters = LawParameters.of(FILTERS, tiny.DEVICE, TORCH)
-        laws, plain = rows.law(one, parameters.temperature_N, parameters.filters), law(one, parameters)
-        for law_V, plain_V, sampling in zip(laws, plain, FILTERS, strict=True):
-            if not (torch.equal(law_V > 0, plain_V > 0) and torch.allclose(law_V, plain_V, rtol=1e-5, atol=1e-12)):
+        parameters = DistributionParameters.of(FILTERS, tiny.DEVICE, TORCH)
+        distributions, plain = (
+            rows.distribution(one, parameters.temperature_N, parameters.filters),
+            distribution(one, parameters),
+        )
+        for probs_V, plain_V, sampling in zip(distributions, plain, FILTERS, strict=True):
+            if not (torch.equal(probs_V > 0, plain_V > 0) and torch.allclose(probs_V, plain_V, rtol=1e-5, atol=1e-12)):
                 found.append((number, sampling))
     return found
 
@@ -272,7 +277,7 @@ def rows_with(old: str, new: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.6, top_k=20, top_p=0.95), Sampling(min_p=0.1)])
-def test_tokens_are_drawn_in_proportion_to_the_filtered_law(sampling: Sampling) -> None:
+def test_tokens_are_drawn_in_proportion_to_the_filtered_distribution(sampling: Sampling) -> None:
     """All numbers of a fine grid, once each: the count of a token is its probability, to one point of the grid."""
     logits, num_points = random_logits(1), 1 << 16
     found, _ = both(logits, sampling)

@@ -17,13 +17,13 @@ triton_rows = pytest.importorskip("engine.kernels.triton_rows")
 
 from engine.kernels import triton_kernels  # noqa: E402
 from engine.kernels.draw import categorical  # noqa: E402
-from engine.kernels.protocol import ChainNoise, Chains, Kernels, LawTable  # noqa: E402
+from engine.kernels.protocol import ChainNoise, Chains, Kernels, ProbsTable  # noqa: E402
 from engine.kernels.torch_block import residual  # noqa: E402
 from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
 from engine.kernels.triton_rows import Surplus  # noqa: E402
 from engine.request import Sampling  # noqa: E402
-from engine.sampling.law import LawParameters, law  # noqa: E402
+from engine.sampling.distribution import DistributionParameters, distribution  # noqa: E402
 from engine.speculation.verification.race import verify_block, verify_bv_race  # noqa: E402
 from engine.speculation.verification.token import verify_token  # noqa: E402
 from tests.engine import tiny  # noqa: E402
@@ -35,13 +35,13 @@ KERNELS = TritonKernels()
 WIDTH = 2 * triton_rows.TILE + 77
 
 
-def random_law(chance: np.random.Generator, num_rows: int, spread: float = 3.0) -> Tensor:
+def random_distribution(chance: np.random.Generator, num_rows: int, spread: float = 3.0) -> Tensor:
     logits = torch.from_numpy(spread * chance.standard_normal((num_rows, WIDTH))).float()
     return logits.softmax(1).to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", grid([torch.float32, torch.bfloat16, torch.float16], {torch.bfloat16}))
-def test_laws_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
+def test_distributions_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
     """Masked tokens, a tiny temperature, a row whose first tile is masked altogether, rows with gaps between them."""
     chance = np.random.default_rng(1)
     width = 2 * triton_rows._LAW_TILE + 77
@@ -51,9 +51,9 @@ def test_laws_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
     logits[3, triton_rows._LAW_TILE :] = -torch.inf
     logits[5, -1] = 50.0
     samplings = [Sampling(temperature=t, top_p=p) for t, p in ((1, 1), (1, 1), (0.7, 1), (1e-3, 1), (5, 1), (0.3, 0.9))]
-    parameters = LawParameters.of(samplings, DEVICE, KERNELS)
-    found = law(logits, parameters)
-    assert torch.allclose(found, law(logits, replace(parameters, kernels=TORCH)), rtol=2e-5, atol=1e-9)
+    parameters = DistributionParameters.of(samplings, DEVICE, KERNELS)
+    found = distribution(logits, parameters)
+    assert torch.allclose(found, distribution(logits, replace(parameters, kernels=TORCH)), rtol=2e-5, atol=1e-9)
     assert found[5, -1] > 0.99
     separate = KERNELS.softmax(logits.T.contiguous().T, parameters.temperature_N)
     assert torch.equal(separate, KERNELS.softmax(logits, parameters.temperature_N)), "rows that do not lie in one piece"
@@ -63,30 +63,32 @@ def test_filters_of_logits_take_the_plain_path(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(TritonKernels, "softmax", None)
     logits = torch.randn(1, 50, device=DEVICE)
     for sampling in (Sampling(top_k=3), Sampling(min_p=0.1)):
-        assert law(logits, LawParameters.of([sampling], DEVICE, KERNELS)).sum() == pytest.approx(1.0, abs=1e-5)
+        assert distribution(logits, DistributionParameters.of([sampling], DEVICE, KERNELS)).sum() == pytest.approx(
+            1.0, abs=1e-5
+        )
 
 
 def test_a_greedy_row_leaves_the_others_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.from_numpy(np.random.default_rng(8).standard_normal((3, WIDTH))).float().to(DEVICE)
     samplings = [Sampling(temperature=0), Sampling(temperature=0.7), Sampling(temperature=1.2, top_p=0.5)]
-    parameters = LawParameters.of(samplings, DEVICE, KERNELS)
+    parameters = DistributionParameters.of(samplings, DEVICE, KERNELS)
     calls = []
     softmax = triton_rows.softmax
     monkeypatch.setattr(triton_rows, "softmax", lambda *operands: calls.append(1) or softmax(*operands))
-    found = law(logits, parameters)
-    assert torch.allclose(found, law(logits, replace(parameters, kernels=TORCH)), rtol=2e-5, atol=1e-9)
+    found = distribution(logits, parameters)
+    assert torch.allclose(found, distribution(logits, replace(parameters, kernels=TORCH)), rtol=2e-5, atol=1e-9)
     assert len(calls) == 1
     assert found[0].max() == found[0, logits[0].argmax()] == 1
 
 
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
     """A grid of numbers over the whole row, so that every token's share of draws is its probability."""
-    laws = random_law(np.random.default_rng(2), 3)
+    distributions = random_distribution(np.random.default_rng(2), 3)
     count = 100
     uniform = (torch.arange(count, device=DEVICE, dtype=torch.float64) + 0.5) / count
     for row in range(3):
         rows = torch.full((count,), row, device=DEVICE)
-        drawn, expected = Surplus(laws, rows).draw(uniform), categorical(laws[rows], uniform)
+        drawn, expected = Surplus(distributions, rows).draw(uniform), categorical(distributions[rows], uniform)
         # Sums of another order may put a border on the other side of a number of the grid.
         assert (drawn != expected).sum() <= 1
         assert (drawn[1:] >= drawn[:-1]).all()
@@ -94,40 +96,42 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
 
 def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
     """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, no surplus at all."""
-    laws = torch.zeros(3, WIDTH, device=DEVICE)
-    laws[0, -1] = 1.0
-    laws[1, [5, WIDTH - 2]] = 0.5
-    laws[2, triton_rows.TILE - 1 : triton_rows.TILE + 1] = torch.tensor([1e-38, 1.0], device=DEVICE)
+    distributions = torch.zeros(3, WIDTH, device=DEVICE)
+    distributions[0, -1] = 1.0
+    distributions[1, [5, WIDTH - 2]] = 0.5
+    distributions[2, triton_rows.TILE - 1 : triton_rows.TILE + 1] = torch.tensor([1e-38, 1.0], device=DEVICE)
     ends = torch.tensor([2.0**-54, 1 - 2.0**-53], dtype=torch.float64, device=DEVICE)
 
     def draw(row: int, **more: Tensor) -> list[int]:
-        drawn: list[int] = Surplus(laws, torch.full((2,), row, device=DEVICE), **more).draw(ends).tolist()
+        drawn: list[int] = Surplus(distributions, torch.full((2,), row, device=DEVICE), **more).draw(ends).tolist()
         return drawn
 
     assert draw(0) == [WIDTH - 1] * 2
     assert draw(1) == [5, WIDTH - 2]
     assert draw(2)[1] == triton_rows.TILE
     one = torch.ones(2, dtype=torch.float64, device=DEVICE)
-    same = {"weight_C": one, "draft_MV": laws, "draft_row_C": torch.ones(2, dtype=torch.int64, device=DEVICE)}
-    assert draw(1, **same) == [5, WIDTH - 2], "without a surplus the target's law is drawn from"
+    same = {"weight_C": one, "draft_MV": distributions, "draft_row_C": torch.ones(2, dtype=torch.int64, device=DEVICE)}
+    assert draw(1, **same) == [5, WIDTH - 2], "without a surplus the target's distribution is drawn from"
     assert draw(0, **same) == [WIDTH - 1] * 2
-    nothing_left = Surplus(laws, torch.full((2,), 1, device=DEVICE), **same)
+    nothing_left = Surplus(distributions, torch.full((2,), 1, device=DEVICE), **same)
     assert nothing_left.draw(ends, torch.ones(2, dtype=torch.bool, device=DEVICE)).tolist() == [5, WIDTH - 2]
 
 
-def chains_of(chance: np.random.Generator, num_requests: int, num_chains: int, length: int) -> tuple[Chains, LawTable]:
-    """Chains of several lengths, one of them empty; laws close enough for acceptance to be common."""
+def chains_of(
+    chance: np.random.Generator, num_requests: int, num_chains: int, length: int
+) -> tuple[Chains, ProbsTable]:
+    """Chains of several lengths, one of them empty; distributions close enough for acceptance to be common."""
     count = num_requests * num_chains
     length_C = torch.from_numpy(chance.integers(1, length + 1, count)).to(DEVICE)
     length_C[-1] = 0
     draft_row_CL = torch.arange(count * length, device=DEVICE).view(count, length)
     target_row_CX = torch.arange(count * (length + 1), device=DEVICE).view(count, length + 1)
-    draft = LawTable(random_law(chance, count * length, 1.0), draft_row_CL, KERNELS)
-    target_NV = random_law(chance, count * (length + 1), 1.0)
-    target_NV[target_row_CX[:, :-1].flatten()] += 2 * draft.law_NV
-    target = LawTable(target_NV / target_NV.sum(1, keepdim=True), target_row_CX, KERNELS)
+    draft = ProbsTable(random_distribution(chance, count * length, 1.0), draft_row_CL, KERNELS)
+    target_NV = random_distribution(chance, count * (length + 1), 1.0)
+    target_NV[target_row_CX[:, :-1].flatten()] += 2 * draft.probs_NV
+    target = ProbsTable(target_NV / target_NV.sum(1, keepdim=True), target_row_CX, KERNELS)
     uniform = torch.from_numpy(chance.random(count * length)).to(DEVICE)
-    tokens_CL = categorical(draft.law_NV, uniform).view(count, length)
+    tokens_CL = categorical(draft.probs_NV, uniform).view(count, length)
     request_C = torch.arange(num_requests, device=DEVICE).repeat_interleave(num_chains)
     return Chains(tokens_CL, length_C, request_C, draft), target
 
@@ -143,8 +147,8 @@ def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pyt
     parts = ("chain_B", "accepted_B", "next_token_B")
     found = verify(chains, target, noise)
     assert all(torch.equal(getattr(found, part), getattr(plain, part)) for part in parts)
-    # The wrong variant leaves the draft law out.
-    monkeypatch.setattr(triton_kernels, "Surplus", lambda law_NV, row_C, *_: Surplus(law_NV, row_C))
+    # The wrong variant leaves the draft distribution out.
+    monkeypatch.setattr(triton_kernels, "Surplus", lambda probs_NV, row_C, *_: Surplus(probs_NV, row_C))
     assert not torch.equal(verify(chains, target, noise).next_token_B, plain.next_token_B)
     assert 0 < int(plain.accepted_B.sum()) < int(chains.length_C.sum())
 
@@ -163,7 +167,7 @@ def test_residuals_are_those_of_the_plain_path() -> None:
         return [kernels.draw_residual(chains, target, depth_C, weight_C, uniform_C), *sums]
 
     plain = residuals(TORCH)
-    assert residual(chains, target, depth_C, weight_C).dtype == target.law_NV.dtype
+    assert residual(chains, target, depth_C, weight_C).dtype == target.probs_NV.dtype
     found = residuals(KERNELS)
     assert torch.equal(found[0], plain[0])
     for sums, expected in zip(found[1:], plain[1:], strict=True):
@@ -171,30 +175,30 @@ def test_residuals_are_those_of_the_plain_path() -> None:
         torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
 
 
-def test_rows_that_do_not_speculate_draw_from_their_law() -> None:
-    laws = random_law(np.random.default_rng(4), 2)
+def test_rows_that_do_not_speculate_draw_from_their_distribution() -> None:
+    distributions = random_distribution(np.random.default_rng(4), 2)
     nothing = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)
     number = torch.arange(2, device=DEVICE)
-    draft = LawTable(laws[:0], nothing, KERNELS)
+    draft = ProbsTable(distributions[:0], nothing, KERNELS)
     chains = Chains(nothing, torch.zeros_like(number), number, draft)
     uniform = torch.tensor([0.2, 0.8], dtype=torch.float64, device=DEVICE)
     empty = nothing.double()
     noise = ChainNoise(empty, uniform, uniform, empty, uniform)
-    found = verify_block(chains, LawTable(laws, number.unsqueeze(1), KERNELS), noise)
-    assert torch.equal(found.next_token_B, categorical(laws, uniform))
+    found = verify_block(chains, ProbsTable(distributions, number.unsqueeze(1), KERNELS), noise)
+    assert torch.equal(found.next_token_B, categorical(distributions, uniform))
 
 
 def test_a_row_is_drawn_from_by_the_kernels_or_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in another order than the laws; laws that do not lie in one piece are drawn from without kernels."""
-    laws = random_law(np.random.default_rng(6), 3)
+    """Rows may come in another order; distributions that are not contiguous are drawn from without kernels."""
+    distributions = random_distribution(np.random.default_rng(6), 3)
     rows = torch.tensor([2, 0, 2, 1], device=DEVICE)
     uniform = torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64, device=DEVICE)
-    expected = categorical(laws[rows], uniform)
+    expected = categorical(distributions[rows], uniform)
     calls = []
     right = Surplus.draw
     monkeypatch.setattr(Surplus, "draw", lambda *operands: calls.append(1) or right(*operands))
-    assert torch.equal(KERNELS.draw(laws, rows, uniform), expected)
-    assert torch.equal(KERNELS.draw(laws.T.contiguous().T, rows, uniform), expected)
+    assert torch.equal(KERNELS.draw(distributions, rows, uniform), expected)
+    assert torch.equal(KERNELS.draw(distributions.T.contiguous().T, rows, uniform), expected)
     assert len(calls) == 1
 
 

@@ -219,7 +219,7 @@ def test_unlike_vocabularies_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_with_a_padded_head_is_served(tmp_path: Path) -> None:
-    """Same tokenizer, differently padded output heads: the draft's law is cut or filled to the target's."""
+    """Same tokenizer, differently padded output heads: the draft's distribution is cut or filled to the target's."""
     words = {"a": 0, "b": 1, "c": 2}
     target = saved(tmp_path / "target", words=words)
     for size in (48, 80):

@@ -1,5 +1,5 @@
-"""Edits of logits against the same by hand, and their edges; their law is tested on the running engine
-(tests/engine/test_output_law.py)."""
+"""Edits of logits against the same by hand, and their edges; their distribution is tested on the running engine
+(tests/engine/test_output_distribution.py)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.fixed_edits import FixedEdits, SharedEdits
 from engine.kernels.torch_kernels import TORCH
 from engine.plan import LogitContext
 from engine.request import Sampling
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.edits import Bools, NodeContext, edit, has_dead_end
-from engine.sampling.law import LawParameters, law
 from engine.text_counts import TextCounts
 
 VOCABULARY = 12
@@ -136,14 +136,14 @@ def test_without_a_place_nothing_is_copied() -> None:
     assert edit(logits, [None, None]) is logits
 
 
-def test_extreme_values_leave_a_law() -> None:
+def test_extreme_values_leave_a_distribution() -> None:
     """Huge logits, the smallest penalty, full bias, everything banned: the result is finite."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 1e37
     sampling = Sampling(repetition_penalty=0.01, logit_bias=((3, 100.0), (4, -100.0)), frequency_penalty=-2)
     nothing = Sampling(allowed_token_ids=(7,), bad_words=((7,),))
     text = LogitContext((3, 4, 5, 3), 2, min_tokens=9, ends=(6, -1, 2**62))
     edited = edit(logits, [NodeContext(sampling, text), NodeContext(nothing, text, 2, (1, 2)), None])
-    rows = law(edited, LawParameters.of([sampling, nothing, Sampling()], logits.device, TORCH))
+    rows = distribution(edited, DistributionParameters.of([sampling, nothing, Sampling()], logits.device, TORCH))
     assert torch.isfinite(rows).all()
     torch.testing.assert_close(rows.sum(1), torch.ones(3))
     assert rows[0, 6] == 0

@@ -149,8 +149,8 @@ def test_the_smallest_and_the_largest_number_are_inside(word: int) -> None:
     assert int(hash_words(seed, 7, Purpose.CLOCK, 0, 3)[0]) == word
     (found,) = uniform(seed, 7, Purpose.CLOCK, 0, 3)
     assert 0 < found < 1
-    law_NV = torch.tensor([[0.0, 0.0, 0.5, 0.0 if word else 0.5, 0.5]])
-    assert uniform_rows([seed], [7], Purpose.CLOCK, 5, law_NV.device)[0, 3] == found
-    race_NV = race(law_NV, [Sampling(seed=seed)], [7])
+    probs_NV = torch.tensor([[0.0, 0.0, 0.5, 0.0 if word else 0.5, 0.5]])
+    assert uniform_rows([seed], [7], Purpose.CLOCK, 5, probs_NV.device)[0, 3] == found
+    race_NV = race(probs_NV, [Sampling(seed=seed)], [7])
     assert race_NV.isfinite().all()
-    assert law_NV[0, race_NV.argmax()] > 0
+    assert probs_NV[0, race_NV.argmax()] > 0

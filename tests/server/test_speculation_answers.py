@@ -253,13 +253,13 @@ def test_greedy_answers_are_the_same_with_and_without_speculation(http: httpx.Cl
         assert body["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
-# How few tokens a law may leave: a rule must cope with fewer of them than there are drafts.
+# How few tokens a distribution may leave: a rule must cope with fewer of them than there are drafts.
 NARROW = ({}, {"top_k": 1}, {"top_k": 2}, {"top_p": 0}, {"temperature": 1e-300}, {"temperature": 0})
 METHODS = ("iid", "without_replacement", "greedy", "most_likely")
 
 
 def check_served_or_refused(http: httpx.Client, rule: str, method: str | None, num_drafts: int | None) -> None:
-    """Assert that a combination is either served or refused by name, under wide laws and under narrow ones."""
+    """Assert that a combination is either served or refused by name, under wide distributions and under narrow ones."""
     speculation = {"rule": rule, "draft_method": method, "num_drafts": num_drafts, "draft_length": 3}
     for sampling in NARROW:
         response = http.post(COMPLETIONS, json={**CALL, **sampling, "max_tokens": 5, "speculation": speculation})

@@ -1,5 +1,5 @@
 """Thoughts that the engine follows, on a daemon whose model has the tags as tokens: a budget ends them, and structured
-output comes after them. The law is enumerated in tests/engine/test_output_law.py."""
+output comes after them. The distribution is enumerated in tests/engine/test_output_distribution.py."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from analysis.enumeration import EveryChain, Path, RuleOutcome, TabularModel, rule_outcomes
 from engine.kernels.choosing import choose
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TargetShifts
 from engine.plan import TargetShift
 from engine.speculation.drafting import children, method_below
 from engine.speculation.rule_facts import MOST_LIKELY
@@ -218,7 +218,7 @@ class Batch:
         every = len(self.kinds)
         return [Emitted(firsts[i::every], paths[i::every]) for i in range(every)]
 
-    def drafted(self, request_B: Tensor) -> tuple[Chains, LawTable]:
+    def drafted(self, request_B: Tensor) -> tuple[Chains, ProbsTable]:
         """Chains below where some requests are, and the target's laws along them; rows beyond a chain's end are any."""
         kind_B, node_B = self.kind_B[request_B], self.node_B[request_B]
         count_B = torch.tensor([kind.num_chains for kind in self.kinds])[kind_B]
@@ -239,12 +239,12 @@ class Batch:
             tokens_CL,
             length_B.repeat_interleave(count_B),
             torch.arange(len(request_B)).repeat_interleave(count_B),
-            LawTable(self.nodes.draft_NV, node_CX[:, :length], KERNELS),
+            ProbsTable(self.nodes.draft_NV, node_CX[:, :length], KERNELS),
             leads_CL if is_tree else None,
             None if self.shifts is None else self.shifts.select(request_B.repeat_interleave(count_B)),
             shape if is_tree or self._knows_shape else None,
         )
-        return chains, LawTable(self.nodes.target_NV, node_CX, KERNELS)
+        return chains, ProbsTable(self.nodes.target_NV, node_CX, KERNELS)
 
     def _draw(
         self, kind: RequestCase, chain_RK: Tensor, node_R: Tensor, tokens_CL: Tensor, leads_CL: Tensor, node_CX: Tensor
@@ -272,7 +272,7 @@ class Batch:
         rows = zip(tokens, verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True)
         return [(tuple(chain[:accepted]), token) for chain, accepted, token in rows]
 
-    def _go_on(self, request_B: Tensor, chains: Chains, target: LawTable, verdict: ChainVerdict) -> None:
+    def _go_on(self, request_B: Tensor, chains: Chains, target: ProbsTable, verdict: ChainVerdict) -> None:
         node_B = target.select(verdict.chain_B).row_CX.gather(1, verdict.accepted_B.unsqueeze(1)).squeeze(1)
         self.node_B[request_B] = self.nodes.child_NV[node_B, verdict.next_token_B]
         if verdict.shifts is None:

@@ -28,7 +28,7 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
-from engine.kernels.protocol import ChainNoise, LawTable
+from engine.kernels.protocol import ChainNoise, ProbsTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
 from engine.plan import level_widths
 from engine.request import Speculation, TextDraft
@@ -183,7 +183,7 @@ def moved(part: str, right: Below, drafted: Below) -> Below:
 def unshifted(part: str) -> Callable[..., Below]:
     """A wrong `below` that shifts all but one part."""
 
-    def wrong(chains: Any, target: LawTable, noise: ChainNoise, *where: Any) -> Below:
+    def wrong(chains: Any, target: ProbsTable, noise: ChainNoise, *where: Any) -> Below:
         right = below(chains, target, noise, *where)
         index = torch.from_numpy(right.origin_C)
         return moved(part, right, replace(right, chains=chains.select(index), target=target.select(index)))
@@ -201,10 +201,10 @@ class Branches:
         self.script = list(script)
         self.chance: Any = 1.0
 
-    def __call__(self, law_BV: Tensor, _: Tensor) -> Tensor:
+    def __call__(self, probs_BV: Tensor, _: Tensor) -> Tensor:
         token = self.script.pop(0)
-        self.chance = self.chance * law_BV[:, token].numpy()
-        return torch.full((len(law_BV),), token)
+        self.chance = self.chance * probs_BV[:, token].numpy()
+        return torch.full((len(probs_BV),), token)
 
 
 def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> Ends:
@@ -224,15 +224,15 @@ def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> End
     for path, probability, refused in walk_ends(SMALL):
         alive = {leaf for leaf in leaves if leaf[: len(path)] == path and len(leaf) > len(path)}
         lives_C = np.array([leaf in alive for leaf in leaves])
-        law_NV = torch.cat([every.target.law_NV, torch.from_numpy(SMALL.target[path]).unsqueeze(0)])
-        refuse(law_NV, [len(law_NV) - 1], [refused])
+        probs_NV = torch.cat([every.target.probs_NV, torch.from_numpy(SMALL.target[path]).unsqueeze(0)])
+        refuse(probs_NV, [len(probs_NV) - 1], [refused])
         rest = rest_of(
             chains,
-            LawTable(law_NV, every.target.row_CX, TORCH),
+            ProbsTable(probs_NV, every.target.row_CX, TORCH),
             noise,
             np.full(len(leaves), len(path)),
             lives_C,
-            np.full(len(leaves), len(law_NV) - 1),
+            np.full(len(leaves), len(probs_NV) - 1),
         )
         for script in itertools.product(range(3), repeat=length + 1):
             branches = Branches(script)

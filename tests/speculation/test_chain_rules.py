@@ -23,7 +23,7 @@ from analysis.enumeration import (
     rule_outcomes,
 )
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, LawTable, TargetShifts
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable, TargetShifts
 from engine.kernels.torch_kernels import TORCH
 from engine.plan import TargetShift
 from engine.speculation.target_shift import effective_laws
@@ -150,14 +150,14 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
             torch.tensor([[*path, *[0] * case["L"]][: case["L"]]]),
             torch.tensor([case["L"]]),
             torch.tensor([0]),
-            LawTable(
+            ProbsTable(
                 torch.tensor(np.array([draft[row] for row in rows]), dtype=dtype),
                 torch.tensor([[min(i, len(accepted)) for i in range(case["L"])]]),
                 TORCH,
             ),
             shifts=shift_tensors(shifts),
         )
-        plain = LawTable(
+        plain = ProbsTable(
             torch.tensor(np.array([target[row] for row in rows]), dtype=dtype),
             torch.tensor([[min(i, len(accepted)) for i in range(case["L"] + 1)]]),
             TORCH,
@@ -335,9 +335,9 @@ def test_float32_edges_give_a_token_with_mass(name: str, uniform: float) -> None
         tokens_CL,
         torch.full((count,), length),
         torch.zeros(count, dtype=torch.int64),
-        LawTable(draft_NV, steps[:, :length], TORCH),
+        ProbsTable(draft_NV, steps[:, :length], TORCH),
     )
-    target = LawTable(target_NV, steps, TORCH)
+    target = ProbsTable(target_NV, steps, TORCH)
     full = torch.full((count,), uniform, dtype=torch.float64)
     each = full.unsqueeze(1).expand(count, length)
     noise = ChainNoise(each, full, full, each, full)
@@ -361,9 +361,9 @@ def test_ragged_chains_ignore_what_lies_beyond_their_end() -> None:
             torch.tensor([[1, beyond, beyond], [beyond, beyond, beyond]]),
             torch.tensor([1, 0]),
             torch.tensor([0, 1]),
-            LawTable(draft_NV, torch.tensor([[0, beyond, beyond], [beyond] * 3]), TORCH),
+            ProbsTable(draft_NV, torch.tensor([[0, beyond, beyond], [beyond] * 3]), TORCH),
         )
-        target = LawTable(target_NV, torch.tensor([[0, 1, beyond, beyond], [2, beyond, beyond, beyond]]), TORCH)
+        target = ProbsTable(target_NV, torch.tensor([[0, 1, beyond, beyond], [2, beyond, beyond, beyond]]), TORCH)
         result = RULES["bv_race"].verify(chains, target, noise)
         return result.accepted_B.tolist(), result.next_token_B.tolist()
 
@@ -395,13 +395,13 @@ def test_golden_monte_carlo() -> None:
         torch.stack(tokens, 1),
         torch.full((num_chains,), model.length),
         torch.arange(count).repeat_interleave(case["K"]),
-        LawTable(draft_NV, node_CX[:, : model.length], TORCH),
+        ProbsTable(draft_NV, node_CX[:, : model.length], TORCH),
     )
     numbers = torch.from_numpy(rng.random((num_chains, 2 * model.length + 3)))
     parts = numbers.split([model.length, 1, 1, model.length, 1], 1)
     noise = ChainNoise(parts[0], parts[1][:, 0], parts[2][:, 0], parts[3], parts[4][:, 0])
     for rule in ("bv_race", "spectr_gbv", "traversal"):
-        verdict = RULES[rule].verify(chains, LawTable(target_NV, node_CX, TORCH), noise)
+        verdict = RULES[rule].verify(chains, ProbsTable(target_NV, node_CX, TORCH), noise)
         mean = float(verdict.accepted_B.double().mean())
         error = float(verdict.accepted_B.double().std()) / count**0.5
         assert mean == pytest.approx(case["E_tau"][BLOCK_NAMES[rule]], abs=4 * error)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.speculation.verification import RULES
 from engine.speculation.verification.longest_match import verify_certain
@@ -24,7 +24,7 @@ def world(path: tuple[int, ...]) -> int:
     return (len(path) + sum((i + 2) * token for i, token in enumerate(path))) % VOCABULARY
 
 
-def drawn(seed: int = 0) -> tuple[Chains, LawTable, ChainNoise]:
+def drawn(seed: int = 0) -> tuple[Chains, ProbsTable, ChainNoise]:
     """Random chains of random lengths, and the target's laws below all their prefixes."""
     chance = np.random.default_rng(seed)
     count = NUM_REQUESTS * NUM_CHAINS
@@ -38,7 +38,7 @@ def drawn(seed: int = 0) -> tuple[Chains, LawTable, ChainNoise]:
     laws_NV = torch.zeros(len(nodes), VOCABULARY)
     laws_NV[torch.arange(len(nodes)), torch.tensor([world(node) for node in nodes])] = 1.0
     number_C = torch.arange(count)
-    draft = LawTable(
+    draft = ProbsTable(
         torch.full((count * LENGTH, VOCABULARY), 1 / VOCABULARY), torch.arange(count * LENGTH).view(count, -1), TORCH
     )
     lengths = torch.from_numpy(chance.integers(0, LENGTH + 1, count))
@@ -47,7 +47,7 @@ def drawn(seed: int = 0) -> tuple[Chains, LawTable, ChainNoise]:
     )
     numbers = torch.from_numpy(chance.random((count, 2 * LENGTH + 3)))
     noise = ChainNoise(numbers[:, :LENGTH], numbers[:, -3], numbers[:, -2], numbers[:, LENGTH:-3], numbers[:, -1])
-    return chains, LawTable(laws_NV, torch.arange(len(nodes)).view(count, LENGTH + 1), TORCH), noise
+    return chains, ProbsTable(laws_NV, torch.arange(len(nodes)).view(count, LENGTH + 1), TORCH), noise
 
 
 def texts(chains: Chains, verdict: ChainVerdict) -> list[tuple[int, ...]]:
@@ -84,7 +84,7 @@ def test_it_emits_the_targets_own_text() -> None:
     assert texts(chains, by_any_rule) == found
 
 
-WRONG: dict[str, Callable[[Chains, LawTable], tuple[Chains, LawTable]]] = {
+WRONG: dict[str, Callable[[Chains, ProbsTable], tuple[Chains, ProbsTable]]] = {
     "drafts that are not there": lambda c, t: (replace(c, length_C=torch.full_like(c.length_C, LENGTH)), t),
     "laws of the prefix before": lambda c, t: (c, replace(t, row_CX=t.row_CX.roll(1, 1))),
     "chains of one request": lambda c, t: (replace(c, request_C=c.request_C * 0, shape=(1, c.num_chains)), t),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels import torch_block
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.speculation import verification
 from engine.speculation.verification import RULES
@@ -36,7 +36,7 @@ greedy_block, kseq, ot_lp, traversal, weighted_race = (
 )
 
 
-def verifying(rule: str, verify: Callable[[Chains, LawTable, ChainNoise], ChainVerdict]) -> Patch:
+def verifying(rule: str, verify: Callable[[Chains, ProbsTable, ChainNoise], ChainVerdict]) -> Patch:
     """Another function in the rule's place."""
     return patch.object(verification, "RULES", {**RULES, rule: msgspec.structs.replace(RULES[rule], verify=verify)})
 
@@ -85,7 +85,7 @@ def no_lower_end() -> Patch:
 def residual_is_the_target() -> Patch:
     """Token verification draws a refused token again from p."""
 
-    def drawn(chains: Chains, target: LawTable, accepted_C: Tensor, _: Tensor, uniform_C: Tensor) -> Tensor:
+    def drawn(chains: Chains, target: ProbsTable, accepted_C: Tensor, _: Tensor, uniform_C: Tensor) -> Tensor:
         return categorical(target.rows(accepted_C), uniform_C)
 
     return patch.object(TORCH, "draw_residual", drawn)

@@ -222,7 +222,7 @@ def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
         with torch.device("meta"):
             verdict = (LOSSY.get(rule) or RULES[rule].verify)(chains, target, noise)
         for part in (verdict.chain_B, verdict.accepted_B, verdict.next_token_B):
-            assert part.device == target.law_NV.device
+            assert part.device == target.probs_NV.device
 
 
 def test_a_chain_rule_is_what_its_node_rule_makes_it() -> None:

@@ -23,7 +23,7 @@ from engine.drafting import draft as drafting_module
 from engine.drafting.chains import draw_chains
 from engine.drafting.draft import Draft, with_tokens
 from engine.drafting.model import ModelDrafter
-from engine.kernels.protocol import ChainNoise, Chains, Kernels, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.plan import Emission, Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
@@ -32,7 +32,7 @@ from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
-from tests.sampling.test_law import reference
+from tests.sampling.test_distribution import reference
 from tests.speculation import served
 from tests.speculation.served import Batch, Fit, RequestCase, fit, small_world
 
@@ -289,7 +289,7 @@ def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
         number_CX[:, :3] + 100,
         torch.tensor([3, 3, 2, 2, 0]),
         torch.tensor([0, 0, 1, 1, 2]),
-        LawTable(laws_NV, number_CX[:, :3], TORCH),
+        ProbsTable(laws_NV, number_CX[:, :3], TORCH),
         leads_CL,
     )
     numbers = torch.arange(5, dtype=torch.float64)
@@ -298,7 +298,7 @@ def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
     lives_C, offset_C = np.array([False, True, False, False, False]), np.array([9, 2, 9, 9, 9])
     with torch.device("meta"):
         rest = below(
-            chains, LawTable(laws_NV, number_CX, TORCH), noise, offset_C, lives_C, np.array([50, 51, 52, 53, 54])
+            chains, ProbsTable(laws_NV, number_CX, TORCH), noise, offset_C, lives_C, np.array([50, 51, 52, 53, 54])
         )
     assert rest.origin_C.tolist() == [1, 2, 4]
     assert rest.chains.length_C.tolist() == [1, 0, 0]

@@ -71,7 +71,7 @@ def fits(seed: int = 0) -> dict[str, Fit]:
 
 
 def test_rows_have_the_target_s_law() -> None:
-    with patch.object(verifying, "target_laws", side_effect=AssertionError("the kernel makes the laws")):
+    with patch.object(verifying, "target_distributions", side_effect=AssertionError("the kernel makes the laws")):
         assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
 
 
@@ -144,7 +144,7 @@ def test_numbers_that_are_not_finite_are_found(number: float, kind: str) -> None
 def test_other_rows_take_the_general_path(fields: dict[str, Any]) -> None:
     with (
         patch.object(numba_block, "decide", side_effect=AssertionError("not of these rows")),
-        patch.object(verifying, "target_laws", wraps=verifying.target_laws) as laws,
+        patch.object(verifying, "target_distributions", wraps=verifying.target_distributions) as laws,
     ):
         step([row_of(0, KINDS["block"]), row_of(1, fields)])
     assert laws.call_count == 1

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.protocol import ChainNoise, Chains, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
 from engine.speculation.topology import Tree
 
 
@@ -69,17 +69,17 @@ def walk(tree: Tree, first_copy: int, probability: dict[int, float], uniform_L: 
     return Walk(path, rank, refused)
 
 
-def refuse(law_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]) -> None:
+def refuse(probs_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]) -> None:
     """Set the probability of some tokens to zero in some laws, in place; a law without any other token is unchanged
     (this has probability zero).
     """
-    row_M = torch.tensor(rows, device=law_NV.device)
-    rest_MV = law_NV[row_M].double()
+    row_M = torch.tensor(rows, device=probs_NV.device)
+    rest_MV = probs_NV[row_M].double()
     pairs = [(number, token) for number, tokens in enumerate(refused) for token in tokens]
-    number_P, token_P = torch.tensor(pairs, dtype=torch.int64, device=law_NV.device).reshape(-1, 2).T
+    number_P, token_P = torch.tensor(pairs, dtype=torch.int64, device=probs_NV.device).reshape(-1, 2).T
     rest_MV[number_P, token_P] = 0.0
     total_M1 = rest_MV.sum(1, keepdim=True)
-    law_NV[row_M] = torch.where(total_M1 > 0, rest_MV / total_M1, law_NV[row_M].double()).to(law_NV.dtype)
+    probs_NV[row_M] = torch.where(total_M1 > 0, rest_MV / total_M1, probs_NV[row_M].double()).to(probs_NV.dtype)
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Below:
     """Chains that remain to be verified below the walks."""
 
     chains: Chains
-    target: LawTable
+    target: ProbsTable
     noise: ChainNoise
     origin_C: np.ndarray
     """Index of each chain among the drafted ones."""
 
 
 def below(
-    chains: Chains, target: LawTable, noise: ChainNoise, offset_C: np.ndarray, lives_C: np.ndarray, root_C: np.ndarray
+    chains: Chains, target: ProbsTable, noise: ChainNoise, offset_C: np.ndarray, lives_C: np.ndarray, root_C: np.ndarray
 ) -> Below:
     """Return the chains from `offset_C` tokens on.
 

@@ -29,10 +29,10 @@ def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: 
     token_N = drafted_NK.gather(1, last_N.unsqueeze(1)).squeeze(1)
     accept_N = ratio(at(target_NV, token_N), at(rest_NV, token_N))
     residual_NV = normalised((target_NV - rest_NV).clamp(min=0), target_NV)
-    law_NV = point_mass(token_N, accept_N, target_NV.shape[1]) + (1 - accept_N).unsqueeze(1) * residual_NV
+    probs_NV = point_mass(token_N, accept_N, target_NV.shape[1]) + (1 - accept_N).unsqueeze(1) * residual_NV
     # Without a drawn token (no drafts, or no mass outside Top) the target law is emitted unchanged.
     drawn_N1 = (present_NK.any(1) & (rest_NV.sum(1) > 0)).unsqueeze(1)
-    return torch.where(drawn_N1, law_NV, target_NV)
+    return torch.where(drawn_N1, probs_NV, target_NV)
 
 
 def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK:
     from_first_N = ratio(at(first_taken_NV, token_N), at(others_NV, token_N))
     from_second_N = ratio(at(second_taken_NV, token_N), at(second_NV, token_N))
     accept_N = torch.where(hub_first_N, from_second_N, from_first_N)
-    law_NV = point_mass(token_N, accept_N, target_NV.shape[1])
-    law_NV = law_NV + point_mass(hub_N, (1 - accept_N) * hub_accept_N, target_NV.shape[1])
-    law_NV = law_NV + ((1 - accept_N) * (1 - hub_accept_N)).unsqueeze(1) * residual_NV
+    probs_NV = point_mass(token_N, accept_N, target_NV.shape[1])
+    probs_NV = probs_NV + point_mass(hub_N, (1 - accept_N) * hub_accept_N, target_NV.shape[1])
+    probs_NV = probs_NV + ((1 - accept_N) * (1 - hub_accept_N)).unsqueeze(1) * residual_NV
     # One draft alone, or a law with no token but a.
     paired_N1 = (present_NK[:, :2].all(1) & (others_NV.sum(1) > 0)).unsqueeze(1)
-    return torch.where(paired_N1, law_NV, greedy(target_NV, draft_NV, drafted_NK, present_NK))
+    return torch.where(paired_N1, probs_NV, greedy(target_NV, draft_NV, drafted_NK, present_NK))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TargetShifts
 from engine.kernels.torch_block import accepted_length, chain_table
 from engine.speculation.target_shift import Selection, apply_shifts, effective_laws, root_state
 from engine.speculation.verification.race import verify_bv_race
@@ -37,7 +37,7 @@ class GreedyBlocks:
     """State of the node below i tokens, i = 0..L."""
 
 
-def greedy_blocks(chains: Chains, target: LawTable, count_C: Tensor) -> GreedyBlocks:
+def greedy_blocks(chains: Chains, target: ProbsTable, count_C: Tensor) -> GreedyBlocks:
     """Walk down chains that were selected among `count_C`; `target` holds the laws with all shifts applied."""
     state_C4 = root_state(chains.num_chains, chains.length_C.device)
     alive_C = torch.ones_like(chains.length_C, dtype=torch.bool)
@@ -68,7 +68,7 @@ def _whole(state_C4: Tensor) -> Tensor:
 
 
 def selection_at(
-    chains: Chains, target: LawTable, known: GreedyBlocks, count_C: Tensor, accepted_C: Tensor
+    chains: Chains, target: ProbsTable, known: GreedyBlocks, count_C: Tensor, accepted_C: Tensor
 ) -> Selection:
     """Return the selected chain's law at the node below the first `accepted_C` tokens (undefined below a whole
     chain).
@@ -88,7 +88,7 @@ def next_token_weights(chains: Chains, selection: Selection, accepted_C: Tensor)
 
 def shifts_after(
     chains: Chains,
-    plain: LawTable,
+    plain: ProbsTable,
     by_depth: list[TargetShifts],
     selection: Selection,
     count_C: Tensor,
@@ -115,14 +115,14 @@ def shifts_after(
     return TargetShifts(remaining_CM.clamp(min=0), state_CM4, num_CM)
 
 
-def verify_greedy_block(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def verify_greedy_block(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Verify one chain per request."""
     laws, by_depth = effective_laws(chains, target)
     order_C = torch.arange(chains.num_chains, device=chains.length_C.device)
     return _verify_chosen(chains, target, laws, by_depth, noise, order_C, torch.ones_like(chains.length_C))
 
 
-def verify_spectr_gbv(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def verify_spectr_gbv(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Select a chain of each request by the score race, and verify it by greedy block verification."""
     laws, by_depth = effective_laws(chains, target)
     winner_B = verify_bv_race(chains, laws, noise).chain_B
@@ -132,8 +132,8 @@ def verify_spectr_gbv(chains: Chains, target: LawTable, noise: ChainNoise) -> Ch
 
 def _verify_chosen(
     chains: Chains,
-    plain: LawTable,
-    laws: LawTable,
+    plain: ProbsTable,
+    laws: ProbsTable,
     by_depth: list[TargetShifts],
     noise: ChainNoise,
     chain_B: Tensor,

@@ -21,16 +21,16 @@ def kseq(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Te
     rho_N = solve_rho(target_NV, draft_NV, count_N)
     accepted_NV = torch.minimum(draft_NV, target_NV / rho_N.unsqueeze(1))
     beta_N = accepted_NV.sum(1)
-    law_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
+    probs_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
     for k in range(drafted_NK.shape[1]):
         token_N = drafted_NK[:, k]
         accept_N = ratio(at(target_NV, token_N), rho_N * at(draft_NV, token_N))
         accept_N = torch.where(present_NK[:, k], accept_N, 0.0)
-        law_NV = law_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
+        probs_NV = probs_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
         remaining_N = remaining_N * (1 - accept_N)
     share_N = torch.where(beta_N > 0, success(beta_N, count_N) / torch.where(beta_N > 0, beta_N, 1.0), 0.0)
     residual_NV = (target_NV - accepted_NV * share_N.unsqueeze(1)).clamp(min=0)
-    return law_NV + remaining_N.unsqueeze(1) * normalised(residual_NV, target_NV)
+    return probs_NV + remaining_N.unsqueeze(1) * normalised(residual_NV, target_NV)
 
 
 def success(beta_N: Tensor, count_N: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ Every rule then accepts exactly the tokens that the target would emit; this one 
 
 from __future__ import annotations
 
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_block import longest_match
 
 
-def verify_certain(chains: Chains, target: LawTable, _noise: ChainNoise) -> ChainVerdict:
+def verify_certain(chains: Chains, target: ProbsTable, _noise: ChainNoise) -> ChainVerdict:
     """Follow each request's chain with the longest match (of several the first), and emit the target's next token.
 
     target: laws with one token each.
     """
-    accepted_C, next_token_C = longest_match(chains, target.law_NV.argmax(1)[target.row_CX])
+    accepted_C, next_token_C = longest_match(chains, target.probs_NV.argmax(1)[target.row_CX])
     return target.kernels.winners(chains, -accepted_C.double(), accepted_C, next_token_C)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_block import chain_table
 from engine.speculation.verification.rule import NodeRule
 
@@ -57,7 +57,7 @@ class TopDown:
     def __init__(self, node_rule: NodeRule) -> None:
         self.node_rule = node_rule
 
-    def __call__(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    def __call__(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
         """Walk down all requests at once, level by level."""
         chain_BK, exists_BK = chain_table(chains)
         lead_B = chain_BK[:, 0]
@@ -76,11 +76,11 @@ class TopDown:
                 drafted_BK = chains.tokens_CL[chain_BK, depth]
                 present_BK = alive_BK & (depth < chains.length_C[chain_BK])
                 leads_BK = True if chains.leads_CL is None else chains.leads_CL[chain_BK, depth]
-                law_BV = self.node_rule(target_BV, draft_BV, *packed(drafted_BK, present_BK & leads_BK))
+                probs_BV = self.node_rule(target_BV, draft_BV, *packed(drafted_BK, present_BK & leads_BK))
             else:
                 drafted_BK, present_BK = torch.zeros_like(chain_BK), torch.zeros_like(alive_BK)
-                law_BV = target_BV
-            drawn_B = categorical(law_BV, uniform_BL1[:, depth])
+                probs_BV = target_BV
+            drawn_B = categorical(probs_BV, uniform_BL1[:, depth])
             token_B = torch.where(running_B, drawn_B, token_B)
             alive_BK = present_BK & (drafted_BK == drawn_B.unsqueeze(1)) & running_B.unsqueeze(1)
             running_B = alive_BK.any(1)

@@ -71,7 +71,7 @@ def transport_plan(
 def ot_lp(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """Return the law of the emitted token given the set of drafts."""
     assert target_NV.shape[1] <= _MAX_VOCABULARY, "the program grows as V^n; admission refuses larger vocabularies"
-    law_NV = target_NV.clone()
+    probs_NV = target_NV.clone()
     for node, count in enumerate(present_NK.sum(1).tolist()):
         if not count:
             continue
@@ -88,5 +88,5 @@ def ot_lp(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: T
         for (_, x), mass in plan.items():
             rest[x] = max(0.0, rest[x] - mass)
         rest = rest / rest.sum() if rest.sum() > 0 else p
-        law_NV[node] = torch.from_numpy(law + max(0.0, 1 - law.sum()) * rest)
-    return law_NV
+        probs_NV[node] = torch.from_numpy(law + max(0.0, 1 - law.sum()) * rest)
+    return probs_NV

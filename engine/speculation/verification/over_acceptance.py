@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.speculation.verification.node import at, normalised, ratio
 
 Residual = Literal["optimal", "target"]
@@ -35,8 +35,8 @@ def redraw_law(target_NV: Tensor, mass_NV: Tensor, residual: Residual) -> Tensor
 
 def position_bias(target_NV: Tensor, mass_NV: Tensor, redraw_NV: Tensor) -> Tensor:
     """Return [N] total variation between the law of the emitted token and the target law."""
-    law_NV = mass_NV + (1 - mass_NV.sum(1, keepdim=True)).clamp(min=0) * redraw_NV
-    return (law_NV - target_NV).clamp(min=0).sum(1)
+    probs_NV = mass_NV + (1 - mass_NV.sum(1, keepdim=True)).clamp(min=0) * redraw_NV
+    return (probs_NV - target_NV).clamp(min=0).sum(1)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class OverAcceptance:
     """Amount by which the target law is increased when drafts are judged; above 0."""
     residual: Residual
 
-    def __call__(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    def __call__(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
         """Accept the tokens before the first rejection; the bias is summed over the decided positions."""
         accepted_C = torch.zeros_like(chains.length_C)
         going_C = torch.ones_like(chains.length_C, dtype=torch.bool)

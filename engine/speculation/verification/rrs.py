@@ -19,30 +19,30 @@ from engine.speculation.verification.node import at, normalised, point_mass, rat
 
 def rrs(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """Verify drafts with replacement, all from the same law."""
-    law_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
+    probs_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
     residual_NV = target_NV
     for k in range(drafted_NK.shape[1]):
         token_N, present_N = drafted_NK[:, k], present_NK[:, k]
         accept_N = torch.where(present_N, ratio(at(residual_NV, token_N), at(draft_NV, token_N)), 0.0)
-        law_NV = law_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
+        probs_NV = probs_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
         remaining_N = remaining_N * (1 - accept_N)
         reduced_NV = normalised((residual_NV - draft_NV).clamp(min=0), residual_NV)
         residual_NV = torch.where(present_N.unsqueeze(1), reduced_NV, residual_NV)
-    return law_NV + remaining_N.unsqueeze(1) * residual_NV
+    return probs_NV + remaining_N.unsqueeze(1) * residual_NV
 
 
 def rrs_without_replacement(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """Verify distinct drafts in the order they were drawn; a token drawn again is skipped."""
-    law_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
+    probs_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
     residual_NV, left_NV = target_NV, draft_NV
     for k in range(drafted_NK.shape[1]):
         token_N = drafted_NK[:, k]
         fresh_N = present_NK[:, k] & (at(left_NV, token_N) > 0)
         accept_N = torch.where(fresh_N, ratio(at(residual_NV, token_N), at(left_NV, token_N)), 0.0)
-        law_NV = law_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
+        probs_NV = probs_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
         remaining_N = remaining_N * (1 - accept_N)
         reduced_NV = normalised((residual_NV - left_NV).clamp(min=0), residual_NV)
         residual_NV = torch.where(fresh_N.unsqueeze(1), reduced_NV, residual_NV)
         without_NV = left_NV.scatter(1, token_N.unsqueeze(1), 0.0)
         left_NV = torch.where(fresh_N.unsqueeze(1), normalised(without_NV, without_NV), left_NV)
-    return law_NV + remaining_N.unsqueeze(1) * residual_NV
+    return probs_NV + remaining_N.unsqueeze(1) * residual_NV

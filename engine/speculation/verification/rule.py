@@ -8,11 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.config import RuleFacts
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.theory import Law, accept_token
 
-Verify = Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
+Verify = Callable[[Chains, ProbsTable, ChainNoise], ChainVerdict]
 
 
 class NodeRule(Protocol):

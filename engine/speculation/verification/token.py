@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 
 
-def token_acceptance(chains: Chains, target: LawTable) -> Tensor:
+def token_acceptance(chains: Chains, target: ProbsTable) -> Tensor:
     """Return [C, L] the probability that each drafted token is accepted given that those before it are; 0 past the
     end.
     """
@@ -22,7 +22,7 @@ def token_acceptance(chains: Chains, target: LawTable) -> Tensor:
     return torch.where(depth_L < chains.length_C.unsqueeze(1), ratio_CL, 0.0)
 
 
-def verify_token(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def verify_token(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Accept the tokens before the first rejection."""
     rejected_CL = noise.accept_CL >= token_acceptance(chains, target)
     accepted_C = (rejected_CL.cumsum(-1) == 0).sum(-1)

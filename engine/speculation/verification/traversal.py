@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_block import chain_table
 from engine.speculation.verification.node import normalised
 
@@ -35,7 +35,7 @@ class Stops:
     depth_B: Tensor
     weight_B: Tensor
     """Probability of acceptance."""
-    law_BV: Tensor
+    probs_BV: Tensor
     """Law of the token that follows if it is accepted."""
 
 
@@ -52,7 +52,7 @@ def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
     return (same_BKKL | self_KK1).int().argmax(2)
 
 
-def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]) -> Stops:
+def traverse(chains: Chains, target: ProbsTable, accept: Callable[[Stops], Tensor]) -> Stops:
     """Walk all trees at once until a leaf of each is accepted; the root always is.
 
     accept: decides [B] at every stop, by random numbers here, by enumeration in `analysis/enumeration.py`.
@@ -65,7 +65,7 @@ def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]
     length = chains.max_length
     rank_B, depth_B = torch.zeros_like(each_B), torch.zeros_like(each_B)
     weight_BX = torch.ones((len(each_B), length + 1), dtype=torch.float64, device=each_B.device)
-    vocab_size, dtype = target.law_NV.shape[1], target.law_NV.dtype
+    vocab_size, dtype = target.probs_NV.shape[1], target.probs_NV.dtype
     p_BXV = torch.zeros((len(each_B), length + 1, vocab_size), dtype=dtype, device=each_B.device)
     q_BXV = torch.zeros_like(p_BXV)
     p_BXV[:, 0] = target.select(chain_BK[:, 0]).rows_at(0)
@@ -126,7 +126,7 @@ def _delete(p_BXV: Tensor, q_BXV: Tensor, weight_BX: Tensor, rows: Tensor, depth
 
 def _descend(
     chains: Chains,
-    target: LawTable,
+    target: ProbsTable,
     p_BXV: Tensor,
     q_BXV: Tensor,
     weight_BX: Tensor,
@@ -144,7 +144,7 @@ def _descend(
         q_BXV[rows, depth + 1] = chains.draft.select(chain).rows((depth + 1).clamp(max=chains.max_length - 1))
 
 
-def verify_traversal(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def verify_traversal(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Accept the first leaf whose uniform number falls below its weight."""
     chain_BK, _ = chain_table(chains)
     each_B = torch.arange(len(chain_BK), device=chain_BK.device)
@@ -157,4 +157,4 @@ def verify_traversal(chains: Chains, target: LawTable, noise: ChainNoise) -> Cha
 
     stops = traverse(chains, target, falls_below)
     winner_B = chain_BK[each_B, stops.rank_B]
-    return ChainVerdict(winner_B, stops.depth_B, categorical(stops.law_BV, noise.residual_C[winner_B]))
+    return ChainVerdict(winner_B, stops.depth_B, categorical(stops.probs_BV, noise.residual_C[winner_B]))

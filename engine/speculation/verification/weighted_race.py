@@ -278,12 +278,12 @@ def _emitted_law(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, presen
     place_NK = table.place_NV.gather(1, drafted_NK).long().masked_fill_(~present_NK, table.tight_NW.shape[1])
     wins_NK = _win_probabilities(*_weights(table, place_NK))
     missed_N1 = (1 - wins_NK.sum(1, keepdim=True)).clamp(min=0)
-    law_NV = table.residual_NV
-    total_N1 = law_NV.sum(1, keepdim=True)
+    probs_NV = table.residual_NV
+    total_N1 = probs_NV.sum(1, keepdim=True)
     usable_N1 = present_NK.any(1, keepdim=True) & (total_N1 > 0)
-    law_NV.mul_(torch.where(usable_N1, missed_N1 / total_N1, 0.0))
-    law_NV.addcmul_(target_NV, torch.where(usable_N1, 0.0, missed_N1))
-    return law_NV.scatter_add_(1, drafted_NK, wins_NK)
+    probs_NV.mul_(torch.where(usable_N1, missed_N1 / total_N1, 0.0))
+    probs_NV.addcmul_(target_NV, torch.where(usable_N1, 0.0, missed_N1))
+    return probs_NV.scatter_add_(1, drafted_NK, wins_NK)
 
 
 def _win_probabilities(weight_NK: Tensor, floor_N1: Tensor) -> Tensor:

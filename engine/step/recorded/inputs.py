@@ -25,7 +25,7 @@ from engine.drafting.model import first_key, level_nodes
 from engine.drafting.numbers import SCORE_PART, draw_numbers
 from engine.plan import Plan, Row
 from engine.request import Sampling
-from engine.sampling.law import FILTERS
+from engine.sampling.distribution import FILTERS
 from engine.speculation.topology import drawn_tree
 
 Ints = npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ NUM_TEXT = 2
 one that the rule added."""
 
 
-class Laws(NamedTuple):
+class Distributions(NamedTuple):
     """Operations that make the distributions of a step."""
 
     any_greedy: bool
@@ -45,12 +45,12 @@ class Laws(NamedTuple):
     filters: tuple[str, ...]
     """Filters that change the distribution of any request."""
 
-    def can_make(self, other: Laws) -> bool:
+    def can_make(self, other: Distributions) -> bool:
         """Whether this makes the others, too: a filter changes nothing of a request that does not ask for it."""
         return self.any_greedy >= other.any_greedy and set(self.filters) >= set(other.filters)
 
 
-LAWS = (Laws(False, ()), Laws(True, tuple(one.name for one in FILTERS)))
+LAWS = (Distributions(False, ()), Distributions(True, tuple(one.name for one in FILTERS)))
 """Steps are recorded for each of these: softmax alone, and any distribution."""
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
 RECORDED_RULES = frozenset({"block", "bv_race"})
@@ -66,7 +66,7 @@ class StepShape(NamedTuple):
     num_drafts: int
     """Independent chains of each request; 0 in plain decoding."""
     draft_length: int
-    laws: Laws
+    distributions: Distributions
 
     @property
     def fanout(self) -> tuple[int, ...]:
@@ -84,14 +84,14 @@ class StepShape(NamedTuple):
         return self.sequences * (1 + self.num_nodes)
 
     @property
-    def num_laws(self) -> int:
+    def num_probs(self) -> int:
         """Number of draft distributions: one below every root and node from which something is drawn."""
         return self.sequences * (1 + self.num_drafts * (self.draft_length - 1)) if self.num_drafts else 0
 
     def has_room(self, other: StepShape) -> bool:
         """Whether a step of the other shape can run as one of this shape."""
         is_enough = self.sequences >= other.sequences and self.draft_length >= other.draft_length
-        return is_enough and self.num_drafts >= other.num_drafts and self.laws.can_make(other.laws)
+        return is_enough and self.num_drafts >= other.num_drafts and self.distributions.can_make(other.distributions)
 
 
 def shape_of(plan: Plan) -> StepShape | None:
@@ -104,13 +104,13 @@ def shape_of(plan: Plan) -> StepShape | None:
     num_drafts, draft_length = (
         max(least, *counts) for counts in zip(*((row.num_drafts, row.draft_length) for row in rows), strict=True)
     )
-    return StepShape(len(rows), num_drafts, draft_length, _laws_of([row.sampling for row in rows]))
+    return StepShape(len(rows), num_drafts, draft_length, _distributions_of([row.sampling for row in rows]))
 
 
-def _laws_of(samplings: Sequence[Sampling]) -> Laws:
+def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
     drawn = [one for one in samplings if not one.is_greedy]
     filters = tuple(one.name for one in FILTERS if any(one.changes(getattr(row, one.name)) for row in drawn))
-    return Laws(len(drawn) < len(samplings), filters)
+    return Distributions(len(drawn) < len(samplings), filters)
 
 
 def _is_usual(row: Row) -> bool:
@@ -291,7 +291,7 @@ class StepInputs:
         if self.shape.num_drafts:
             v["wanted"][:] = np.arange(count) * NUM_TEXT + count_S.clip(min=1) - 1
         self._fill_chains(tables)
-        self._fill_laws(rows, end_S, tables.is_dead.ravel())
+        self._fill_distributions(rows, end_S, tables.is_dead.ravel())
         return self._flat
 
     def _clear_pages(self, rows: Sequence[Row]) -> None:
@@ -331,12 +331,12 @@ class StepInputs:
         if shape.num_drafts:
             v["tokens"][:] = tables.tokens + shape.num_nodes * sequence_S1
 
-    def _fill_laws(self, rows: Sequence[Row], end_S: Ints, is_dead_C: Bools) -> None:
+    def _fill_distributions(self, rows: Sequence[Row], end_S: Ints, is_dead_C: Bools) -> None:
         """Fill the operands of distributions and draws; padding gets neutral values."""
         v, layout = self._views, self._layout
         v["temperature"][:] = 1.0
         v["temperature"][: len(rows)] = [0.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
-        for name in self.shape.laws.filters:
+        for name in self.shape.distributions.filters:
             v[name][:] = _NEUTRAL[name]
             v[name][: len(rows)] = [getattr(row.sampling, name) for row in rows]
         seed_S = np.zeros(self.shape.sequences, dtype=np.int64)
@@ -358,7 +358,7 @@ def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_p
         Field("nodes", np.int64, (count, num_chains // count, 1 + shape.draft_length)),
         Field("noise", np.float64, (6, num_chains, max(1, layout.max_length))),
         Field("temperature", np.float32, (count,)),
-        *(Field(name, np.int64 if name == "top_k" else np.float32, (count,)) for name in shape.laws.filters),
+        *(Field(name, np.int64 if name == "top_k" else np.float32, (count,)) for name in shape.distributions.filters),
     ]
     if shape.num_drafts:
         fields += [

@@ -28,14 +28,14 @@ from engine.attention.paged import Paged
 from engine.drafting.chains import draw_levels
 from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
 from engine.drafting.numbers import noise_of
-from engine.kernels.protocol import Chains, Kernels, LawTable
+from engine.kernels.protocol import Chains, Kernels, ProbsTable
 from engine.kernels.transfer import bits, fill, to_device
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, StepVerdict
-from engine.sampling.law import LawParameters, law
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
-from engine.step.recorded.inputs import LAWS, MOST_NODES, Laws, StepInputs, StepShape, shape_of, views
+from engine.step.recorded.inputs import LAWS, MOST_NODES, Distributions, StepInputs, StepShape, shape_of, views
 from engine.step.recorded.recorder import CudaGraphs, Graphs
 from engine.step.report import broken_rows
 from engine.step.verify import emitted
@@ -72,7 +72,7 @@ class _Shared(NamedTuple):
     most_pages: int
     logits_NV: Tensor
     """Logits of the target, with rows for the largest step."""
-    draft_law_NV: Tensor
+    draft_probs_NV: Tensor
 
 
 class RecordedStep:
@@ -89,18 +89,18 @@ class RecordedStep:
         self._fixed = [self._fixed_of(number) for number in range(len(self._inputs.passes))]
         self._parameters = self._parameters_of_rows()
         self._uniform_LC, self._noise = noise_of(self._views["noise"], self._layout.max_length)
-        self._law_NV = shared.draft_law_NV[: self._layout.num_laws]
+        self._probs_NV = shared.draft_probs_NV[: self._layout.num_probs]
         self._logits_NV = shared.logits_NV[: shape.num_rows]
         size = self._layout.num_chains, self._layout.max_length
         self._chains = Chains(
             torch.zeros(size, dtype=torch.int64, device=target.device),
             self._views["lengths"].view(-1),
             self._layout.request,
-            LawTable(self._law_NV, self._layout.law_row_CL, target.kernels),
+            ProbsTable(self._probs_NV, self._layout.probs_row_CL, target.kernels),
             self._layout.leads_CL,
             shape=self._layout.shape,
         )
-        num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_laws
+        num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_probs
         self._result = torch.zeros(num_found, dtype=torch.int64, device=target.device)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
@@ -154,8 +154,8 @@ class RecordedStep:
                 for token in token_KL[: len(tree.paths), : len(tree.paths[0]) - 1].ravel().tolist()
             ]
             draft = with_tokens(draft, of_trees)
-        of_nodes, of_laws = np.split(largest.view(np.float64), [shape.num_rows])
-        largest_N = np.concatenate([of_nodes[: draft.starts[-1]], of_laws])
+        of_nodes, of_distributions = np.split(largest.view(np.float64), [shape.num_rows])
+        largest_N = np.concatenate([of_nodes[: draft.starts[-1]], of_distributions])
         return VerifiedStep(draft, chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), largest_N)
 
     def _replay(self, name: str, work: Callable[[], None]) -> None:
@@ -179,7 +179,7 @@ class RecordedStep:
         v = self._views
         root_NV = self._logits(self._shared.draft, 0, v["text"].view(-1), v["wanted"])
         tokens_CL = draw_levels(
-            (), self._layout, self._parameters, self._uniform_LC, root_NV, self._below, self._law_NV
+            (), self._layout, self._parameters, self._uniform_LC, root_NV, self._below, self._probs_NV
         )
         self._chains.tokens_CL.copy_(tokens_CL)
 
@@ -199,19 +199,19 @@ class RecordedStep:
     def _verify(self) -> None:
         """Make the distribution of every node, and apply the rule."""
         row_N = self._fixed[-1].sequence_T
-        target = LawTable(
-            law(self._logits_NV, self._parameters.select(row_N)),
+        target = ProbsTable(
+            distribution(self._logits_NV, self._parameters.select(row_N)),
             self._views["nodes"].view(len(self._chains.tokens_CL), -1),
             self._parameters.kernels,
         )
-        largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._law_NV) if len(one_NV))
+        largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._probs_NV) if len(one_NV))
         found = [*self._decide(target), self._chains.tokens_CL.view(-1), *map(bits, largest)]
         self._result.copy_(torch.cat(found))
 
-    def _decide(self, target: LawTable) -> tuple[Tensor, Tensor, Tensor]:
+    def _decide(self, target: ProbsTable) -> tuple[Tensor, Tensor, Tensor]:
         """Return chain, number of accepted tokens, and the token after them, each [S]."""
         if not self.shape.num_drafts:
-            token_S = target.kernels.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
+            token_S = target.kernels.draw(target.probs_NV, target.row_CX[:, 0], self._noise.residual_C)
             return self._layout.request, torch.zeros_like(token_S), token_S
         # The race serves greedy rows, too: their chains are alike, and right or wrong as a whole.
         found = RULES["bv_race"].verify(self._chains, target, self._noise)
@@ -252,13 +252,13 @@ class RecordedStep:
             sequence_T=to_device(np.arange(count).repeat(queries), device),
         )
 
-    def _parameters_of_rows(self) -> LawParameters:
+    def _parameters_of_rows(self) -> DistributionParameters:
         """Return the parameters of the S requests; they lie in the buffer."""
-        any_greedy, filters = self.shape.laws
+        any_greedy, filters = self.shape.distributions
         values = {name: self._views[name] for name in filters}
         largest = dict.fromkeys(filters, float(self._shared.target.vocab_size))
         kernels = self._shared.target.kernels
-        return LawParameters(self._views["temperature"], any_greedy, False, values, largest, kernels)
+        return DistributionParameters(self._views["temperature"], any_greedy, False, values, largest, kernels)
 
 
 class _Fixed(NamedTuple):
@@ -312,7 +312,7 @@ class RecordedSteps:
         progress: Callable[[str], None],
     ) -> None:
         """Record steps of these shapes (`menu`) until memory is short; if one cannot be recorded, none is."""
-        shapes = menu(drafts, most_sequences, laws_on(target.device, target.kernels))
+        shapes = menu(drafts, most_sequences, distributions_on(target.device, target.kernels))
         shared = _shared(target, draft, shapes, most_pages)
         self._most_pages = most_pages
         graphs = self._graphs or (CudaGraphs(target.device) if target.device.type == "cuda" else None)
@@ -348,15 +348,17 @@ def _operation(error: BaseException) -> str:
 
 def _work(shape: StepShape) -> tuple[int, int, int]:
     """Return the order of the shapes that have room for a step."""
-    return shape.num_rows, shape.draft_length, LAWS.index(shape.laws)
+    return shape.num_rows, shape.draft_length, LAWS.index(shape.distributions)
 
 
-def laws_on(device: torch.device, kernels: Kernels) -> Sequence[Laws]:
+def distributions_on(device: torch.device, kernels: Kernels) -> Sequence[Distributions]:
     """Return the distributions for which steps are recorded: without the kernels, filters on a device need the host."""
     return LAWS if device.type != "cuda" or kernels.by_tiles else LAWS[:1]
 
 
-def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[Laws] = LAWS) -> list[StepShape]:
+def menu(
+    drafts: Sequence[tuple[int, int]], most_sequences: int, distributions: Sequence[Distributions] = LAWS
+) -> list[StepShape]:
     """Return the shapes that are recorded, with few requests first, because launches weigh most there.
 
     drafts: (chains, their length); (0, 0) is plain decoding. Each is recorded for powers of two of requests, and for
@@ -367,14 +369,16 @@ def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[
         nodes = chains * length
         most = min(most_sequences, MOST_ROWS // (1 + nodes)) if nodes <= MOST_NODES else 0
         counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
-        shapes += [StepShape(count, chains, length, of_laws) for count in counts for of_laws in laws]
+        shapes += [
+            StepShape(count, chains, length, of_distributions) for count in counts for of_distributions in distributions
+        ]
     return sorted(shapes, key=lambda shape: (shape.sequences, *_work(shape)))
 
 
 def buffer_bytes(drafts: Sequence[tuple[int, int]], most_sequences: int, vocab_size: int) -> int:
-    """Return the memory of the logits and draft laws that all recorded steps share, and of one step's target laws."""
+    """Return the bytes of logits and draft distributions, shared by recorded steps, and of one step's distributions."""
     shapes = menu(drafts, most_sequences)
-    return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_laws for shape in shapes))
+    return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_probs for shape in shapes))
 
 
 def _shared(target: ModelRunner, draft: ModelRunner | None, shapes: Sequence[StepShape], most_pages: int) -> _Shared:
@@ -386,5 +390,5 @@ def _shared(target: ModelRunner, draft: ModelRunner | None, shapes: Sequence[Ste
         draft,
         most_pages,
         rows_of_vocabulary(max(shape.num_rows for shape in shapes)),
-        rows_of_vocabulary(max(shape.num_laws for shape in shapes)),
+        rows_of_vocabulary(max(shape.num_probs for shape in shapes)),
     )

@@ -26,7 +26,7 @@ from engine.errors import LoadError
 from engine.kernels.torch_kernels import TORCH
 from engine.models.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling.law import LawParameters, law
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.noise import Purpose, uniform
 from engine.step.engine import Engine
 
@@ -58,7 +58,7 @@ class Check:
     def detectable_bias(self) -> float:
         """Return the total variation that the test detects with probability 0.99, for any distribution over the cells.
 
-        A bias d of the cells' law e has noncentrality N sum d_i^2/e_i >= 4 N TV^2.
+        A bias d of the cells' distribution e has noncentrality N sum d_i^2/e_i >= 4 N TV^2.
         """
         if self.num_cells < 2:
             return 1.0
@@ -69,7 +69,7 @@ class Check:
 
     @property
     def rejected(self) -> bool:
-        """Whether the output does not have the target's law."""
+        """Whether the output does not have the target's distribution."""
         return self.p_value < SIGNIFICANCE
 
 
@@ -160,27 +160,31 @@ class Cells:
         return (first, second) if (first, second) in self.expected else (first, _OTHER)
 
 
-def _laws(
+def _distributions(
     runner: ModelRunner, engine: Engine, prompt: Sequence[int], after: Sequence[int], sampling: Sampling
 ) -> torch.Tensor:
-    """Return a model's law [1 + N, V] after the prompt, and after the prompt with each of N alternative next tokens."""
+    """Return [1 + N, V] distributions after the prompt, and after the prompt with each of N alternative next tokens."""
     count = len(after)
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
     nodes = NodeInput(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))
     logits_NV = runner.forward([SequenceInput(prompt, 0, blocks, nodes, slice(len(prompt) - 1, None))])
-    return law(logits_NV, LawParameters.of([sampling] * (1 + count), logits_NV.device, TORCH)).double().cpu()
+    return (
+        distribution(logits_NV, DistributionParameters.of([sampling] * (1 + count), logits_NV.device, TORCH))
+        .double()
+        .cpu()
+    )
 
 
 def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cells:
     """Return the cells of the two tokens after a prompt."""
     assert engine.draft_runner is not None, "only a pair can be checked"
-    first_V = _laws(engine.target, engine, prompt, (), sampling)[0]
+    first_V = _distributions(engine.target, engine, prompt, (), sampling)[0]
     if engine.scheduler.draft_prefill.by_head:  # a head does not draft the first token
         draft_V = torch.ones_like(first_V)
     else:
-        draft_V = _laws(engine.draft_runner, engine, prompt, (), sampling)[0]
+        draft_V = _distributions(engine.draft_runner, engine, prompt, (), sampling)[0]
     first = torch.topk(first_V, min(_NUM_FIRST, len(first_V)))
-    second_NV = _laws(engine.target, engine, prompt, first.indices.tolist(), sampling)[1:]
+    second_NV = _distributions(engine.target, engine, prompt, first.indices.tolist(), sampling)[1:]
     cells: dict[Cell, float] = {}
     for token, probability, row_V in zip(first.indices.tolist(), first.values.tolist(), second_NV, strict=True):
         second = torch.topk(row_V, min(_NUM_SECOND, len(row_V)))
@@ -217,7 +221,7 @@ def g_test(counts: Counter[Cell], expected: dict[Cell, float]) -> tuple[float, i
     return float(chi2.sf(max(0.0, statistic), len(wanted) - 1)), len(wanted)
 
 
-def check_law(
+def check_distribution(
     engine: Engine,
     name: str,
     speculation: Speculation,
@@ -227,7 +231,7 @@ def check_law(
     max_tokens: int = 4,
     **filters: Any,
 ) -> Check:
-    """Answer a prompt many times and compare with the exact law; filters: fields of `Sampling`.
+    """Answer a prompt many times and compare with the exact distribution; filters: fields of `Sampling`.
 
     max_tokens: of an answer, of which the first two are compared.
     """
@@ -258,7 +262,7 @@ def check_power(engine: Engine, prompt: Sequence[int], num_answers: int, tempera
     # Bias is reported of all drafted tokens. With a head only the second token of the two is drafted.
     length, max_tokens = (1, 3) if engine.scheduler.draft_prefill.by_head else (2, 4)
     biased = Speculation(rule="token", num_drafts=1, draft_length=length, over_acceptance=_OVER_ACCEPTANCE)
-    return check_law(engine, "over-acceptance", biased, prompt, num_answers, temperature, max_tokens)
+    return check_distribution(engine, "over-acceptance", biased, prompt, num_answers, temperature, max_tokens)
 
 
 def is_blind(power: Check) -> bool:
@@ -271,11 +275,11 @@ def short_check(engine: Engine, speculation: Speculation, report: Callable[[str]
     num_answers = 600
     prompt = make_prompt(engine, seed=1)
     report(f"self-check of rule {speculation.rule}")
-    check = check_law(engine, speculation.rule, speculation, prompt, num_answers, temperature=1.0)
+    check = check_distribution(engine, speculation.rule, speculation, prompt, num_answers, temperature=1.0)
     power = check_power(engine, prompt, num_answers, temperature=1.0)
     if check.rejected:
         raise LoadError(
-            f"self-check failed: with rule {speculation.rule} the output does not have the target's law "
+            f"self-check failed: with rule {speculation.rule} the output does not have the target's distribution "
             f"(p = {check.p_value:.2g} on {num_answers} answers); please report this, and serve with --spec-rule off"
         )
     if is_blind(power):

@@ -1,6 +1,6 @@
 """Distributions at the nodes of a step, for the draft model and for the target.
 
-Combines edits of the logits (`edits.py`), temperature and filters (`law.py`), and the race of seed-stable rows
+Combines edits of the logits (`edits.py`), temperature and filters (`distribution.py`), and the race of seed-stable rows
 (`stable.py`). Not for: which nodes there are (`engine.drafting.draft`).
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.kernels.transfer import to_device
 from engine.plan import Row
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.edits import NodeContext, edit
-from engine.sampling.law import LawParameters, law
 from engine.sampling.stable import race, winners_only
 
 Ints = npt.NDArray[np.int64]
@@ -35,19 +35,23 @@ class NodePaths(NamedTuple):
     """The same on the logits' device, for penalties; None if no node has any."""
 
 
-def node_laws(
-    rows: Sequence[Row], nodes: NodePaths, logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None
+def node_distributions(
+    rows: Sequence[Row],
+    nodes: NodePaths,
+    logits_NV: Tensor,
+    parameters: DistributionParameters,
+    probs_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ([N, V] probabilities, [N, V] scores that order their tokens: edited logits, or the race of seed-stable
     rows).
 
-    parameters: one entry per node. law_NV: output tensor for the probabilities, if given.
+    parameters: one entry per node. probs_NV: output tensor for the probabilities, if given.
     """
     contexts = _contexts(rows, nodes)
     if any(contexts):
         logits_NV = edit(logits_NV, contexts, nodes.path_ND())
-    law_NV = law(logits_NV, parameters, law_NV)
-    return law_NV, _race_stable(rows, nodes, law_NV, logits_NV)
+    probs_NV = distribution(logits_NV, parameters, probs_NV)
+    return probs_NV, _race_stable(rows, nodes, probs_NV, logits_NV)
 
 
 def _contexts(rows: Sequence[Row], nodes: NodePaths) -> list[NodeContext | None]:
@@ -64,7 +68,7 @@ def _contexts(rows: Sequence[Row], nodes: NodePaths) -> list[NodeContext | None]
     return contexts
 
 
-def _race_stable(rows: Sequence[Row], nodes: NodePaths, law_NV: Tensor, logits_NV: Tensor) -> Tensor:
+def _race_stable(rows: Sequence[Row], nodes: NodePaths, probs_NV: Tensor, logits_NV: Tensor) -> Tensor:
     """Return the scores that order the tokens of every node. Probabilities of seed-stable rows become 1 for the
     winner, in place.
     """
@@ -75,9 +79,9 @@ def _race_stable(rows: Sequence[Row], nodes: NodePaths, law_NV: Tensor, logits_N
         return logits_NV
     stable = [rows[row] for row in nodes.row_N[numbers]]
     places = [row.end + depth for row, depth in zip(stable, nodes.depth_N[numbers].tolist(), strict=True)]
-    index_M = to_device(np.array(numbers), law_NV.device)
-    race_MV = race(law_NV[index_M], [row.sampling for row in stable], places)
-    law_NV[index_M] = winners_only(race_MV)
+    index_M = to_device(np.array(numbers), probs_NV.device)
+    race_MV = race(probs_NV[index_M], [row.sampling for row in stable], places)
+    probs_NV[index_M] = winners_only(race_MV)
     order_NV = logits_NV.clone()
     order_NV[index_M] = race_MV.float()
     return order_NV

@@ -1,6 +1,6 @@
-"""The law of the running engine's output is the target's own: G-tests on the joint law of three tokens.
+"""The running engine's output has the target's distribution: G-tests on the joint distribution of three tokens.
 
-The exact law comes from plain transformers forwards over all continuations of the prompt. Seeds
+The exact distribution comes from plain transformers forwards over all continuations of the prompt. Seeds
 are fixed, so the tests are deterministic; each has a wrong rule that it must reject.
 """
 
@@ -21,12 +21,12 @@ from scipy.stats import chi2
 
 from engine.attention.attention import HOOK
 from engine.drafting.drafter import DrafterKind
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_block import blocks, first_per_request, stop_chains
 from engine.kernels.torch_kernels import TORCH
 from engine.models.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
-from engine.sampling.law import LawParameters, law
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.verification import RULES, Rule
 from tests.engine import tiny
 from tests.grid import grid
@@ -103,7 +103,7 @@ def pair() -> tuple[LoadedModel, LoadedModel]:
     return target, tiny.llama(seed=22, vocabulary=VOCABULARY, layers=1, spread=0.25)
 
 
-def exact_law(
+def exact_distribution(
     target: LoadedModel, sampling: dict[str, float], prompt: tuple[int, ...] = PROMPT
 ) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of NUM_TOKENS tokens, by plain transformers."""
@@ -113,13 +113,13 @@ def exact_law(
     with torch.inference_mode():
         logits = target.model(input_ids=ids, use_cache=False).logits.float().cpu()
     target.model.set_attn_implementation(HOOK)
-    parameters = LawParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"), TORCH)
+    parameters = DistributionParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"), TORCH)
     result = torch.ones(len(paths), dtype=torch.float64)
     for depth in range(NUM_TOKENS):
         rows = logits[:, len(prompt) - 1 + depth].clone()
         for row, path in zip(rows, paths, strict=True):
             edited_by_hand(row, path[:depth], sampling, prompt)
-        rows = law(rows, parameters).double()
+        rows = distribution(rows, parameters).double()
         result *= rows[torch.arange(len(paths)), torch.tensor([path[depth] for path in paths])]
     return dict(zip(paths, result.tolist(), strict=True))
 
@@ -214,7 +214,7 @@ def sample(
 
 
 def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """p-value of the counts under the expected law; 0 when something impossible happened."""
+    """p-value of the counts under the expected distribution; 0 when something impossible happened."""
     if any(expected[path] == 0 for path in counts):
         return 0.0
     total = counts.total()
@@ -223,7 +223,7 @@ def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
-# Filters change the laws, not the rules: one rule of each family is enough for them.
+# Filters change the distributions, not the rules: one rule of each family is enough for them.
 FILTERED = ("off", "token", "block", "bv_race 4", "spectr_gbv 3", "traversal tree", "greedy 3", "weighted_race 4")
 
 
@@ -239,7 +239,7 @@ CASES = [
     ("bv_race 4", "edited and filtered"),
     ("traversal tree", "edited and filtered"),
 ]
-# `make test` has one rule of each family, and one where the law is not plain (a tree where edits and filters meet);
+# `make test` has one rule of each family, and one that is not plain (a tree where edits and filters meet);
 # `make test-all` has the others.
 FAMILIES = ("off", "block", "bv_race 4", "spectr_gbv 3", "traversal tree", "rrs 4", "weighted_race late")
 IN_THE_GATE = {(name, "plain") for name in FAMILIES}
@@ -248,9 +248,9 @@ IN_THE_GATE |= {("bv_race 4", sampling) for sampling in TOGETHER} | {("traversal
 
 
 @pytest.mark.parametrize(("name", "sampling"), grid(CASES, IN_THE_GATE))
-def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
+def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling])
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
 
 @pytest.mark.parametrize(
@@ -263,22 +263,22 @@ def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: 
         IN_THE_GATE,
     ),
 )
-def test_the_law_is_the_same_where_equal_nodes_stay_apart(
+def test_the_distribution_is_the_same_where_equal_nodes_stay_apart(
     pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str
 ) -> None:
     """The target's pass reads its drafted tokens on the device, and the host receives them with the verdict."""
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling], most_unmerged=10**6)
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
 
-def always_longest(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def always_longest(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """A wrong rule: race by acceptance length, which looks at the tokens it chooses between."""
     accepted_C, next_token_C = stop_chains(chains, target, blocks(chains, target), noise)
     winner_B = first_per_request(-accepted_C.double(), chains)
     return ChainVerdict(winner_B, accepted_C[winner_B], next_token_C[winner_B])
 
 
-def reused_uniform(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+def reused_uniform(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """A wrong rule: one uniform number decides both the acceptance and the next token."""
     same = replace(noise, residual_C=noise.accept_CL[:, 0])
     return RULES["token"].verify(chains, target, same)
@@ -297,14 +297,14 @@ def test_a_wrong_rule_is_rejected(
         patch("engine.drafting.draft.RULES", rules),
     ):
         counts = sample(pair, drafts(name, num_drafts), SAMPLINGS["plain"])
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
-def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
+def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Draft tokens drawn at one temperature and verified as drawn at another."""
-    with tiny.with_drafts_of_another_law():
+    with tiny.with_drafts_of_another_distribution():
         counts = sample(pair, drafts("bv_race", 2), SAMPLINGS["plain"])
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
@@ -317,20 +317,20 @@ def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedM
 
     with patch.object(numbers, "uniform", by_index), patch.object(numbers, "usable", lambda *_, **__: False):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=6000)
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 def test_penalties_that_forget_the_nodes_path_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Counts of the text alone, not of the drafted tokens below it."""
     strong = {"temperature": 1.0, "frequency_penalty": 2.0}
-    law_of_text = exact_law(pair[0], strong)
+    distribution_of_text = exact_distribution(pair[0], strong)
     right = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
-    assert g_test(right, law_of_text) > ALPHA
+    assert g_test(right, distribution_of_text) > ALPHA
     for forgetful in ("engine.step.verify", "engine.drafting.chains"):
-        with patch(f"{forgetful}.node_laws", tiny.laws_at_the_root):
+        with patch(f"{forgetful}.node_distributions", tiny.distributions_at_the_root):
             counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
-        # Drafting from another law than penalties say is no bias: any draft law will do if it is the one verified with.
-        assert (g_test(counts, law_of_text) > ALPHA) == ("drafting" in forgetful)
+        # Drafting without the penalties is no bias: any draft distribution will do that is also verified with.
+        assert (g_test(counts, distribution_of_text) > ALPHA) == ("drafting" in forgetful)
 
 
 def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) -> None:
@@ -359,13 +359,13 @@ def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, Load
 
     with patch.object(reading, "_shifts", lambda *_: ()):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)
-    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 def test_over_acceptance_is_as_biased_as_it_says(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """With one drafted token a step every token's law is that of Theorem 4; the stream stays within the bound."""
+    """With one drafted token a step each token has Theorem 4's distribution; the stream stays within the bound."""
     speculation = drafts("token", 1, length=1, over_acceptance=0.3)
-    expected = exact_law(pair[0], SAMPLINGS["plain"])
+    expected = exact_distribution(pair[0], SAMPLINGS["plain"])
     engine = tiny.build(*pair, max_model_len=32, max_over_acceptance=0.5)
     requests = [
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS, temperature=1.0, seed=seed)

@@ -1,9 +1,9 @@
 """Distribution that a request samples from: logits in, probabilities out.
 
-**The one function that computes a request's distribution** (`law`), for drafting, verification and plain decoding. It
-is the specification of the compiled calls that include it (`Kernels.decide`, `drafting/numba_levels.py`). Order of the
-filters, as in vLLM: temperature, min-p, top-k, top-p. Every filter keeps ties at its edge, so the distribution is a
-function of the logits and not of a sort's order.
+**The one function that computes a request's distribution** (`distribution`), for drafting, verification and plain
+decoding. It is the specification of the compiled calls that include it (`Kernels.decide`, `drafting/numba_levels.py`).
+Order of the filters, as in vLLM: temperature, min-p, top-k, top-p. Every filter keeps ties at its edge, so the
+distribution is a function of the logits and not of a sort's order.
 
 Not for: drawing tokens (`kernels/draw.py`), penalties and masks (`edits.py` changes the logits before this).
 """
@@ -24,7 +24,7 @@ from engine.request import Sampling
 
 
 @dataclass(frozen=True, eq=False)
-class LawParameters:
+class DistributionParameters:
     """Sampling parameters of N rows of probabilities, as tensors on the logits' device; compared by identity."""
 
     temperature_N: Tensor
@@ -39,7 +39,7 @@ class LawParameters:
     """Kernels that compute the probabilities."""
 
     @staticmethod
-    def of(samplings: Sequence[Sampling], device: torch.device, kernels: Kernels) -> LawParameters:
+    def of(samplings: Sequence[Sampling], device: torch.device, kernels: Kernels) -> DistributionParameters:
         """Return the parameters of one row per entry of `samplings`."""
         return _parameters_of(
             tuple([(0.0 if s.is_greedy else s.temperature, *_filtered(s)) for s in samplings]), device, kernels
@@ -51,14 +51,16 @@ class LawParameters:
         of_rows = self.values.get
         return Filters(of_rows("min_p"), of_rows("top_k"), of_rows("top_p"), int(self.largest.get("top_k", 0)))
 
-    def select(self, index_N: Tensor | slice) -> LawParameters:
+    def select(self, index_N: Tensor | slice) -> DistributionParameters:
         """Return the parameters at `index_N`, one entry per row."""
         values = {name: value_N[index_N] for name, value_N in self.values.items()}
         return replace(self, temperature_N=self.temperature_N[index_N], values=values)
 
 
 @lru_cache(maxsize=256)
-def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device, kernels: Kernels) -> LawParameters:
+def _parameters_of(
+    rows: tuple[tuple[float, ...], ...], device: torch.device, kernels: Kernels
+) -> DistributionParameters:
     """Return the parameters of these rows (temperature and the parameters of `FILTERS`). They are cached: do not
     write to them.
     """
@@ -69,25 +71,25 @@ def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device, ke
             values[one.name] = torch.tensor(of_rows).to(device, non_blocking=True)
             largest[one.name] = max(of_rows)
     temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True)
-    return LawParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest, kernels)
+    return DistributionParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest, kernels)
 
 
-def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None) -> Tensor:
+def distribution(logits_NV: Tensor, parameters: DistributionParameters, probs_NV: Tensor | None = None) -> Tensor:
     """Return the probabilities (float32, same shape) of the distribution that each row's request samples from.
 
-    law_NV: output tensor, if given.
+    probs_NV: output tensor, if given.
     """
     if parameters.all_greedy:
-        law_NV = torch.empty_like(logits_NV, dtype=torch.float32) if law_NV is None else law_NV
-        return law_NV.zero_().scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
+        probs_NV = torch.empty_like(logits_NV, dtype=torch.float32) if probs_NV is None else probs_NV
+        return probs_NV.zero_().scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
     scale_N = parameters.temperature_N
     if parameters.any_greedy:
         scale_N = torch.where(scale_N == 0, 1.0, scale_N)
-    found_NV = parameters.kernels.law(logits_NV, scale_N, parameters.filters, law_NV)
+    found_NV = parameters.kernels.distribution(logits_NV, scale_N, parameters.filters, probs_NV)
     if parameters.any_greedy:
         peak_NV = torch.zeros_like(found_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
         found_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, found_NV)
-    return found_NV if law_NV is None or found_NV is law_NV else law_NV.copy_(found_NV)
+    return found_NV if probs_NV is None or found_NV is probs_NV else probs_NV.copy_(found_NV)
 
 
 class Filter(NamedTuple):
@@ -105,7 +107,7 @@ FILTERS = (
     Filter("top_p", lambda value: value < 1),
 )
 """Filters in the order of application. A new one needs an entry here, its field of `Sampling`, and its place in
-`Filters` and `Kernels.law`.
+`Filters` and `Kernels.distribution`.
 """
 
 _filtered = attrgetter(*(one.name for one in FILTERS))

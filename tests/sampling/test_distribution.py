@@ -1,4 +1,4 @@
-"""The law of a request: reference implementation, filters, ties, edges."""
+"""The distribution of a request: reference implementation, filters, ties, edges."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from engine.kernels.draw import categorical
 from engine.kernels.torch_kernels import TORCH
 from engine.request import Sampling
-from engine.sampling.law import LawParameters, law
+from engine.sampling.distribution import DistributionParameters, distribution
 
 CPU = torch.device("cpu")
 
 
 def reference(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The law by the book, in float64 with a full sort."""
+    """The distribution by the book, in float64 with a full sort."""
     if sampling.temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
     scaled = (logits - logits.max()) / sampling.temperature
@@ -53,14 +53,18 @@ samplings = st.builds(
     st.sampled_from([0.01, 3.0]),
 )
 def test_equals_the_reference(seed: int, rows: list[Sampling], vocabulary: int, spread: float) -> None:
-    """Peaked laws, and flat ones whose top-p edge lies far down."""
+    """Peaked distributions, and flat ones whose top-p edge lies far down."""
     logits = np.random.default_rng(seed).normal(size=(len(rows), vocabulary)) * spread
-    found = law(torch.tensor(logits, dtype=torch.float32), LawParameters.of(rows, CPU, TORCH)).double().numpy()
+    found = (
+        distribution(torch.tensor(logits, dtype=torch.float32), DistributionParameters.of(rows, CPU, TORCH))
+        .double()
+        .numpy()
+    )
     for row, sampling in enumerate(rows):
-        assert_is_law(found[row], logits[row].astype(np.float32).astype(np.float64), sampling)
+        assert_is_distribution(found[row], logits[row].astype(np.float32).astype(np.float64), sampling)
 
 
-def assert_is_law(found: np.ndarray, logits: np.ndarray, sampling: Sampling) -> None:
+def assert_is_distribution(found: np.ndarray, logits: np.ndarray, sampling: Sampling) -> None:
     """Float32 may put the token at the top-p edge on the other side, where the edge is that near."""
     near = (0.0, 1e-6, -1e-6) if 0 < sampling.top_p < 1 else (0.0,)
     by_support = {}
@@ -80,24 +84,30 @@ def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
     flat = np.linspace(0, 0.01, 5000)
     rows = [chance.permutation(flat * (900 if i == 1 else 1)) for i in range(len(samplings))]
     logits = np.array(rows, dtype=np.float32)
-    found = law(torch.from_numpy(logits), LawParameters.of(samplings, CPU, TORCH)).double().numpy()
+    found = distribution(torch.from_numpy(logits), DistributionParameters.of(samplings, CPU, TORCH)).double().numpy()
     for row, sampling in enumerate(samplings):
-        assert_is_law(found[row], logits[row].astype(np.float64), sampling)
+        assert_is_distribution(found[row], logits[row].astype(np.float64), sampling)
     assert [int((row > 0).sum()) for row in found[[2, 4]]] == [5000, 1]
 
 
-def test_ties_are_kept_so_that_the_law_is_a_function_of_the_logits() -> None:
+def test_ties_are_kept_so_that_the_distribution_is_a_function_of_the_logits() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    assert law(logits, LawParameters.of([Sampling(top_k=2)], CPU, TORCH))[0].tolist() == pytest.approx(
-        [0, 1 / 3, 1 / 3, 1 / 3, 0]
-    )
-    assert law(logits, LawParameters.of([Sampling(temperature=0)], CPU, TORCH))[0].tolist() == [0, 1, 0, 0, 0]
+    assert distribution(logits, DistributionParameters.of([Sampling(top_k=2)], CPU, TORCH))[
+        0
+    ].tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 0])
+    assert distribution(logits, DistributionParameters.of([Sampling(temperature=0)], CPU, TORCH))[0].tolist() == [
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-7, 1e-5, 2.0])
-def test_extreme_temperatures_give_a_law(temperature: float) -> None:
+def test_extreme_temperatures_give_a_distribution(temperature: float) -> None:
     logits = torch.tensor([[1e4, -1e4, 9.999e3, float("-inf")]])
-    row = law(logits, LawParameters.of([Sampling(temperature=temperature)], CPU, TORCH))[0]
+    row = distribution(logits, DistributionParameters.of([Sampling(temperature=temperature)], CPU, TORCH))[0]
     assert float(row.sum()) == pytest.approx(1)
     assert int(row.argmax()) == 0
 
@@ -105,20 +115,20 @@ def test_extreme_temperatures_give_a_law(temperature: float) -> None:
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
     rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1)]
-    together = law(logits, LawParameters.of(rows, CPU, TORCH))
+    together = distribution(logits, DistributionParameters.of(rows, CPU, TORCH))
     for i, sampling in enumerate(rows):
-        alone = law(logits[i : i + 1], LawParameters.of([sampling], CPU, TORCH))[0]
+        alone = distribution(logits[i : i + 1], DistributionParameters.of([sampling], CPU, TORCH))[0]
         torch.testing.assert_close(together[i], alone, atol=1e-7, rtol=1e-6)
 
 
 def test_parameters_are_selected_by_row() -> None:
-    """In another order, some twice: each row's law is its own."""
+    """In another order, some twice: each row's distribution is its own."""
     rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5), Sampling(min_p=0.2)]
     wanted = [3, 1, 2, 0, 3, 1]
     logits = torch.randn(len(wanted), 50, generator=torch.Generator().manual_seed(1))
-    found = law(logits, LawParameters.of(rows, CPU, TORCH).select(torch.tensor(wanted)))
+    found = distribution(logits, DistributionParameters.of(rows, CPU, TORCH).select(torch.tensor(wanted)))
     for logit, row, index in zip(logits, found, wanted, strict=True):
-        alone = law(logit.unsqueeze(0), LawParameters.of([rows[index]], CPU, TORCH))[0]
+        alone = distribution(logit.unsqueeze(0), DistributionParameters.of([rows[index]], CPU, TORCH))[0]
         torch.testing.assert_close(row, alone, atol=1e-7, rtol=1e-6)
 
 
