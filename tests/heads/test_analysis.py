@@ -11,7 +11,7 @@ import torch
 
 from analysis.__main__ import main
 from analysis.draft_logits import draft_logits
-from analysis.pair import distributions_along
+from analysis.pair import laws_along
 from demo.bench_pair import write_tokenizer
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
@@ -34,7 +34,7 @@ def test_probabilities_along_a_text_are_those_of_the_first_drafted_token(tmp_pat
         oracle = oracles.Block(written, target)
     engine = tiny.build(target, folders.load(written, target))
     text = tiny.prompts(97, [30])[0]
-    target_NV, draft_NV = distributions_along(engine, tuple(text[:20]), text[20:], 1.0)
+    target_NV, draft_NV = laws_along(engine, tuple(text[:20]), text[20:], 1.0)
     assert target_NV.shape == draft_NV.shape == (10, 97)
     states = oracles.target_states(target, text, written.taps)
     found_NV = draft_logits(engine, text[:-1], 19)

@@ -64,7 +64,7 @@ def mixed_plan(engine: Engine) -> Plan:
     return Plan(tuple(rows))
 
 
-def distributions_along(draft: Draft) -> list[Tensor]:
+def laws_along(draft: Draft) -> list[Tensor]:
     """The distribution of every drawn token, chain by chain."""
     table = draft.chains.draft
     return [
@@ -89,7 +89,7 @@ def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path,
     lengths = at_once.layout.length_C.tolist()
     for mine, others, length in zip(at_once.chains.tokens_CL, by_level.chains.tokens_CL, lengths, strict=True):
         assert mine[:length].tolist() == others[:length].tolist()
-    for mine, others in zip(distributions_along(at_once), distributions_along(by_level), strict=True):
+    for mine, others in zip(laws_along(at_once), laws_along(by_level), strict=True):
         assert torch.allclose(mine, others, atol=1e-6)
     assert len({tuple(chain) for chain in at_once.chains.tokens_CL.tolist()}) > len(lengths) // 2
     assert [tree.tokens for tree in at_once.trees] == [tree.tokens for tree in by_level.trees]
