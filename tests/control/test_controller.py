@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.control.acceptance import Acceptance, with_chains
 from engine.control.controller import Controller, ShapeChoice, menu
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN, Shape
@@ -438,20 +436,3 @@ def test_the_menu_never_drafts_more_nodes_than_asked(num_drafts: int, draft_leng
     shapes = menu(num_drafts, draft_length, 16)
     assert (num_drafts, draft_length) in shapes
     assert all(k <= num_drafts and k * n <= num_drafts * draft_length for k, n in shapes)
-
-
-def test_acceptance_is_learned_by_position_and_spreads_to_other_numbers_of_chains() -> None:
-    acceptance = Acceptance(8)
-    before = acceptance.by_position(4)[0]
-    for _ in range(300):
-        acceptance.observe(1, 2, 1)
-        acceptance.fade()
-    eight = copy.deepcopy(acceptance)
-    eight.fade(8)
-    for _ in range(8):
-        acceptance.fade()
-    assert eight.by_position(1) == pytest.approx(acceptance.by_position(1))
-    assert acceptance.by_position(1)[0] > 0.9
-    assert acceptance.by_position(1)[1] < 0.2
-    assert acceptance.by_position(4)[0] < before, "half of one chain's tokens fail"
-    assert with_chains(0.5, 4) > with_chains(0.5, 1) == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.control.step_time import Point, StepTimes
-from engine.control.step_work import MIXED, PLAIN, StepWork, draft_passes
+from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
 from tests.scheduling.machine import Machine, chains
@@ -73,10 +74,37 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
         shape=(2, 3),
     )
     assert StepWork.of(Plan((row(),))) == StepWork(rows=1, text=11) == StepWork.of(Plan((row(),))).plain
-    assert StepWork.of(Plan((row(fanout=(1,)), row(fanout=(1, 1))))).shape == MIXED
-    assert StepWork.of(Plan((row(fanout=(2, 2)),))).shape == MIXED, "a tree is no shape of the menu"
-    copied = StepWork.of(Plan((row(copies=(TextDraft("lookup", (1, 2, 3)),)),)))
-    assert (copied.nodes, copied.drafting, copied.passes, copied.shape) == (3, 1, (), MIXED)
+    odd = StepWork.of(Plan((row(input_ids=8, draft_input_ids=3, first_index=20, fanout=(2,)),)))
+    assert (odd.prompt, odd.prompt_text, odd.read, odd.shape) == (7, 7 * 23, 2, (2, 1))
+    assert odd.plain == StepWork(rows=1, text=28)
+    assert odd.without_prompts == replace(odd, prompt=0, prompt_text=0)
+    assert odd.without_drafts == StepWork(rows=1, text=28, prompt=7, prompt_text=7 * 23)
+
+
+COPY = TextDraft("lookup", (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("drafting", "nodes", "passes", "shape"),
+    [
+        (({"fanout": (1,)}, {"fanout": (1, 1)}), 3, (2, 1), MIXED),
+        (({"fanout": (2, 2)},), 6, (1, 2), MIXED),
+        (({"fanout": (3, 1, 2)},) * 2, 24, (2, 6, 6), MIXED),
+        (({"fanout": (3, 1)}, {}), 6, (1, 3), (3, 2)),
+        (({"copies": (COPY,)},), 3, (), MIXED),
+        (({"copies": (COPY,)},) * 2, 6, (), MIXED),
+        (({"copies": (COPY,), "fanout": (2, 1)},) * 2, 14, (2, 4), MIXED),
+        (({"copies": (COPY,)}, {"fanout": (2, 1)}), 7, (1, 2), MIXED),
+        (({}, {}), 0, (), PLAIN),
+    ],
+)
+def test_only_rows_that_draw_the_same_chains_have_a_shape(
+    drafting: tuple[dict[str, Any], ...], nodes: int, passes: tuple[int, ...], shape: Shape
+) -> None:
+    """Trees are no shapes of the menu, nor are text drafts."""
+    work = StepWork.of(Plan(tuple(row(number, **fields) for number, fields in enumerate(drafting))))
+    num_drafting = sum(bool(fields) for fields in drafting)
+    assert (work.nodes, work.drafting, work.passes, work.shape) == (nodes, num_drafting, passes, shape)
 
 
 def test_nodes_of_the_last_depth_are_in_no_pass_of_the_draft_model() -> None:

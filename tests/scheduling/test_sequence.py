@@ -1,0 +1,150 @@
+"""The running state of a request: lengths of its text, the end of its answer, and keys of its blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.fixed_edits import SharedEdits
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.sequence import Sequence, expendability, urgency
+from engine.scheduling.store import next_key, root_key
+
+PROMPT, END, STOP = (3, 4, 5), 1, 9
+
+
+def sequence(number: int = 7, limits: dict[str, Any] | None = None, request: Any = None, **more: Any) -> Sequence:
+    """A sequence of three prompt tokens that may get four more."""
+    ends = Limits(**{"max_tokens": 4, "stop_token_ids": (STOP,), **(limits or {})})
+    asked = Request(request_id="r", prompt_token_ids=PROMPT, limits=ends, **(request or {}))
+    return Sequence(number, asked, 10.0, **more)
+
+
+def test_a_new_request_has_its_prompt_and_nothing_computed() -> None:
+    speculation = Speculation(num_drafts=2, draft_length=2)
+    new = sequence(request={"sampling": Sampling(presence_penalty=1.0), "speculation": speculation})
+    assert (new.sequence_id, new.tokens, new.num_prompt) == (7, [3, 4, 5], 3)
+    assert [list(each) for each in new.counts.of([3, 4, 5, 4])] == [[3, 4, 5], [0, 1, 0]]
+    assert (new.num_target_computed, new.num_draft_computed, new.draft_start, new.num_cached) == (0, 0, 0, 0)
+    assert (new.block_ids, new.num_published_blocks, new.num_drafted_blocks) == ([], 0, 0)
+    assert (new.num_emitted, new.num_remaining, new.num_missing, new.num_shared) == (0, 4, 3, 2)
+    assert (new.queue_s, new.take_reading(), new.prompt_logprobs, new.shifts) == (0, (0, 0), [], ())
+    assert (new.fanout, new.grammar, new.by_head, new.may_draft) == ((2, 1), None, False, True)
+    assert new.edits_logits
+    assert not sequence().edits_logits
+    assert not new.copier
+    assert new.last_step < 0, "it comes before those that had a step"
+
+
+@pytest.mark.parametrize(
+    ("limits", "masked", "cut"),
+    [
+        ({}, (), [END]),
+        ({"ignore_eos": True}, (), [END, 2]),
+        ({"min_tokens": 1}, (END, STOP), [END]),
+        ({"min_tokens": 1, "ignore_eos": True}, (STOP,), [END, 2]),
+    ],
+)
+def test_end_tokens_end_the_answer_and_are_masked_before_its_least_length(
+    limits: dict[str, Any], masked: tuple[int, ...], cut: list[int]
+) -> None:
+    edits = SharedEdits()
+    one, other = (sequence(limits=limits, eos_token_ids=frozenset({END}), edits=edits) for _ in range(2))
+    assert one.ends == masked
+    assert one.fixed_edits is edits.of(one.request.sampling, masked)
+    assert one.cut([END, 2], frozenset({END})) == (cut, "stop" if len(cut) == 1 else None)
+    assert other.cut([2, STOP, 2], frozenset({END})) == ([2, STOP], "stop")
+    assert other.cut([2, 2, 2], frozenset({END})) == ([2, 2, 2], None)
+    assert other.cut([2, 2, 2, 2], frozenset({END})) == ([2, 2, 2, 2], "length")
+    assert other.cut([2, 2, 2, 2, STOP], frozenset({END})) == ([2, 2, 2, 2], "length")
+    assert other.cut([2, 2, 2, STOP], frozenset({END})) == ([2, 2, 2, STOP], "stop")
+
+
+def test_an_answer_of_no_tokens_is_only_its_prompt() -> None:
+    assert sequence(limits={"max_tokens": 0}).cut([STOP], frozenset()) == ([], "length")
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_head_drafts_after_a_single_token_of_an_answer(by_head: bool) -> None:
+    one = sequence(by_head=by_head)
+    drafting, shared = [], []
+    for tokens, num_computed in (((), 0), ((), 2), ((8,), 3), ((8, 8), 3), ((8, 8), 4)):
+        one.tokens, one.num_target_computed = [*PROMPT, *tokens], num_computed
+        drafting.append(one.may_draft)
+        shared.append(one.num_shared)
+    assert drafting == ([False, False, True, False, True] if by_head else [True] * 5)
+    assert shared == ([2, 2, 2, 3, 3] if by_head else [2, 2, 3, 4, 4])
+
+
+@pytest.mark.parametrize(
+    ("draft_window", "is_fixed", "expected"), [(0, False, (0, True)), (64, False, (64, True)), (64, True, (0, False))]
+)
+def test_blocks_are_shared_by_requests_with_the_server_s_window(
+    draft_window: int, is_fixed: bool, expected: tuple[int, bool]
+) -> None:
+    one = sequence(draft_window=draft_window, fixed_draft_distribution=is_fixed)
+    assert (one.draft_window, one.shares_blocks) == expected
+    assert (sequence().draft_window, sequence().shares_blocks) == (0, True)
+    assert sequence(draft_window=64).draft_window == 64
+
+
+def test_prompt_logprobs_are_wanted_until_the_first_token() -> None:
+    one = sequence(request={"num_prompt_logprobs": 0})
+    assert one.wants_prompt_logprobs
+    assert not sequence().wants_prompt_logprobs
+    one.tokens.append(2)
+    assert not one.wants_prompt_logprobs
+
+
+def test_drafts_are_judged_by_the_latest_ones() -> None:
+    one = sequence()
+    assert one.acceptance_ratio == 1
+    one.note_drafts(1, 4.0)
+    assert one.acceptance_ratio == pytest.approx(11 / 14)
+    one.note_drafts(2, 3.0)
+    assert one.acceptance_ratio == pytest.approx((0.95 * 1 + 2 + 10) / (0.95 * 4 + 3 + 10))
+
+
+def test_the_time_of_reading_is_taken_once() -> None:
+    one = sequence()
+    one.note_reading(2.0, 1.0)
+    one.note_reading(0.5, 0.25)
+    assert one.take_reading() == (2.5, 1.25)
+    assert one.take_reading() == (0, 0)
+
+
+def test_keys_of_blocks_are_of_all_tokens_before() -> None:
+    one = sequence(request={"cache_salt": "s"})
+    one.tokens = list(range(10, 17))
+    keys = [root_key("s")]
+    for start in (0, 2, 4):
+        keys.append(next_key(keys[-1], list(range(10 + start, 12 + start))))
+    for count in (1, 3, 2, 0):
+        assert one.block_keys(count, 2) == keys[1 : count + 1]
+
+
+def test_only_the_first_admission_counts() -> None:
+    one = sequence()
+    one.num_target_computed = 2
+    one.note_admission(14.0)
+    one.num_target_computed = 3
+    one.note_admission(20.0)
+    assert (one.queue_s, one.num_cached) == (4, 2)
+
+
+def test_a_preempted_request_gives_back_all_it_has_computed() -> None:
+    one = sequence()
+    one.block_ids, one.num_target_computed, one.num_draft_computed, one.draft_start = [4, 2], 3, 2, 1
+    one.num_published_blocks, one.num_drafted_blocks = 2, 1
+    one.prompt_logprobs = [...]  # type: ignore[list-item]
+    assert one.forget_computed() == [4, 2]
+    assert (one.block_ids, one.num_target_computed, one.num_draft_computed, one.draft_start) == ([], 0, 0, 0)
+    assert (one.num_published_blocks, one.num_drafted_blocks, one.prompt_logprobs) == (0, 0, [])
+
+
+def test_the_least_urgent_that_loses_least_is_preempted_first() -> None:
+    urgent, computed, early, late = (sequence(number, request={"priority": int(number > 0)}) for number in range(4))
+    computed.num_target_computed = 2
+    assert sorted((late, early, computed, urgent), key=urgency) == [urgent, computed, early, late]
+    assert sorted((late, early, computed, urgent), key=expendability) == [urgent, computed, early, late]
