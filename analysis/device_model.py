@@ -25,7 +25,7 @@ from scipy.stats import norm
 from analysis.loading import integers
 from demo.bench_pair import SIZES
 from engine.errors import ConfigError
-from engine.step.recorded.steps import MOST_ROWS
+from engine.step.recorded.menu import MOST_ROWS
 from loadtest.results import table
 
 PRODUCTS, KERNELS = 4, 6

@@ -47,6 +47,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number format of the weights on a CPU: the checkpoint's, or 8 bits with a scale for every 32 weights."""
     kv_dtype: KVDtype = "auto"
     """Type of the K/V cache; auto is float32 if a CPU decodes in float32, else the model's type."""
+    enforce_eager: bool = False
+    """Launch the operations of decode steps one by one on a CUDA device, and record no graphs of them."""
     probe: Probe = "refuse"
     """Treatment of models whose logits differ from those of plain transformers by more than rounding explains."""
 

@@ -30,6 +30,7 @@ SAME = {
     **dict.fromkeys(("q",), "quantization"),
     **dict.fromkeys(("a", "alias"), "served_model_name"),
     "chat_template_file": "chat_template",
+    "disable_cuda_graph": "enforce_eager",
     "log_requests": "enable_log_requests",
     "max_queued_requests": "max_num_queued_reqs",
     "mem_fraction_static": "gpu_memory_utilization",
@@ -85,9 +86,8 @@ FOREIGN: dict[str, Foreign] = {
     ),
     **_ignored(
         "what is compiled or recorded is measured and chosen at start",
-        "enforce_eager disable_cuda_graph enable_torch_compile disable_custom_all_reduce disable_cascade_attn "
-        "disable_overlap_schedule async_scheduling enable_mixed_chunk use_v2_block_manager mlock mmap "
-        "enable_expert_parallel",
+        "enable_torch_compile disable_custom_all_reduce disable_cascade_attn disable_overlap_schedule "
+        "async_scheduling enable_mixed_chunk use_v2_block_manager mlock mmap enable_expert_parallel",
         "compilation_config O optimization_level attention_backend sampling_backend cuda_graph_max_bs cuda_graph_bs "
         "max_seq_len_to_capture distributed_executor_backend swap_space cpu_offload_gb max_parallel_loading_workers "
         "fa flash_attn b batch_size ub ubatch_size tb threads_batch safetensors_load_strategy",
@@ -170,7 +170,9 @@ FOREIGN: dict[str, Foreign] = {
 
 _CONFIG_KEYS = {"speculative_config", "speculative_algorithm"}
 NAMES = frozenset({*SAME, *OPPOSITE, *FOREIGN, *_CONFIG_KEYS})
-SWITCHES = frozenset({*OPPOSITE, "log_requests", *(name for name, foreign in FOREIGN.items() if foreign.is_switch)})
+SWITCHES = frozenset(
+    {*OPPOSITE, "disable_cuda_graph", "log_requests", *(name for name, foreign in FOREIGN.items() if foreign.is_switch)}
+)
 
 _HEAD_METHODS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
 """Methods of trained heads: the head's own config.json says what it is."""

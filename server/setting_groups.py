@@ -132,6 +132,11 @@ class ModelSettings(BaseModel):
     kv_cache_dtype: KVDtype = Field(
         "auto", description="type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"
     )
+    enforce_eager: bool = Field(
+        False,
+        description="on a CUDA device, launch the operations of decode steps one by one, without CUDA graphs",
+        json_schema_extra=RARE,
+    )
     probe: Probe = Field(
         "refuse",
         description="if a model's logits differ from plain transformers by more than rounding explains: "

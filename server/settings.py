@@ -108,6 +108,7 @@ class Serve(
                 num_threads=self.num_threads,
                 weights=self.weights,
                 kv_dtype=self.kv_cache_dtype,
+                enforce_eager=self.enforce_eager,
                 probe=self.probe,
                 tensor_parallel_size=self.tensor_parallel_size,
             ),

@@ -6,10 +6,11 @@ Not for: running it (`process.py`), or measuring it (`calibration.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from engine.drafting.one_pass import BlockDrafter, MaskDrafter
 from engine.errors import ConfigError
 from engine.grammar.grammar import Grammars
 from engine.kernels.choosing import choose
+from engine.kernels.protocol import Kernels
 from engine.models.heads.head import Head
 from engine.models.heads.runner import HeadBackend, HeadRunner, TorchHead
 from engine.models.host import most_cores
@@ -37,9 +39,12 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.speculation.verification import RULES
 from engine.step.engine import Engine
-from engine.step.memory import plan_memory
-from engine.step.recorded.inputs import RECORDED_RULES
-from engine.step.recorded.steps import buffer_bytes
+from engine.step.memory import blocks_of, plan_memory
+from engine.step.recorded.inputs import RECORDED_RULES, StepShape
+from engine.step.recorded.menu import buffer_bytes, distributions_on
+from engine.step.recorded.menu import menu as menu_of_steps
+from engine.step.recorded.recorder import Graphs, graphs_on
+from engine.step.recorded.steps import LEAST_FREE, RecordedSteps
 
 log = logging.getLogger("polydraft")
 
@@ -94,32 +99,21 @@ def assemble(
         ways.append(way)
         weight_bytes.append(num_bytes)
     facts = _facts(config, models)
-    drafts = recorded_drafts(config, draft)
-    most_sequences = config.scheduler.max_num_seqs
-    is_head = kind is not None and kind.is_head
-    is_recorded = not is_head and all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
-    recorded_bytes = buffer_bytes(drafts, most_sequences, target.vocab_size) if is_recorded else 0
-    token_bytes = [shape.token_bytes(way.backend.kv_dtype) for way, shape in zip(ways, shapes, strict=True)]
-    spare_blocks = [_spare_blocks(model, config) for model in models]
-    memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, target.model.device)
-    _report_context(config, models, memory.max_model_len)
+    device = torch.device(target.model.device)
     progress("trying the kernels of distributions and verdicts")
-    kernels = choose(torch.device(target.model.device))
-    runners = [
-        (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
-            model.model,
-            shape,
-            memory.num_blocks + num_spare,
-            config.cache.block_size,
-            target.vocab_size,
-            way.backend,
-            model.ranks,
-            way.paged,
-            is_recorded,
-            kernels,
-        )
-        for model, shape, way, num_spare in zip(models, shapes, ways, spare_blocks, strict=True)
-    ]
+    kernels = choose(device)
+    is_head = kind is not None and kind.is_head
+    is_recorded = not (is_head or config.model.enforce_eager) and all(
+        is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True)
+    )
+    spare_blocks = [_spare_blocks(model, config) for model in models]
+    make = partial(_runners, models, shapes, ways, spare_blocks, config.cache.block_size, is_recorded, kernels)
+    recordings = _plan_recordings(config, facts, draft, make, kernels, device, progress) if is_recorded else None
+    token_bytes = [shape.token_bytes(way.backend.kv_dtype) for way, shape in zip(ways, shapes, strict=True)]
+    recorded_bytes = 0 if recordings is None else recordings.num_bytes
+    memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, device)
+    _report_context(config, models, memory.max_model_len)
+    runners = make(memory.num_blocks)
     progress("choosing the cores of passes")
     for runner in runners:
         runner.tune(most_cores(config.model))
@@ -147,10 +141,71 @@ def assemble(
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     scheduler = _scheduler(config, target, memory.num_blocks, is_head)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
-    if is_recorded and isinstance(drafter, ModelDrafter | None):
-        most = most_sequences, memory.most_blocks
-        engine.recorded.record(engine.target, engine.draft_runner, drafts, *most, progress)
+    if recordings is not None:
+        engine.recorded = RecordedSteps(recordings.graphs)
+        engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
     return engine
+
+
+class _Recordings(NamedTuple):
+    """Plan of the recorded steps."""
+
+    graphs: Graphs | None
+    shapes: Sequence[StepShape]
+    num_bytes: int
+    """Memory that they take: measured, or that of their buffers if the pool has a fixed size."""
+    least_free: float
+    """Share of the free memory that recording leaves; 0 if the memory has been set aside."""
+
+
+def _plan_recordings(
+    config: EngineConfig,
+    facts: EngineFacts,
+    draft: LoadedModel | None,
+    make: Callable[[int], list[ModelRunner]],
+    kernels: Kernels,
+    device: torch.device,
+    progress: Progress,
+) -> _Recordings:
+    """Return the steps to record. If the pool gets the memory that is left, record them next to a pool of one block
+    first, because the memory of graphs is known only after recording, and graphs hold the addresses of the pool.
+    """
+    drafts, most_sequences = recorded_drafts(config, draft), config.scheduler.max_num_seqs
+    shapes, graphs = menu_of_steps(drafts, most_sequences, distributions_on(device, kernels)), graphs_on(device)
+    if graphs is None or config.cache.num_blocks or config.cache.memory_bytes:
+        return _Recordings(graphs, shapes, buffer_bytes(shapes, facts.vocab_size), LEAST_FREE)
+    trial = RecordedSteps(graphs)
+    progress("measuring the memory of CUDA graphs")
+    trial.record(make(1), shapes, blocks_of(facts.max_model_len, config), progress)
+    return _Recordings(graphs, list(trial.steps), trial.num_bytes, 0.0)
+
+
+def _runners(
+    models: Sequence[LoadedModel],
+    shapes: Sequence[KVShape],
+    ways: Sequence[BackendChoice],
+    spare_blocks: Sequence[int],
+    block_size: int,
+    is_recorded: bool,
+    kernels: Kernels,
+    num_blocks: int,
+) -> list[ModelRunner]:
+    """Return the runners of all models, with storage for a pool of `num_blocks`."""
+    return [
+        (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
+            model.model,
+            shape,
+            num_blocks + num_spare,
+            block_size,
+            models[0].vocab_size,
+            way.backend,
+            model.ranks,
+            way.paged,
+            is_recorded,
+            kernels,
+        )
+        for model, shape, way, num_spare in zip(models, shapes, ways, spare_blocks, strict=True)
+    ]
 
 
 def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:

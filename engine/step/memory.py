@@ -58,7 +58,7 @@ def plan_memory(
     longest, block_size = facts.max_model_len, config.cache.block_size
     block_bytes = [block_size * per_token for per_token in token_bytes]
     spare_bytes = [count * size for count, size in zip(spare_blocks, block_bytes, strict=True)]
-    most_blocks = -(-(longest + lookahead(config)) // block_size)
+    most_blocks = blocks_of(longest, config)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
         free = _free_bytes(config.cache, device, sum(kept_back.values())) - sum(spare_bytes)
@@ -78,6 +78,11 @@ def plan_memory(
         most_blocks = num_blocks
     pool_bytes = [num_blocks * size + spare for size, spare in zip(block_bytes, spare_bytes, strict=True)]
     return MemoryPlan(num_blocks, longest, most_blocks, pool_bytes, kept_back)
+
+
+def blocks_of(length: int, config: EngineConfig) -> int:
+    """Return the blocks of a text of this length with its drafts."""
+    return -(-(length + lookahead(config)) // config.cache.block_size)
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.scheduling.text_drafters import most_copied
 from engine.step.building import assemble
 from engine.step.memory import plan_memory
-from engine.step.recorded.steps import buffer_bytes
+from engine.step.recorded.menu import buffer_bytes, menu
 from tests.engine import tiny
 
 GIB = 1 << 30
@@ -39,7 +39,7 @@ def test_what_a_step_needs_is_kept_back_from_the_pool(facts: object, monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (called.append("asked"), (60 * GIB, 80 * GIB))[1])
     device = MagicMock(type="cuda")
     token_bytes = [130_000, 110_000]
-    written = buffer_bytes([(0, 0), (4, 5)], 64, 152_000)
+    written = buffer_bytes(menu([(0, 0), (4, 5)], 64), 152_000)
     plain, recorded = (plan_memory(CONFIG, facts, token_bytes, [0, 0], size, device) for size in (0, written))  # type: ignore[arg-type]
     assert called[:2] == ["given back", "asked"]
     assert recorded.kept_back["graphs"] == written > 300 << 20

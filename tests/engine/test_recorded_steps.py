@@ -7,7 +7,6 @@ work that is recorded, on the arrays that a recording would read.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -19,8 +18,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.config import EngineConfig, ModelConfig, SpeculationConfig
-from engine.errors import NON_FINITE
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.errors import NON_FINITE, LoadError
 from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
 from engine.kernels.triton_kernels import TritonKernels
@@ -31,8 +30,9 @@ from engine.step import building
 from engine.step.engine import Engine
 from engine.step.recorded import inputs, steps
 from engine.step.recorded.inputs import LAWS, StepInputs, StepShape
+from engine.step.recorded.menu import buffer_bytes, distributions_on, menu
 from engine.step.recorded.recorder import recorder
-from engine.step.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
+from engine.step.recorded.steps import RecordedStep, RecordedSteps
 from tests.engine import tiny
 from tests.engine.test_host_reads import counted_reads
 from tests.grid import grid
@@ -433,12 +433,22 @@ class Recording:
 
 
 class FakeGraphs:
-    """Recordings of a device that is not there, each of some bytes; after `most` of them it raises an error."""
+    """Recordings of a device that is not there, each of some bytes; after `most` of them it raises an error.
+
+    runs: runs work when it is recorded; ends_badly: the end of a recording that fails raises another error.
+    """
 
     def __init__(
-        self, free_bytes: int = 1 << 30, bytes_each: int = 0, most: int = 1000, error: Exception | None = None
+        self,
+        free_bytes: int = 1 << 30,
+        bytes_each: int = 0,
+        most: int = 1000,
+        error: Exception | None = None,
+        runs: bool = False,
+        ends_badly: bool = False,
     ) -> None:
         self.left, self._bytes_each, self._most, self._error = free_bytes, bytes_each, most, error
+        self._runs, self._ends_badly = runs, ends_badly
         self.recordings: list[Recording] = []
 
     def free_bytes(self) -> int:
@@ -449,8 +459,15 @@ class FakeGraphs:
         yield self._record
 
     def _record(self, work: Callable[[], None]) -> Recording:
-        if self._error is not None and len(self.recordings) == self._most:
-            raise self._error
+        try:
+            if self._runs:
+                work()
+            if self._error is not None and len(self.recordings) == self._most:
+                raise self._error
+        except Exception:
+            if self._ends_badly:
+                raise RuntimeError("a capture is underway") from None
+            raise
         self.left -= self._bytes_each
         self.recordings.append(Recording(work))
         return self.recordings[-1]
@@ -458,7 +475,8 @@ class FakeGraphs:
 
 def recorded_again(machine: Engine, graphs: FakeGraphs | None = None, most_pages: int = 20) -> RecordedSteps:
     found = RecordedSteps(graphs)
-    found.record(machine.target, machine.draft_runner, RECORDED, 4, most_pages, lambda _: None)
+    assert machine.draft_runner is not None
+    found.record([machine.target, machine.draft_runner], menu(RECORDED, 4), most_pages, lambda _: None)
     return found
 
 
@@ -477,31 +495,81 @@ def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
 
 
 @stands_in
-def test_steps_that_cannot_be_recorded_run_as_they_are(
-    both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_an_operation_that_cannot_be_recorded_stops_the_start(both: tuple[Engine, Engine], ends_badly: bool) -> None:
+    """The line that names it is not that of the end of the recording, which fails after it."""
+    graphs = FakeGraphs(runs=True, ends_badly=ends_badly)
     error = RuntimeError("this operation cannot be recorded")
-    failed = recorded_again(both[1], FakeGraphs(most=3, error=error))
-    assert "steps run without CUDA graphs: steps.py, line" in caplog.text
-    assert ": this operation cannot be recorded" in caplog.text
-    assert failed.num_recorded == 0
-    with patch.object(both[1], "recorded", failed):
-        assert set(compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))) == {None}
+    with (
+        patch.object(steps, "bits", MagicMock(side_effect=error)),
+        pytest.raises(LoadError, match=r"steps\.py, line \d+ \(found = .*bits.*\): this operation") as found,
+    ):
+        recorded_again(both[1], graphs)
+    assert "--enforce-eager" in str(found.value)
 
 
-def test_the_operation_that_cannot_be_recorded_is_named() -> None:
-    """The end of a recording fails after it, with a message about something else."""
-
-    def failing() -> None:
-        try:
-            menu([(1,)], 4)  # type: ignore[list-item]
-        finally:
-            raise RuntimeError("a capture is underway")
-
-    with pytest.raises(RuntimeError) as found:
-        failing()
-    assert re.fullmatch(r"steps.py, line \d+ \(for chains, length in drafts:\)", steps._operation(found.value))
+def test_a_failure_outside_the_project_is_named_too() -> None:
     assert steps._operation(RuntimeError("nowhere")) == "recording"
+
+
+@stands_in
+def test_an_operator_may_leave_graphs_out() -> None:
+    target, graphs = tiny.llama(1, layers=1), FakeGraphs(bytes_each=1)
+    with recorded([(0, 0)]), patch.object(building, "graphs_on", lambda _: graphs):
+        for is_eager in (False, True):
+            config = EngineConfig(model=ModelConfig(target="t", enforce_eager=is_eager))
+            machine = building.assemble(config, target, None)
+            assert (machine.recorded.num_recorded == 0) == is_eager
+            assert (machine.facts.memory_plan["graphs"] == 0) == is_eager
+
+
+@stands_in
+@pytest.mark.parametrize("is_sized", [False, True])
+def test_the_pool_gets_what_graphs_leave(is_sized: bool) -> None:
+    """Graphs are recorded next to a pool of one block first, and their memory is kept back from the pool. A pool of a
+    given size needs no trial.
+    """
+    target, graphs, pools = tiny.llama(1, layers=1), FakeGraphs(free_bytes=1 << 20, bytes_each=1000), []
+    right = RecordedSteps.record
+
+    def noting(self: RecordedSteps, runners: Any, *more: Any) -> None:
+        pools.append(runners[0].storage.keys.shape[1] // runners[0].block_size - 1)
+        right(self, runners, *more)
+        graphs.left = 1 << 20 if len(pools) == 1 else graphs.left  # the trial's graphs are gone
+
+    config = EngineConfig(
+        model=ModelConfig(target="t"),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+        cache=CacheConfig(num_blocks=80 if is_sized else 0),
+    )
+    with (
+        recorded([(0, 0)]),
+        patch.object(building, "graphs_on", lambda _: graphs),
+        patch.object(RecordedSteps, "record", noting),
+    ):
+        machine = building.assemble(config, target, None)
+    num_shapes = machine.recorded.num_recorded
+    num_recordings = len(graphs.recordings)
+    assert pools == ([80] if is_sized else [1, machine.facts.num_blocks])
+    assert machine.facts.num_blocks > 1
+    assert num_shapes == len(menu([(0, 0)], 4))
+    measured = 1000 * num_recordings // len(pools)
+    assert machine.recorded.num_bytes == measured
+    assert (machine.facts.memory_plan["graphs"] == measured) != is_sized
+
+
+@stands_in
+def test_memory_that_the_trial_found_is_recorded_into(both: tuple[Engine, Engine]) -> None:
+    """The pool leaves little more than the graphs need: the share that recording leaves must not stop them again."""
+    shapes = menu(RECORDED, 4)
+    assert both[1].draft_runner is not None
+    runners = [both[1].target, both[1].draft_runner]
+    counts = []
+    for least_free in (0.6, 0.0):
+        found = RecordedSteps(FakeGraphs(free_bytes=50 * 3 * len(shapes), bytes_each=50))
+        found.record(runners, shapes, 20, lambda _: None, least_free)
+        counts.append(found.num_recorded)
+    assert counts[0] < counts[1] == len(shapes)
 
 
 class FailingGraph:
@@ -599,19 +667,21 @@ def test_rows_without_use_read_no_text(both: tuple[Engine, Engine]) -> None:
     ]
 
 
-def test_recordings_before_memory_ran_out_serve(both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
-    some = recorded_again(both[1], FakeGraphs(most=6, error=torch.cuda.OutOfMemoryError("no memory")))
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_recordings_before_memory_ran_out_serve(
+    both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture, ends_badly: bool
+) -> None:
+    error = torch.cuda.OutOfMemoryError("no memory")
+    some = recorded_again(both[1], FakeGraphs(most=6, error=error, ends_badly=ends_badly))
     assert 0 < some.num_recorded < 6
     assert "memory is short" in caplog.text
 
 
 def test_a_device_without_the_kernels_records_no_filters() -> None:
     assert (
-        steps.distributions_on(torch.device("cpu"), TORCH)
-        == steps.distributions_on(torch.device("cuda"), TritonKernels())
-        == LAWS
+        distributions_on(torch.device("cpu"), TORCH) == distributions_on(torch.device("cuda"), TritonKernels()) == LAWS
     )
-    assert [distributions.filters for distributions in steps.distributions_on(torch.device("cuda"), TORCH)] == [()]
+    assert [distributions.filters for distributions in distributions_on(torch.device("cuda"), TORCH)] == [()]
 
 
 @pytest.mark.parametrize(
@@ -644,4 +714,4 @@ def test_the_menu_is_of_steps_of_up_to_256_rows() -> None:
     assert len(set(shapes)) == len(shapes) == 2 * (7 + 7 + 5 + 4 + 3)
     assert shapes == sorted(shapes, key=lambda shape: shape.sequences), "those of few requests come first"
     assert {shape.sequences for shape in menu([(0, 0)], 5)} == {1, 2, 4, 5}
-    assert buffer_bytes([(4, 5)], 64, 1000) == 4000 * (2 * 252 + 12 * 17)
+    assert buffer_bytes(menu([(4, 5)], 64), 1000) == 4000 * (2 * 252 + 12 * 17)

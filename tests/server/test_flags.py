@@ -109,7 +109,7 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         (
             "m --enforce-eager --enable-auto-tool-choice --tool-call-parser hermes --disable-log-requests --seed 7 "
             "--swap-space 4 -O3 --pipeline-parallel-size 1 --kv-cache-dtype auto --load-format safetensors",
-            "m --kv-cache-dtype auto --tool-call-parser hermes",
+            "m --enforce-eager --kv-cache-dtype auto --tool-call-parser hermes",
         ),
         ("m --dtype half --generation-config vllm", "m --dtype float16 --generation-config neutral"),
         ("m --no-enable-chunked-prefill --allowed-origins '[\"*\"]'", "m --allowed-origins *"),
@@ -118,9 +118,9 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         (
             "--model-path m --tp 2 --context-length 4096 --mem-fraction-static 0.8 --max-running-requests 8 "
             "--disable-radix-cache --speculative-algorithm STANDALONE --speculative-draft-model-path d "
-            "--speculative-num-steps 3 --speculative-eagle-topk 2",
+            "--speculative-num-steps 3 --speculative-eagle-topk 2 --disable-cuda-graph",
             "m --tensor-parallel-size 2 --max-model-len 4096 --gpu-memory-utilization 0.8 --max-num-seqs 8 "
-            "--no-enable-prefix-caching --draft-model d --draft-length 3",
+            "--enforce-eager --no-enable-prefix-caching --draft-model d --draft-length 3",
         ),
         # llama.cpp
         (
@@ -179,15 +179,16 @@ def test_a_file_of_vllm_is_read(tmp_path: Path, kind: str, caplog: pytest.LogCap
         "max-model-len": "8K",
         "speculative_config": json.loads(DRAFT),
         "enforce-eager": True,
+        "enable-chunked-prefill": True,
         "trust-remote-code": False,
         "served-model-name": ["a", "b"],
     }
     path = tmp_path / f"vllm.{kind}"
     path.write_text(json.dumps(values))  # which is YAML, too
-    ours = "m --max-model-len 8192 --draft-model d --draft-length 3 --served-model-name a,b".split()
+    ours = "m --enforce-eager --max-model-len 8192 --draft-model d --draft-length 3 --served-model-name a,b".split()
     read = parse_flags(["--config", str(path)])
     assert read.model_dump() == {**parse_flags(ours).model_dump(), "config": str(path)}
-    assert "enforce-eager has no effect here" in caplog.text
+    assert "enable-chunked-prefill has no effect here" in caplog.text
     path.write_text('{"trust_remote_code": true}')
     with pytest.raises(ConfigError, match="trust-remote-code: not served"):
         parse_flags(["--config", str(path)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -36,13 +37,21 @@ class CudaGraphs:
         return recorder()
 
 
+def graphs_on(device: torch.device) -> CudaGraphs | None:
+    """Return what records the work of a device; None if nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
 @contextmanager
 def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
     """Yield a function that records work as a CUDA graph. All graphs share one stream and one memory pool, so only one
     may be replayed at a time.
 
-    Work is run once before it is recorded, so that compilation and allocation are not recorded.
+    Work is run once before it is recorded, so that compilation and allocation are not recorded. Memory that torch has
+    cached is given back before and after, so that what is free tells what the graphs take.
     """
+    gc.collect()  # an engine that has ended may still hold some
+    torch.cuda.empty_cache()
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     pool = torch.cuda.graph_pool_handle()
 
@@ -58,6 +67,7 @@ def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]
     try:
         yield record
         current.wait_stream(stream)
+        torch.cuda.empty_cache()
     finally:
         # A recording that fails leaves its stream active.
         torch.cuda.set_stream(current)

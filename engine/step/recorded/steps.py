@@ -28,26 +28,26 @@ from engine.attention.paged import Paged
 from engine.drafting.chains import draw_levels
 from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
 from engine.drafting.numbers import noise_of
-from engine.kernels.protocol import Chains, Kernels, ProbsTable
+from engine.errors import LoadError
+from engine.kernels.protocol import Chains, ProbsTable
 from engine.kernels.transfer import bits, fill, to_device
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, StepVerdict
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
-from engine.step.recorded.inputs import LAWS, MOST_NODES, Distributions, StepInputs, StepShape, shape_of, views
-from engine.step.recorded.recorder import CudaGraphs, Graphs
+from engine.step.recorded.inputs import StepInputs, StepShape, shape_of, views
+from engine.step.recorded.menu import work
+from engine.step.recorded.recorder import Graphs, graphs_on
 from engine.step.report import broken_rows
 from engine.step.verify import emitted
 
 log = logging.getLogger("polydraft")
 
 _ENGINE = Path(__file__).parents[2]
-MOST_ROWS = 256
-"""Rows of the target's pass in the largest step that is recorded."""
 _TOLD = 16
 """Number of recordings between two reports of progress."""
-_LEAST_FREE = 0.6
+LEAST_FREE = 0.6
 """Recording stops if less than this share of the memory that was free before is left."""
 
 
@@ -275,7 +275,7 @@ class RecordedSteps:
     """The recorded steps of an engine."""
 
     def __init__(self, graphs: Graphs | None = None) -> None:
-        """graphs: what records; CUDA graphs on a CUDA device, and nothing elsewhere, if None."""
+        """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere."""
         self._graphs = graphs
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
@@ -283,6 +283,8 @@ class RecordedSteps:
         self._most_pages = 0
         self.serves = True
         """Whether recorded steps are used."""
+        self.num_bytes = 0
+        """Memory of the device that they take."""
 
     @property
     def num_recorded(self) -> int:
@@ -297,91 +299,70 @@ class RecordedSteps:
         if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
             return None
         if wanted not in self._chosen:
-            best = min((shape for shape in self.steps if shape.has_room(wanted)), key=_work, default=None)
+            best = min((shape for shape in self.steps if shape.has_room(wanted)), key=work, default=None)
             self._chosen[wanted] = None if best is None else self.steps[best]
         return self._chosen[wanted]
 
     @torch.inference_mode()
     def record(
         self,
-        target: ModelRunner,
-        draft: ModelRunner | None,
-        drafts: Sequence[tuple[int, int]],
-        most_sequences: int,
+        runners: Sequence[ModelRunner],
+        shapes: Sequence[StepShape],
         most_pages: int,
         progress: Callable[[str], None],
+        least_free: float = LEAST_FREE,
     ) -> None:
-        """Record steps of these shapes (`menu`) until memory is short; if one cannot be recorded, none is."""
-        shapes = menu(drafts, most_sequences, distributions_on(target.device, target.kernels))
-        shared = _shared(target, draft, shapes, most_pages)
+        """Record steps of these shapes (`menu`) until memory is short; raise LoadError if one cannot be recorded.
+
+        runners: of the target, and of the draft model if there is one; least_free: share of the memory that is free
+        before, which recording leaves.
+        """
         self._most_pages = most_pages
-        graphs = self._graphs or (CudaGraphs(target.device) if target.device.type == "cuda" else None)
+        graphs = self._graphs or graphs_on(runners[0].device)
         if graphs is None:
+            shared = _shared(runners, shapes, most_pages)
             self.steps = {shape: RecordedStep(shape, shared) for shape in shapes}
             return
-        least_free = _LEAST_FREE * graphs.free_bytes()
-        try:
-            with graphs.recorder() as record:
+        with graphs.recorder() as record:
+            free_bytes = graphs.free_bytes()
+            try:
+                shared = _shared(runners, shapes, most_pages)
                 for number, shape in enumerate(shapes):
                     if number % _TOLD == 0:
                         progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
-                    if graphs.free_bytes() < least_free:
+                    if graphs.free_bytes() < least_free * free_bytes:
                         log.info("recorded %d of %d shapes of steps: memory is short", number, len(shapes))
                         break
                     step = RecordedStep(shape, shared)
                     step.record(record)
                     self.steps[shape] = step
-        except torch.cuda.OutOfMemoryError:
-            log.warning("recorded %d of %d shapes of steps: memory is short", len(self.steps), len(shapes))
-        except Exception as error:  # an operation that cannot be recorded
-            self.steps.clear()
-            log.warning("steps run without CUDA graphs: %s: %s", _operation(error), error)
+            except Exception as error:
+                first = _first(error)
+                if not isinstance(first, torch.cuda.OutOfMemoryError):
+                    raise LoadError(
+                        f"decode steps cannot be recorded as CUDA graphs: {_operation(first)}: {first}; start with "
+                        "--enforce-eager, which launches their operations one by one"
+                    ) from error
+                log.warning("recorded %d of %d shapes of steps: memory is short", len(self.steps), len(shapes))
+        self.num_bytes = free_bytes - graphs.free_bytes()
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error that came first: the end of a failed recording may fail as well."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _operation(error: BaseException) -> str:
-    """Return the line of the project that failed first: the end of a failed recording may fail as well."""
-    while error.__context__ is not None:
-        error = error.__context__
+    """Return the line of the project that failed."""
     lines = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).is_relative_to(_ENGINE)]
     return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno} ({lines[-1].line})" if lines else "recording"
 
 
-def _work(shape: StepShape) -> tuple[int, int, int]:
-    """Return the order of the shapes that have room for a step."""
-    return shape.num_rows, shape.draft_length, LAWS.index(shape.distributions)
+def _shared(runners: Sequence[ModelRunner], shapes: Sequence[StepShape], most_pages: int) -> _Shared:
+    target, draft = runners[0], runners[1] if len(runners) > 1 else None
 
-
-def distributions_on(device: torch.device, kernels: Kernels) -> Sequence[Distributions]:
-    """Return the distributions for which steps are recorded: without the kernels, filters on a device need the host."""
-    return LAWS if device.type != "cuda" or kernels.by_tiles else LAWS[:1]
-
-
-def menu(
-    drafts: Sequence[tuple[int, int]], most_sequences: int, distributions: Sequence[Distributions] = LAWS
-) -> list[StepShape]:
-    """Return the shapes that are recorded, with few requests first, because launches weigh most there.
-
-    drafts: (chains, their length); (0, 0) is plain decoding. Each is recorded for powers of two of requests, and for
-    the largest number that fits.
-    """
-    shapes = []
-    for chains, length in drafts:
-        nodes = chains * length
-        most = min(most_sequences, MOST_ROWS // (1 + nodes)) if nodes <= MOST_NODES else 0
-        counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
-        shapes += [
-            StepShape(count, chains, length, of_distributions) for count in counts for of_distributions in distributions
-        ]
-    return sorted(shapes, key=lambda shape: (shape.sequences, *_work(shape)))
-
-
-def buffer_bytes(drafts: Sequence[tuple[int, int]], most_sequences: int, vocab_size: int) -> int:
-    """Return the bytes of logits and draft distributions, shared by recorded steps, and of one step's distributions."""
-    shapes = menu(drafts, most_sequences)
-    return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_probs for shape in shapes))
-
-
-def _shared(target: ModelRunner, draft: ModelRunner | None, shapes: Sequence[StepShape], most_pages: int) -> _Shared:
     def rows_of_vocabulary(count: int) -> Tensor:
         return torch.zeros((count, target.vocab_size), device=target.device)
 
