@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from analysis import drafters, growth, limits, peers, prefixes, reports, turns
+from analysis import drafters, growth, heads, limits, peers, prefixes, reports, turns
 from analysis.report import table
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
@@ -140,6 +140,8 @@ def test_the_table_is_the_committed_result() -> None:
         ("arms-several", "arms-several-cpu", turns.markdown),
         ("arms-bf16", "arms-bf16-cpu", turns.markdown),
         ("heads", "heads-cpu", drafters.markdown),
+        ("heads-chains", "heads-chains-cpu", heads.markdown),
+        ("heads-chains-larger", "heads-chains-larger-cpu", heads.markdown),
         ("heads-prefix", "heads-prefix-cpu", prefixes.markdown),
         ("reported", "arms-several-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
