@@ -349,7 +349,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
         )
     engine = load_arms_engine(options, len(names))
     kinds = options.prompts or ["dialogues"]
-    loads = {kind: Load(prompts_of(kind, options), options.tokens, options.temperature) for kind in kinds}
+    loads = {kind: Load.of(prompts_of(kind, options), options) for kind in kinds}
     for load in loads.values():
         check_room(engine.facts, names, load, max(options.concurrency))
     points = measure_points(engine, speculation_of(ADAPTIVE))
@@ -362,10 +362,11 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
                 cell = measure(make, load, concurrency, options.seconds, progress, options.warm_up, options.turn)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     options.prompts = kinds
+    names_of_load = ("prompt_length", "tokens", "temperature", "top_k", "top_p")
     result = document(
         "arms in turns of the same work, a quarter of a second or so, in one process, closed loop without HTTP",
         options,
-        ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency", "prompts"),
+        (*names_of_load, "arms", "seconds", "dtype", "threads", "concurrency", "prompts"),
         cells=cells,
     )
     if options.chart:

@@ -64,7 +64,7 @@ def analyze_drafters(options: argparse.Namespace) -> dict[str, Any]:
         scheduler = SchedulerConfig(max_num_seqs=max(64, *options.concurrency))
         engines[name] = load_engine(config_of(named, scheduler, SpeculationConfig(), memory))
         options.threads, options.draft = named.threads, draft
-    load = Load(prompts_of(options.prompts, options), options.tokens, options.temperature)
+    load = Load.of(prompts_of(options.prompts, options), options)
     # Only reports of speedups depend on them, and these are left out.
     points = measure_points(next(iter(engines.values())), speculation_of(ADAPTIVE))
     cells = []
@@ -83,6 +83,8 @@ def analyze_drafters(options: argparse.Namespace) -> dict[str, Any]:
         "prompt_length",
         "tokens",
         "temperature",
+        "top_k",
+        "top_p",
         "seconds",
         "dtype",
         "threads",

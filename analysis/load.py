@@ -72,6 +72,14 @@ class Load:
     num_tokens: int
     """Mean tokens of an answer."""
     temperature: float
+    top_k: int = 0
+    """0 uses all tokens, as in `Sampling`."""
+    top_p: float = 1.0
+
+    @staticmethod
+    def of(prompts: Sequence[tuple[int, ...]], options: argparse.Namespace) -> Load:
+        """Return the load of the options of `add_load_arguments`."""
+        return Load(prompts, options.tokens, options.temperature, options.top_k, options.top_p)
 
     @property
     def longest_answer(self) -> int:
@@ -91,7 +99,13 @@ class Load:
             yield Request(
                 request_id=str(number),
                 prompt_token_ids=self.prompts[number % len(self.prompts)],
-                sampling=Sampling(temperature=self.temperature, seed=number, seed_stable=seed_stable),
+                sampling=Sampling(
+                    temperature=self.temperature,
+                    top_k=self.top_k,
+                    top_p=self.top_p,
+                    seed=number,
+                    seed_stable=seed_stable,
+                ),
                 limits=Limits(max_tokens=length, ignore_eos=True),
                 speculation=speculation,
             )
@@ -110,3 +124,5 @@ def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None
         help=f"tokens of an answer, in the mean (default {num_tokens})",
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this number of tokens (default 0: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from tokens of this mass (default 1: all)")

@@ -133,13 +133,13 @@ def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--answers must be at least {_LEAST_ANSWERS}")
     options.concurrency = [1]
     engine = load_arms_engine(options, len(names))
-    load = Load(prompts_of(options.prompts, options), options.tokens, options.temperature)
+    load = Load.of(prompts_of(options.prompts, options), options)
     check_room(engine.facts, names, load, 1)
     points = measure_points(engine, speculation_of(ADAPTIVE))
     cell = compare(make_arms(engine, names, points, load), options.answers)
     return document(
         "speedup reported by an answer against plain answers in the same turns of a few tokens, without HTTP",
         options,
-        ("prompts", "prompt_length", "tokens", "temperature", "arms", "answers", "dtype", "threads"),
+        ("prompts", "prompt_length", "tokens", "temperature", "top_k", "top_p", "arms", "answers", "dtype", "threads"),
         cells=[{"concurrency": 1, **cell}],
     )

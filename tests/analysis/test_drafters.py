@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from analysis.__main__ import main
 from analysis.arms import speculation_of
 from analysis.drafters import arms_of, markdown
-from analysis.load import Load
+from analysis.load import Load, add_load_arguments
+from engine.request import Speculation
 from engine.step.calibration import measure_points
 from loadtest.arms import ADAPTIVE, OFF
 from tests.engine import tiny
@@ -40,6 +42,14 @@ def test_each_drafter_has_its_own_arms_and_counts_its_drafts(tmp_path: Path) -> 
         drafted_by_small.num_accepted + drafted_by_small.num_passes
     )
     assert drafted_by_small.num_accepted > 0
+
+
+def test_requests_of_all_arms_have_the_temperature_and_the_filters() -> None:
+    parser = argparse.ArgumentParser()
+    add_load_arguments(parser, num_tokens=6)
+    options = parser.parse_args(["--temperature", "0.6", "--top-k", "20", "--top-p", "0.95"])
+    sampling = next(Load.of([(1, 2)], options).requests(Speculation())).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.95)
 
 
 @pytest.mark.slow
