@@ -63,7 +63,7 @@ def head_of(kind: str, target: LoadedModel, layers: int, length: int) -> LoadedM
     raw: dict[str, Any] = {
         "speculators_model_type": kind,
         "transformer_layer_config": {
-            "model_type": "llama" if kind == "peagle" else "qwen3",
+            "model_type": "llama" if kind in ("eagle3", "peagle") else "qwen3",
             "num_hidden_layers": layers,
             **{name: getattr(like, name) for name in names},
         },

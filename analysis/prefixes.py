@@ -26,6 +26,7 @@ _AT_ONCE = 4
 _ANSWER = 16
 _DRAFTS = Speculation(rule="block", num_drafts=1, draft_length=3)
 _NONE = "none"
+_ALL = ("eagle3", *KINDS)
 
 
 def load(kind: str, layers: int) -> Engine:
@@ -86,7 +87,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="types of heads (default all)")
+    parser.add_argument("--kinds", nargs="+", default=list(_ALL), choices=_ALL, help="types of heads (default all)")
     parser.add_argument("--layers", type=int, default=1, help="layers of the heads (default 1)")
     parser.add_argument("--requests", type=int, default=16, help="requests, four at once (default 16)")
     parser.add_argument("--beginnings", type=int, default=4, help="shared beginnings (default 4)")
