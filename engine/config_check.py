@@ -9,7 +9,7 @@ import msgspec
 from engine.config import MODEL, MTP, EngineConfig, EngineFacts
 from engine.errors import ConfigError
 from engine.scheduling.admission import check_defaults
-from engine.scheduling.text_drafters import TEXT_DRAFTERS, most_copied
+from engine.scheduling.text_drafters import TEXT_DRAFTERS, most_text_draft_tokens
 from engine.speculation.rule_facts import DRAFT_METHODS, RULE_FACTS
 
 _ANY_VOCABULARY = 1 << 31
@@ -56,10 +56,10 @@ def check_settings(config: EngineConfig) -> None:
 
 def lookahead(config: EngineConfig) -> int:
     """Return the most tokens that one request drafts in a step."""
-    copied = most_copied(config.scheduler.max_copied_tokens)
+    from_text = most_text_draft_tokens(config.scheduler.max_copied_tokens)
     if config.model.draft is None:
-        return copied
-    return copied + config.speculation.max_num_drafts * config.speculation.max_draft_length
+        return from_text
+    return from_text + config.speculation.max_num_drafts * config.speculation.max_draft_length
 
 
 def early_facts(config: EngineConfig, vocab_size: int, max_model_len: int = 0, architecture: str = "") -> EngineFacts:

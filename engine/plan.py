@@ -94,7 +94,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Speculation of the request; `fanout` is the part of it that this step drafts."""
     fanout: tuple[int, ...]
     """Children of every drawn node by depth; empty when nothing is drawn."""
-    copies: tuple[TextDraft, ...] = ()
+    text_drafts: tuple[TextDraft, ...] = ()
     """Text drafts of this step."""
     shifts: tuple[TargetShift, ...] = ()
     """Changes of the target distribution that hold for this step, oldest first."""
@@ -131,7 +131,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.fanout)
 
     @property
-    def first_copy(self) -> int:
+    def first_text_draft(self) -> int:
         """Return the rank of the first text draft. Drawn chains come first; a row that draws none has one chain of
         length 0.
         """
@@ -140,7 +140,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def longest_chain(self) -> int:
         """Return the length of the longest chain, drawn or text draft; 0 if the row does not speculate."""
-        return max([self.draft_length, *(len(copy.tokens) for copy in self.copies)])
+        return max([self.draft_length, *(len(draft.tokens) for draft in self.text_drafts)])
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_nodes(self) -> int:
         """Return the number of nodes of all chains, without merging equal ones."""
-        return sum(self.widths) + sum(len(copy.tokens) for copy in self.copies)
+        return sum(self.widths) + sum(len(draft.tokens) for draft in self.text_drafts)
 
     @property
     def num_tokens(self) -> int:
@@ -183,7 +183,7 @@ class Emission(msgspec.Struct, frozen=True):
     """Drafted nodes the target verified for this row."""
     num_draft_kept: int = 0
     """Number of accepted tokens with K/V in the draft model's cache."""
-    copied: tuple[DrafterCount, ...] = ()
+    text_draft_counts: tuple[DrafterCount, ...] = ()
     """Contributions of the text drafts."""
     shifts: tuple[TargetShift, ...] = ()
     """Changes of the target distribution that hold after these tokens, oldest first."""

@@ -116,7 +116,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Lossy: distribution from which rejected drafts are replaced: `optimal` (Theorem 4 of Yin et al.) or `target`."""
 
     @property
-    def copies(self) -> bool:
+    def uses_text_drafts(self) -> bool:
         """Whether text drafts may be used."""
         return self.drafters != (MODEL,)
 

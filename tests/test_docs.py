@@ -45,7 +45,7 @@ SHOWN_BY = {
     "priority": "scheduling/test_scheduler engine/test_independence",
     "seed_stable": "engine/test_seed_stable server/test_edited_logits",
     "cache_salt": "engine/test_prefix_cache",
-    "prediction": "engine/test_copies server/test_predictions",
+    "prediction": "engine/test_text_drafts server/test_predictions",
     "tools tool_choice parallel_tool_calls": "server/test_tools server/test_tool_calls",
     "chat_template_kwargs continue_final_message add_generation_prompt documents": (
         "server/test_tokenizer server/test_openai_client server/test_extra_fields"

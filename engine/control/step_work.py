@@ -47,8 +47,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
             if chunk := len(row.input_ids) - row.emits:
                 prompt += chunk
                 prompt_text += chunk * (row.first_index + chunk // 2)
-        drafting = [row for row in rows if row.fanout or row.copies]
-        fanouts = {() if row.copies else row.fanout for row in drafting}
+        drafting = [row for row in rows if row.fanout or row.text_drafts]
+        fanouts = {() if row.text_drafts else row.fanout for row in drafting}
         (fanout,) = fanouts if len(fanouts) == 1 else ((),)
         if fanout:  # all draft alike
             widths: tuple[tuple[int, ...], ...] = (level_widths(fanout),) * len(drafting)

@@ -361,9 +361,9 @@ def trees_of(
     most_unmerged: largest pass (roots plus nodes) that is not merged; merging makes the host wait for the device.
     """
     rows, num_nodes = plan.sampling_rows, len(layout.node_M)
-    if num_nodes == 0 and not any(row.copies for row in rows):
+    if num_nodes == 0 and not any(row.text_drafts for row in rows):
         return layout.trees, None
-    needs_tokens = any(row.copies or row.needs_path for row in rows)
+    needs_tokens = any(row.text_drafts or row.needs_path for row in rows)
     if needs_tokens or len(rows) + num_nodes > most_unmerged:
         return merge(plan, layout, tokens_CL), None
     return layout.trees, tokens_CL.take(layout.node_M)
@@ -372,7 +372,7 @@ def trees_of(
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
     """Return the merged tree of every sampling row; waits for the device, which drafts their tokens."""
     tokens = tokens_CL.tolist() if layout.max_length else [[]] * layout.num_chains
-    if layout.shape[1] == 1 and not any(row.copies for row in plan.sampling_rows):
+    if layout.shape[1] == 1 and not any(row.text_drafts for row in plan.sampling_rows):
         # With single chains, the tree of the draws already has their nodes.
         return tuple(
             [Tree(chain[: len(tree.parents)], *tree[1:]) for chain, tree in zip(tokens, layout.trees, strict=True)]
@@ -381,5 +381,5 @@ def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ..
     for chain, request, length in zip(tokens, layout.request_C.tolist(), layout.length_C.tolist(), strict=True):
         chains[request].append(chain[:length])
     for of_row, row in zip(chains, plan.sampling_rows, strict=True):
-        of_row += [list(copy.tokens) for copy in row.copies]
+        of_row += [list(one.tokens) for one in row.text_drafts]
     return tuple(merge_chains(of_row) for of_row in chains)

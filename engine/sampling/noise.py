@@ -42,7 +42,7 @@ class Purpose(IntEnum):
     CHOSEN_RESIDUAL = 7
     OBSERVE = 8
     """Steps and rows whose gap to the optimum is reported."""
-    COPY = 9
+    TEXT_DRAFT = 9
     """Text drafts."""
     CLOCK = 10
 

@@ -33,7 +33,7 @@ def check_requests(requests: Sequence[Request], facts: EngineFacts, limits: Spec
         _check_lengths(request, facts)
         _check_edits(request, facts)
         check_speculation(request.speculation, facts, limits)
-        _check_copies(request, facts)
+        _check_text_drafts(request, facts)
     lists = {
         id(tokens): (name, tokens)
         for request in requests
@@ -66,7 +66,7 @@ def _check_tokens(name: str, tokens: Sequence[int], facts: EngineFacts) -> None:
         raise RequestError(f"{name}: token id {bad} is outside the vocabulary of {facts.vocab_size}", name)
 
 
-def _check_copies(request: Request, facts: EngineFacts) -> None:
+def _check_text_drafts(request: Request, facts: EngineFacts) -> None:
     """Check text drafts: the drafters exist, and the rule allows text drafts."""
     speculation = request.speculation
     known = (MODEL, *TEXT_DRAFTERS)
@@ -83,7 +83,7 @@ def _check_copies(request: Request, facts: EngineFacts) -> None:
             f"the prediction has {len(request.prediction)} tokens, more than the context of {facts.max_model_len}",
             "prediction",
         )
-    if not speculation.copies:
+    if not speculation.uses_text_drafts:
         return
     if not facts.max_copied_tokens:
         raise RequestError(
@@ -211,7 +211,7 @@ def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:
     try:
         speculation = default_speculation(limits, facts)
         check_speculation(speculation, facts, limits)
-        _check_copies(Request(request_id="", prompt_token_ids=(), speculation=speculation), facts)
+        _check_text_drafts(Request(request_id="", prompt_token_ids=(), speculation=speculation), facts)
     except RequestError as error:
         flags = f"--spec-rule {limits.rule}"
         flags += f" --spec-drafters {','.join(limits.drafters)}" if limits.drafters != (MODEL,) else ""

@@ -21,7 +21,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     draft_length: int
     """Longest chain this step drafted; 0 for a plain step."""
     num_chains: int
-    copied: list[DrafterCount]
+    text_draft_counts: list[DrafterCount]
     """Contributions of the text drafters; the other counts include them."""
     num_predicted: int
     """Tokens among `token_ids` that the request's prediction contained."""

@@ -21,7 +21,7 @@ class PlannedRow(NamedTuple):
     """Index after the last known token."""
     emits: bool
     fanout: tuple[int, ...]
-    copies: tuple[TextDraft, ...]
+    text_drafts: tuple[TextDraft, ...]
     draft_first: int
     draft_end: int
     """Indices of the tokens that the draft model computes."""
@@ -65,8 +65,9 @@ def part_of(
     is_held = reads_along and not sequence.may_draft and sequence.num_emitted > 0
     if not sequence.may_draft:
         fanout = ()
-    copies = sequence.copier.copies(sequence.tokens, min(most, max_copied_tokens)) if sequence.copier else ()
-    nodes = sum(level_widths(fanout)) + sum([len(copy.tokens) for copy in copies])
+    finder = sequence.text_draft_finder
+    text_drafts = finder.find(sequence.tokens, min(most, max_copied_tokens)) if finder else ()
+    nodes = sum(level_widths(fanout)) + sum([len(draft.tokens) for draft in text_drafts])
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
     # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by `lag`.
@@ -80,8 +81,8 @@ def part_of(
     if draft_first >= draft_end:
         draft_first = draft_end = sequence.num_draft_computed
     if not emits:
-        fanout, copies, nodes = (), (), 0
-    return PlannedRow(sequence, end, emits, fanout, copies, draft_first, draft_end, nodes)
+        fanout, text_drafts, nodes = (), (), 0
+    return PlannedRow(sequence, end, emits, fanout, text_drafts, draft_first, draft_end, nodes)
 
 
 def text_of(sequence: Sequence) -> LogitContext | None:
@@ -115,7 +116,7 @@ def row_of(part: PlannedRow) -> Row:
         sampling=request.sampling,
         speculation=request.speculation,
         fanout=part.fanout,
-        copies=part.copies,
+        text_drafts=part.text_drafts,
         shifts=sequence.shifts,
         text=text_of(sequence) if part.emits else None,
         num_logprobs=request.num_logprobs,

@@ -27,7 +27,7 @@ from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
 from engine.scheduling.rows import PlannedRow, part_of, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore
-from engine.scheduling.text_drafters import most_copied
+from engine.scheduling.text_drafters import most_text_draft_tokens
 
 
 class Scheduler:
@@ -187,7 +187,7 @@ class Scheduler:
                 fanout, draft_chunk = (), self.draft_prefill.chunk
             elif not fanout and part.num_known > 1:
                 draft_chunk = self._read_along
-            if not (fanout or draft_chunk or part.sequence.copier):  # as planned
+            if not (fanout or draft_chunk or part.sequence.text_draft_finder):  # as planned
                 continue
             room = budget + part.num_tokens
             found = part_of(part.sequence, fanout, room, self.config.max_copied_tokens, draft_chunk)
@@ -346,20 +346,20 @@ class Scheduler:
 
     def _num_blocks(self, sequence: Sequence) -> int:
         """Return the number of blocks that must be free before it starts."""
-        copied = most_copied(self.config.max_copied_tokens) if sequence.copier else 0
-        return -(-(len(sequence.tokens) + sum(level_widths(sequence.fanout)) + copied) // self.block_size)
+        from_text = most_text_draft_tokens(self.config.max_copied_tokens) if sequence.text_draft_finder else 0
+        return -(-(len(sequence.tokens) + sum(level_widths(sequence.fanout)) + from_text) // self.block_size)
 
     # -- committing -------------------------------------------------------------------------
 
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
         sequence.num_target_computed += len(emission.accepted)
         sequence.num_draft_computed += 0 if sequence.by_head else emission.num_draft_kept
-        is_drawn = bool(row.fanout) and not any(part.num_accepted for part in emission.copied)
+        is_drawn = bool(row.fanout) and not any(part.num_accepted for part in emission.text_draft_counts)
         if self.controller is not None and is_drawn and row.speculation.adaptive:
             self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
         kept, finish_reason = sequence.cut([*emission.accepted, emission.next_token], self.eos_token_ids)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
-        num_predicted = sequence.copier.num_predicted(sequence.tokens, kept)
+        num_predicted = sequence.text_draft_finder.num_predicted(sequence.tokens, kept)
         sequence.tokens += kept
         # The K/V of the last token is computed in the next step, even if this token is an accepted draft.
         sequence.num_target_computed = min(sequence.num_target_computed, len(sequence.tokens) - 1)
@@ -372,8 +372,8 @@ class Scheduler:
             token_ids=kept,
             finish_reason=finish_reason,
             draft_length=row.longest_chain,
-            num_chains=row.num_drafts + len(row.copies),
-            copied=list(emission.copied),
+            num_chains=row.num_drafts + len(row.text_drafts),
+            text_draft_counts=list(emission.text_draft_counts),
             num_predicted=num_predicted,
             rule=row.speculation.rule,
             num_nodes=emission.num_nodes,

@@ -30,7 +30,6 @@ class Sequence:
         "_was_admitted",
         "block_ids",
         "by_head",
-        "copier",
         "counts",
         "draft_start",
         "draft_window",
@@ -52,6 +51,7 @@ class Sequence:
         "sequence_id",
         "shares_blocks",
         "shifts",
+        "text_draft_finder",
         "tokens",
     )
 
@@ -85,7 +85,7 @@ class Sequence:
         if request.limits.min_tokens:
             self.ends = tuple(sorted(self._stop_ids if request.limits.ignore_eos else self._stop_ids | eos_token_ids))
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
-        self.copier = TextDraftFinder(request)  # false if the request uses no text drafts
+        self.text_draft_finder = TextDraftFinder(request)  # false if the request uses no text drafts
         self.counts = TextCounts(len(request.prompt_token_ids))
         """Counts of the tokens of the text, for penalties."""
         self.tokens: list[int] = list(request.prompt_token_ids)

@@ -3,8 +3,9 @@
 Tensors of all rows go to the rules of `speculation`, and come back as values for each row. Not for: choosing what is
 verified (`scheduling`), or running the models.
 
-Words: a *distribution* has the probabilities of all next tokens. *Chains* are drawn below a row's last token, *copies*
-are text drafts. A *walk* is the accepted path through a row's text drafts; rules continue below it with the chains.
+Words: a *distribution* has the probabilities of all next tokens. *Chains* are drawn below a row's last token, *text
+drafts* are found in texts. A *walk* is the accepted path through a row's text drafts. Rules continue below it with the
+chains.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engine.request import DrafterCount
 from engine.sampling.node_distributions import NodePaths, node_distributions
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
-from engine.speculation.verification.copies import Walk, below, refuse, walk
+from engine.speculation.verification.text_drafts import Walk, below, refuse, walk
 from engine.step.parts import verified_together
 from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
@@ -40,7 +41,7 @@ _BY_LOGITS = ("block", "bv_race")
 """Rules that `Kernels.decide` follows: the race, and block verification, which is its race of one chain."""
 
 
-class _Copied(NamedTuple):
+class _TextVerdict(NamedTuple):
     """Accepted prefixes of text drafts, computed before the sampled chains are verified."""
 
     origin_C: Ints
@@ -58,7 +59,7 @@ class _Task:
     chains: Chains
     target: ProbsTable
     noise: ChainNoise
-    copied: _Copied
+    text_verdict: _TextVerdict
 
 
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
@@ -82,16 +83,16 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
         return draft, emitted(rows, draft, *verdict.tolist()), largest_N
     target = target_distributions(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
-    if not any(row.fanout or row.copies for row in rows):
+    if not any(row.fanout or row.text_drafts for row in rows):
         tokens, largest_N = to_host([_next_tokens(target, draft.noise), largest])
         return draft, [Emission((), token, 0) for token in tokens.tolist()], largest_N
-    task = _follow_copies(rows, draft, target)
+    task = _verify_text_drafts(rows, draft, target)
     parts = list(_verdicts(rows, draft, task))
     draft, verdicts, largest_N = read_verdicts(draft, [part.verdict for part in parts], largest)
     found = [
         one
         for part, verdict in zip(parts, verdicts, strict=True)
-        for one in zip(part.numbers, _emissions(rows, draft, task.copied, verdict, part.chosen), strict=True)
+        for one in zip(part.numbers, _emissions(rows, draft, task.text_verdict, verdict, part.chosen), strict=True)
     ]
     return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
 
@@ -102,7 +103,7 @@ def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
     """
     return draft.tokens_M is None and all(
         row.text is None
-        and not row.copies
+        and not row.text_drafts
         and not row.shifts
         and not row.sampling.seed_stable
         and not row.speculation.over_acceptance
@@ -145,8 +146,8 @@ class _Part:
 
 def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
     """Apply every rule to the rows that ask for it."""
-    probs_NV, request_C = task.target.probs_NV, draft.layout.request_C[task.copied.origin_C]
-    parts = list(verified_together(rows, task.copied.goes_on_R, probs_NV.shape[1], task.target.kernels.by_tiles))
+    probs_NV, request_C = task.target.probs_NV, draft.layout.request_C[task.text_verdict.origin_C]
+    parts = list(verified_together(rows, task.text_verdict.goes_on_R, probs_NV.shape[1], task.target.kernels.by_tiles))
     for verify, numbers in parts:
         if len(parts) == 1:
             yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))
@@ -200,15 +201,15 @@ def _tokens_above(rows: Sequence[Row], draft: Draft, device: torch.device) -> Te
     return tokens_M[to_device(above_ND, device)]
 
 
-def _follow_copies(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _Task:
+def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _Task:
     """Verify the text drafts; the rules continue where the walks stop.
 
     Trees with text drafts are always merged, so a drawn chain with the tokens of a walk has its nodes, too.
     """
     layout, noise = draft.layout, draft.noise
     goes_on_R = np.array([bool(row.fanout) for row in rows])
-    if not any(row.copies for row in rows):
-        return _Task(draft.chains, target, noise, _Copied(np.arange(layout.num_chains), {}, goes_on_R))
+    if not any(row.text_drafts for row in rows):
+        return _Task(draft.chains, target, noise, _TextVerdict(np.arange(layout.num_chains), {}, goes_on_R))
     starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
     root_C = target.row_CX[:, 0].cpu().numpy().copy()  # later steps use the table again
@@ -216,20 +217,22 @@ def _follow_copies(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _Ta
     stops = [starts[number] + taken.path[-1] for number, taken in walks.items()]
     refuse(target.probs_NV, stops, [taken.refused for taken in walks.values()])
     for (number, taken), stop in zip(walks.items(), stops, strict=True):
-        drawn = draft.trees[number].paths[: rows[number].first_copy]
+        drawn = draft.trees[number].paths[: rows[number].first_text_draft]
         alive = [path[: taken.depth + 1] == taken.path and len(path) > taken.depth + 1 for path in drawn]
         mine = np.flatnonzero(layout.request_C == number)
         lives_C[mine], offset_C[mine], root_C[mine] = alive, taken.depth, stop
         goes_on_R[number] = any(alive)
     rest = below(draft.chains, target, noise, offset_C, lives_C, root_C)
-    return _Task(rest.chains, rest.target, rest.noise, _Copied(rest.origin_C, walks, goes_on_R))
+    return _Task(rest.chains, rest.target, rest.noise, _TextVerdict(rest.origin_C, walks, goes_on_R))
 
 
 def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
     """Return the accepted path of each row with text drafts, by row number."""
-    numbers = [number for number, row in enumerate(rows) if row.copies]
+    numbers = [number for number, row in enumerate(rows) if row.text_drafts]
     nodes = {
-        number: sorted({node for path in draft.trees[number].paths[rows[number].first_copy :] for node in path[1:]})
+        number: sorted(
+            {node for path in draft.trees[number].paths[rows[number].first_text_draft :] for node in path[1:]}
+        )
         for number in numbers
     }
     above = [starts[number] + draft.trees[number].parents[node - 1] for number in numbers for node in nodes[number]]
@@ -239,28 +242,28 @@ def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence
     for number in numbers:
         row = rows[number]
         probability = {node: next(found) for node in nodes[number]}
-        uniform_L = uniform(row.sampling.seed, row.end, Purpose.COPY, 0, np.arange(row.longest_chain))
-        walks[number] = walk(draft.trees[number], row.first_copy, probability, uniform_L.tolist())
+        uniform_L = uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, np.arange(row.longest_chain))
+        walks[number] = walk(draft.trees[number], row.first_text_draft, probability, uniform_L.tolist())
     return walks
 
 
 def _emissions(
-    rows: Sequence[Row], draft: Draft, copied: _Copied, verdict: HostVerdict, chosen: Ints
+    rows: Sequence[Row], draft: Draft, text_verdict: _TextVerdict, verdict: HostVerdict, chosen: Ints
 ) -> Iterator[Emission]:
     """Yield the emissions of a rule's verdict, after the tokens of text drafts. chosen: chains that the rule saw."""
-    chain_B = copied.origin_C[chosen[verdict.chains]]
+    chain_B = text_verdict.origin_C[chosen[verdict.chains]]
     numbers, ranks = draft.layout.request_C[chain_B].tolist(), draft.layout.rank_C[chain_B].tolist()
     found = zip(numbers, ranks, verdict.accepted, verdict.next_tokens, verdict.shifts, verdict.bias, strict=True)
     for number, rank, accepted, next_token, shifts, bias in found:
-        row, tree, followed = rows[number], draft.trees[number], copied.walks.get(number)
+        row, tree, followed = rows[number], draft.trees[number], text_verdict.walks.get(number)
         num_draft_kept = max(0, row.draft_length - 1)  # the draft model never ran on the last token of a chain
         if followed is not None:
             accepted += followed.depth
-            if not copied.goes_on_R[number]:
+            if not text_verdict.goes_on_R[number]:
                 rank, num_draft_kept = followed.rank, 0
-        found_copies = () if followed is None else _copied(row, tree, followed)
+        text_draft_counts = () if followed is None else _count_text_drafts(row, tree, followed)
         emission = _emission(row, tree, rank, accepted, next_token, min(accepted, num_draft_kept))
-        yield msgspec.structs.replace(emission, copied=found_copies, shifts=shifts, bias=bias)
+        yield msgspec.structs.replace(emission, text_draft_counts=text_draft_counts, shifts=shifts, bias=bias)
 
 
 def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, num_draft_kept: int) -> Emission:
@@ -275,13 +278,13 @@ def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, n
     )
 
 
-def _copied(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
+def _count_text_drafts(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
     """Count what each text draft contributed. A node counts for the first of them through it, not for the model."""
     seen, credited = {0}, {0}
     counts = []
-    for copy, path in zip(row.copies, tree.paths[row.first_copy :], strict=True):
+    for text_draft, path in zip(row.text_drafts, tree.paths[row.first_text_draft :], strict=True):
         accepted = set(path) & set(followed.path) - credited
-        counts.append(DrafterCount(copy.source, 1, len(set(path) - seen), len(accepted)))
+        counts.append(DrafterCount(text_draft.source, 1, len(set(path) - seen), len(accepted)))
         seen.update(path)
         credited |= accepted
     return tuple(counts)

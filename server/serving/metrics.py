@@ -242,7 +242,7 @@ class ServerMetrics:
             for position in range(max(depths)):
                 count = sum(times for depth, times in depths.items() if depth > position)
                 counter.of(position_label(position)).inc(count)
-        drawn = [outcome for outcome in outcomes if not outcome.copied]
+        drawn = [outcome for outcome in outcomes if not outcome.text_draft_counts]
         drafters = Counts(
             {
                 (MODEL, 0): sum(outcome.num_chains for outcome in drawn),
@@ -254,7 +254,7 @@ class ServerMetrics:
             self._nodes.observe(outcome.num_nodes)
             if outcome.gap is not None:
                 self._gap.of(outcome.rule).observe(outcome.gap)
-            if outcome.copied:
+            if outcome.text_draft_counts:
                 drafters.update(_drafter_counts(outcome))
         for (name, kind), count in drafters.items():
             self._drafter_counts[kind].of(name).inc(count)
@@ -321,7 +321,7 @@ class ServerMetrics:
 
 def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
     """Yield drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; the draft model has the rest."""
-    counts = {part.name: (part.num_chains, part.num_nodes, part.num_accepted) for part in outcome.copied}
+    counts = {part.name: (part.num_chains, part.num_nodes, part.num_accepted) for part in outcome.text_draft_counts}
     total = (outcome.num_chains, outcome.num_nodes, outcome.num_accepted)
     drawn = tuple(whole - sum(parts) for whole, *parts in zip(total, *counts.values(), strict=True))
     if drawn[0]:

@@ -25,21 +25,21 @@ def answer_part(outcome: Outcome, num_taken: int) -> Outcome:
     Answers and the daemon's metrics count the same part, so that their sums agree.
     """
     num_accepted = left = min(outcome.num_accepted, num_taken)
-    if num_taken == len(outcome.token_ids) and not outcome.copied:
+    if num_taken == len(outcome.token_ids) and not outcome.text_draft_counts:
         return outcome
-    copied = []
-    for part in outcome.copied:
+    from_text = []
+    for part in outcome.text_draft_counts:
         accepted = min(left, part.num_accepted)
         left -= accepted
-        copied.append(msgspec.structs.replace(part, num_accepted=accepted))
+        from_text.append(msgspec.structs.replace(part, num_accepted=accepted))
     tokens = outcome.token_ids[:num_taken]
-    return msgspec.structs.replace(outcome, token_ids=tokens, num_accepted=num_accepted, copied=copied)
+    return msgspec.structs.replace(outcome, token_ids=tokens, num_accepted=num_accepted, text_draft_counts=from_text)
 
 
 def drafters_of(outcome: Outcome) -> list[str]:
     """Return the name of the drafter of each reported chain; chains of text drafters come last."""
-    copied = [part.name for part in outcome.copied] if outcome.drafts else []
-    return [MODEL] * (len(outcome.drafts) - len(copied)) + copied
+    from_text = [part.name for part in outcome.text_draft_counts] if outcome.drafts else []
+    return [MODEL] * (len(outcome.drafts) - len(from_text)) + from_text
 
 
 @dataclass
@@ -59,7 +59,7 @@ class SpeculationCount:
     draft_s: float = 0.0
     bias: float = 0.0
     gaps: list[float] = field(default_factory=list)
-    copied: Counter[tuple[str, str]] = field(default_factory=Counter)
+    text_draft_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Counts by text drafter: `chains`, `nodes`, `accepted`."""
 
     def add_step(self, outcome: Outcome, stats: StepStats) -> None:
@@ -78,9 +78,9 @@ class SpeculationCount:
             self.num_spec_tokens = max(self.num_spec_tokens, outcome.draft_length)
             self.num_emitted += num_taken
             self.bias += outcome.bias
-            for part in outcome.copied:
+            for part in outcome.text_draft_counts:
                 counts = {"chains": part.num_chains, "nodes": part.num_nodes, "accepted": part.num_accepted}
-                self.copied.update({(part.name, what): count for what, count in counts.items()})
+                self.text_draft_counts.update({(part.name, what): count for what, count in counts.items()})
         if outcome.gap is not None:
             self.gaps.append(outcome.gap)
 
@@ -120,8 +120,8 @@ class SpeculationCount:
         if not self.num_steps:
             return None
         drafters = {
-            name: DrafterMetrics(*(self.copied[name, what] for what in ("chains", "nodes", "accepted")))
-            for name in dict.fromkeys(name for name, _ in self.copied)
+            name: DrafterMetrics(*(self.text_draft_counts[name, what] for what in ("chains", "nodes", "accepted")))
+            for name in dict.fromkeys(name for name, _ in self.text_draft_counts)
         }
         if self.num_chains > sum(one.num_drafts for one in drafters.values()):
             drafters[MODEL] = DrafterMetrics(

@@ -81,7 +81,7 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
     assert odd.without_drafts == StepWork(rows=1, text=28, prompt=7, prompt_text=7 * 23)
 
 
-COPY = TextDraft("lookup", (1, 2, 3))
+TEXT_DRAFT = TextDraft("lookup", (1, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ COPY = TextDraft("lookup", (1, 2, 3))
         (({"fanout": (2, 2)},), 6, (1, 2), MIXED),
         (({"fanout": (3, 1, 2)},) * 2, 24, (2, 6, 6), MIXED),
         (({"fanout": (3, 1)}, {}), 6, (1, 3), (3, 2)),
-        (({"copies": (COPY,)},), 3, (), MIXED),
-        (({"copies": (COPY,)},) * 2, 6, (), MIXED),
-        (({"copies": (COPY,), "fanout": (2, 1)},) * 2, 14, (2, 4), MIXED),
-        (({"copies": (COPY,)}, {"fanout": (2, 1)}), 7, (1, 2), MIXED),
+        (({"text_drafts": (TEXT_DRAFT,)},), 3, (), MIXED),
+        (({"text_drafts": (TEXT_DRAFT,)},) * 2, 6, (), MIXED),
+        (({"text_drafts": (TEXT_DRAFT,), "fanout": (2, 1)},) * 2, 14, (2, 4), MIXED),
+        (({"text_drafts": (TEXT_DRAFT,)}, {"fanout": (2, 1)}), 7, (1, 2), MIXED),
         (({}, {}), 0, (), PLAIN),
     ],
 )

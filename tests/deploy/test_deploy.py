@@ -54,7 +54,7 @@ def exported() -> str:
         num_nodes=3,
         num_accepted=1,
         num_cached=0,
-        copied=[],
+        text_draft_counts=[],
         num_predicted=0,
         queue_s=0.1,
         gap=0.01,

@@ -27,7 +27,7 @@ KINDS: dict[str, Speculation] = {
     "fixed": drafts("bv_race", 2),
     "tree": drafts("traversal", 4, tree=(2, 2)),
     "block": drafts("block", 1),
-    "copies": Speculation(rule="bv_race", num_drafts=2, draft_length=2, drafters=("model", "prompt_lookup")),
+    "text drafts": Speculation(rule="bv_race", num_drafts=2, draft_length=2, drafters=("model", "prompt_lookup")),
 }
 
 

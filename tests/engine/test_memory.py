@@ -13,7 +13,7 @@ import torch
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.config_check import lookahead
 from engine.errors import ConfigError
-from engine.scheduling.text_drafters import most_copied
+from engine.scheduling.text_drafters import most_text_draft_tokens
 from engine.step.building import assemble
 from engine.step.memory import plan_memory
 from engine.step.recorded.menu import buffer_bytes, menu
@@ -99,11 +99,11 @@ def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) 
     assert rows(drafts) == 1 + 4 * 5
     tree = msgspec.structs.replace(drafts, speculation=SpeculationConfig(tree=(8, 4, 2)))
     assert rows(tree) == 1 + 8 + 32 + 64
-    copies = SpeculationConfig(drafters=("model", "prompt_lookup"))
-    copied = most_copied(drafts.scheduler.max_copied_tokens)
-    assert rows(msgspec.structs.replace(drafts, speculation=copies)) == 1 + 4 * 5 + copied
-    alone = msgspec.structs.replace(drafts, speculation=copies, model=ModelConfig(target="target"))
-    assert rows(alone) == 1 + copied
+    text_drafts = SpeculationConfig(drafters=("model", "prompt_lookup"))
+    from_text = most_text_draft_tokens(drafts.scheduler.max_copied_tokens)
+    assert rows(msgspec.structs.replace(drafts, speculation=text_drafts)) == 1 + 4 * 5 + from_text
+    alone = msgspec.structs.replace(drafts, speculation=text_drafts, model=ModelConfig(target="target"))
+    assert rows(alone) == 1 + from_text
 
 
 def test_the_context_is_the_models_if_the_pool_holds_it(caplog: pytest.LogCaptureFixture) -> None:

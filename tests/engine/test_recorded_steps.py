@@ -203,14 +203,14 @@ def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine]
     assert {one.distributions for one in shapes if one} == {LAWS[1]}
 
 
-def test_copied_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
+def test_text_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
     plans: list[Plan] = []
     with patch.object(RecordedSteps, "find", lambda _, plan: plans.append(plan)):
         tiny.run(both[1], asked(1, lambda _: chains(1, 2), temperature=1.0))
     (row,) = plans[2].rows
     assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, LAWS[0])
     for change in (
-        {"copies": (TextDraft("prompt_lookup", (5, 6)),)},
+        {"text_drafts": (TextDraft("prompt_lookup", (5, 6)),)},
         {"emits": False},
         {"prompt_next": (5,)},
         {"input_ids": (5, 6)},

@@ -25,8 +25,8 @@ SHAPES = {
     "bv_race": Speculation(rule="bv_race", num_drafts=4, draft_length=3),
     "spectr_gbv": Speculation(rule="spectr_gbv", num_drafts=3, draft_length=3),
     "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
-    "copies": Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")),
-    "copies alone": Speculation(drafters=("prompt_lookup",)),
+    "text drafts": Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")),
+    "text drafts alone": Speculation(drafters=("prompt_lookup",)),
 }
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,7 +54,7 @@ def test_the_seed_decides_the_tokens(shape: str, sampling: str) -> None:
     drafted, per_step = tokens_of(SHAPES[shape], **stable)
     assert drafted == plain
     assert len({tuple(tokens) for tokens in plain.values()}) == len(plain), "seeds do not matter"
-    if shape not in ("copies", "copies alone"):
+    if shape not in ("text drafts", "text drafts alone"):
         assert per_step > 1.2, "the drafts are not coupled to the target"
 
 

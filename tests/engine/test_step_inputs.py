@@ -31,7 +31,7 @@ from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.verification import RULES, OverAcceptance
-from engine.speculation.verification.copies import walk
+from engine.speculation.verification.text_drafts import walk
 from engine.step import eager, report, verify
 from engine.step.engine import Engine
 from tests.engine import tiny
@@ -48,7 +48,7 @@ EDITS: dict[str, Any] = {
 }
 SHARE = 0.8
 """Share of steps whose gap is observed."""
-# So that copies of the prompt are followed now and then.
+# So that text drafts are followed now and then.
 FEW: dict[str, Any] = {"allowed_token_ids": (5, 11)}
 WISHES: list[tuple[Speculation, dict[str, Any]]] = [
     (Speculation(rule="block", num_drafts=1, draft_length=3), {}),
@@ -144,37 +144,37 @@ class Checked:
             self.shifts(draft, row, mine)
             self.tree(draft, row, number, tokens)
             self.emission(draft, row, number, emission)
-            if not row.copies:
+            if not row.text_drafts:
                 self.verdict(chains, target, noise, row, mine, emission)
             self.texts[row.sequence_id] += [*emission.accepted, emission.next_token]
-            self.seen[f"{row.speculation.rule} {row.fanout} {len(row.copies)}"] += 1
+            self.seen[f"{row.speculation.rule} {row.fanout} {len(row.text_drafts)}"] += 1
             first += count
         assert first == chains.num_chains
 
     def walks(self, draft: Draft, rows: Sequence[Row], target: ProbsTable, emissions: Sequence[Emission]) -> None:
-        """Copied chains are followed by their distributions and numbers; what was refused is not emitted."""
+        """Text drafts are followed by their distributions and numbers; what was refused is not emitted."""
         starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
         found = verify._walks(rows, draft, target.probs_NV, starts)
-        assert list(found) == [number for number, row in enumerate(rows) if row.copies]
+        assert list(found) == [number for number, row in enumerate(rows) if row.text_drafts]
         for number, taken in found.items():
             row, tree, emission = rows[number], draft.trees[number], emissions[number]
             probability: dict[int, float] = {}
-            for path in tree.paths[row.first_copy :]:
+            for path in tree.paths[row.first_text_draft :]:
                 tokens = [tree.tokens[node - 1] for node in path[1:]]
                 distributions = self.distributions(self.target, row, tokens)
                 probability |= {
                     node: float(distributions[i][token])
                     for i, (node, token) in enumerate(zip(path[1:], tokens, strict=True))
                 }
-            numbers = uniform(row.sampling.seed, row.end, Purpose.COPY, 0, np.arange(row.longest_chain))
-            assert taken == walk(tree, row.first_copy, probability, numbers.tolist())
+            numbers = uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, np.arange(row.longest_chain))
+            assert taken == walk(tree, row.first_text_draft, probability, numbers.tolist())
             emitted = [*emission.accepted, emission.next_token]
             assert emitted[: taken.depth] == [tree.tokens[node - 1] for node in taken.path[1:]]
             assert emitted[taken.depth] not in taken.refused
             begun = [tree.tokens[node - 1] for node in taken.path[1:]]
-            drawn = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths[: row.first_copy]]
+            drawn = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths[: row.first_text_draft]]
             is_alive = any(chain[: taken.depth] == begun and len(chain) > taken.depth for chain in drawn)
-            assert (emission.rank < row.first_copy) == is_alive, "drawn chains are verified below the walk"
+            assert (emission.rank < row.first_text_draft) == is_alive, "drawn chains are verified below the walk"
             self.seen["walked"] += taken.depth > 0
 
     @staticmethod
@@ -248,10 +248,10 @@ class Checked:
 
     @staticmethod
     def tree(draft: Draft, row: Row, number: int, tokens: list[list[int]]) -> None:
-        """Its paths are the drawn chains, then the copied ones."""
+        """Its paths are the drawn chains, then the text drafts."""
         tree = draft.trees[number]
         paths = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths]
-        assert paths == [*tokens, *(list(copy.tokens) for copy in row.copies)]
+        assert paths == [*tokens, *(list(one.tokens) for one in row.text_drafts)]
 
     def emission(self, draft: Draft, row: Row, number: int, emission: Emission) -> None:
         tree = draft.trees[number]
@@ -261,13 +261,13 @@ class Checked:
         assert distribution[emission.next_token] > 0 or row.speculation.over_acceptance
         nodes = {tuple(path[: i + 1]) for path in tree.paths for i in range(1, len(path))}
         assert emission.num_nodes == tree.num_nodes == len(nodes)
-        if emission.rank < row.first_copy:
+        if emission.rank < row.first_text_draft:
             assert emission.num_draft_kept <= max(0, row.draft_length - 1)
-            if not row.copies:
+            if not row.text_drafts:
                 assert emission.num_draft_kept == min(len(emission.accepted), max(0, row.draft_length - 1))
         else:
             assert emission.num_draft_kept == 0
-        self.copies(draft, row, number, emission, path)
+        self.text_drafts(draft, row, number, emission, path)
 
     @staticmethod
     def logprobs(plan: Plan, verdict: StepVerdict) -> None:
@@ -294,11 +294,11 @@ class Checked:
         assert [(one.remaining, one.state, one.num_chains) for one in emission.shifts] == left
 
     @staticmethod
-    def copies(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
+    def text_drafts(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
         """A node counts for the first text draft through it; with drawn chains, some of the path may be theirs."""
         tree, seen = draft.trees[number], {0}
-        assert [one.name for one in emission.copied] == [copy.source for copy in row.copies]
-        for one, chain in zip(emission.copied, tree.paths[row.first_copy :], strict=True):
+        assert [one.name for one in emission.text_draft_counts] == [one.source for one in row.text_drafts]
+        for one, chain in zip(emission.text_draft_counts, tree.paths[row.first_text_draft :], strict=True):
             accepted = len(set(chain) & set(path) - seen)
             assert (one.num_chains, one.num_nodes) == (1, len(set(chain) - seen))
             assert one.num_accepted <= accepted

@@ -142,7 +142,8 @@ def test_tokens_accepted_from_text_drafts_are_read_too(target: LoadedModel, tmp_
         for number, prompt in enumerate(prompts)
     ]
     run = tiny.run(engine, requests)
-    assert any(copy.num_accepted for outcomes in run.outcomes.values() for one in outcomes for copy in one.copied)
+    outcomes = [one for of_request in run.outcomes.values() for one in of_request]
+    assert any(count.num_accepted for one in outcomes for count in one.text_draft_counts)
     texts = [prompt + run.tokens[str(number)] for number, prompt in enumerate(prompts)]
     assert largest_error(target, written, expected, recorder, texts, most=25) < 1e-3
 

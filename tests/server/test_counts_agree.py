@@ -106,8 +106,8 @@ CUTS: dict[str, dict[str, Any]] = {
     "end token": {"logit_bias": {str(EOS): 7}, "n": 2},
     "stop token": {"stop_token_ids": list(range(100, 2000, 3))},
     "no answer": {"max_tokens": 0, "echo": True, "n": 2},
-    "copied drafts": {**LOOKUP, "stop": ["o", "wo"], "speculation": {"drafters": ["model", "prompt_lookup"]}},
-    "copied drafts alone": {**LOOKUP, "max_tokens": 11, "speculation": {"drafters": ["prompt_lookup"]}},
+    "text drafts": {**LOOKUP, "stop": ["o", "wo"], "speculation": {"drafters": ["model", "prompt_lookup"]}},
+    "text drafts alone": {**LOOKUP, "max_tokens": 11, "speculation": {"drafters": ["prompt_lookup"]}},
 }
 
 

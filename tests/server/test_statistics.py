@@ -44,7 +44,7 @@ def outcome(num_tokens: int, num_accepted: int, draft_length: int = LENGTH) -> O
         num_nodes=CHAINS * draft_length,
         num_accepted=num_accepted,
         num_cached=0,
-        copied=[],
+        text_draft_counts=[],
         num_predicted=0,
         queue_s=0.5,
     )

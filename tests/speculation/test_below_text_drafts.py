@@ -33,7 +33,7 @@ from engine.kernels.torch_kernels import TORCH, TorchKernels
 from engine.plan import level_widths
 from engine.request import Speculation, TextDraft
 from engine.speculation.verification import RULES, node
-from engine.speculation.verification.copies import Below, below, refuse
+from engine.speculation.verification.text_drafts import Below, below, refuse
 from tests.grid import FAMILIES
 from tests.speculation import served
 from tests.speculation.exact import from_prefix
@@ -42,12 +42,12 @@ from tests.speculation.test_served_steps import VOCABULARY, row_of, step
 
 ALPHA = 1e-6
 NUM_ROWS = 3_000
-COPIES = (TextDraft("prediction", (0, 1, 2)), TextDraft("prompt_lookup", (1, 0)))
+TEXT_DRAFTS = (TextDraft("prediction", (0, 1, 2)), TextDraft("prompt_lookup", (1, 0)))
 Ends = dict[tuple[Path, int], float]
 """Probability of every (accepted tokens, next token)."""
 
 
-def world_of_likely_copies(vocabulary: int) -> TabularModel:
+def world_of_likely_text_drafts(vocabulary: int) -> TabularModel:
     """A generic world, in which text drafts and sampled chains begin alike in most steps."""
     world = small_world("generic", vocabulary, 11)
     target, draft = np.full((2, vocabulary), 0.2 / (vocabulary - 2))
@@ -55,7 +55,7 @@ def world_of_likely_copies(vocabulary: int) -> TabularModel:
     return replace(world, target={**world.target, (): target}, draft={**world.draft, (): draft})
 
 
-WORLD, SMALL = world_of_likely_copies(VOCABULARY), world_of_likely_copies(3)
+WORLD, SMALL = world_of_likely_text_drafts(VOCABULARY), world_of_likely_text_drafts(3)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ def walk_ends(world: TabularModel) -> Iterator[tuple[Path, float, list[int]]]:
     """(text, probability, refused tokens) of every node where the walk down the text drafts can end."""
     nodes: list[tuple[Path, float]] = [((), 1.0)]
     for path, probability in nodes:
-        refused = sorted({copy.tokens[len(path)] for copy in COPIES if copy.tokens[: len(path)] == path != copy.tokens})
+        refused = sorted(
+            {one.tokens[len(path)] for one in TEXT_DRAFTS if one.tokens[: len(path)] == path != one.tokens}
+        )
         law = np.asarray(world.target[path])
         nodes += [((*path, token), probability * float(law[token])) for token in refused]
         yield path, probability * float(1 - law[refused].sum()), refused
@@ -271,7 +273,7 @@ def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, pa
 
 def sampled(drafting: Drafting, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
     """Return the fit of the results of many rows' steps to the enumeration."""
-    fields = {"speculation": drafting.speculation, "fanout": drafting.fanout, "copies": COPIES}
+    fields = {"speculation": drafting.speculation, "fanout": drafting.fanout, "text_drafts": TEXT_DRAFTS}
     emissions = step([row_of(seed + i, fields) for i in range(num_rows)], world=WORLD)[1]
     return fit([(emission.accepted, emission.next_token) for emission in emissions], expected(drafting))
 

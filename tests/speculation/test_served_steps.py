@@ -1,4 +1,4 @@
-"""A whole step without a model: drafts drawn, copied chains followed, every rule's rows verified together.
+"""A whole step without a model: drafts drawn, text drafts followed, every rule's rows verified together.
 
 `draw_chains` and `verify_chains` as the engine calls them, on logits that are looked up in a small world. What a
 row emits is completed by the target to three tokens, whose law must be the target's own, in each kind of row.
@@ -31,7 +31,7 @@ from engine.sampling.noise import Purpose, uniform
 from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
-from engine.speculation.verification.copies import below, refuse, walk
+from engine.speculation.verification.text_drafts import below, refuse, walk
 from tests.sampling.test_distribution import reference
 from tests.speculation import served
 from tests.speculation.served import Batch, Fit, RequestCase, fit, small_world
@@ -42,7 +42,7 @@ NUM_ROWS = 2_000
 VOCABULARY, NUM_TOKENS, END = 4, 3, 10
 CPU = torch.device("cpu")
 WORLD = small_world("generic", VOCABULARY, 11)
-COPIES = (TextDraft("prediction", (0, 1, 2)), TextDraft("prompt_lookup", (0, 2)), TextDraft("prompt_lookup", (3,)))
+TEXT_DRAFTS = (TextDraft("prediction", (0, 1, 2)), TextDraft("prompt_lookup", (0, 2)), TextDraft("prompt_lookup", (3,)))
 
 
 def drafts(rule: str, *fanout: int, **more: Any) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def drafts(rule: str, *fanout: int, **more: Any) -> dict[str, Any]:
 
 OFF = {"speculation": Speculation(), "fanout": ()}
 ROWS: dict[str, dict[str, Any]] = {
-    "bv_race with copies": {**drafts("bv_race", 2, 1), "copies": COPIES},
+    "bv_race with text drafts": {**drafts("bv_race", 2, 1), "text_drafts": TEXT_DRAFTS},
     "block": drafts("block", 1, 1, 1),
-    "a tree with copies": {**drafts("traversal", 2, 2), "copies": COPIES},
+    "a tree with text drafts": {**drafts("traversal", 2, 2), "text_drafts": TEXT_DRAFTS},
     "late children": drafts("greedy", 1, 3),
-    "copies alone": {**OFF, "copies": COPIES},
+    "text drafts alone": {**OFF, "text_drafts": TEXT_DRAFTS},
     "nothing": OFF,
-    "one copy": {**drafts("token", 1, 1), "copies": COPIES[:1]},
-    "without replacement": {**drafts("rrs_without_replacement", 3, 1), "copies": COPIES[1:]},
+    "one text draft": {**drafts("token", 1, 1), "text_drafts": TEXT_DRAFTS[:1]},
+    "without replacement": {**drafts("rrs_without_replacement", 3, 1), "text_drafts": TEXT_DRAFTS[1:]},
     "spechub": drafts("spechub", 2, 2),
     "filtered": {**drafts("bv_race", 3, 1), "sampling": {"temperature": 0.7, "top_k": 3}},
     "seed-stable": {**drafts("bv_race", 2, 1), "sampling": {"seed_stable": True}},
@@ -143,7 +143,10 @@ def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int =
     merged.
     """
     count = len(names)
-    fields = {name: {**ROWS[name], "copies": () if most_unmerged else ROWS[name].get("copies", ())} for name in names}
+    fields = {
+        name: {**ROWS[name], "text_drafts": () if most_unmerged else ROWS[name].get("text_drafts", ())}
+        for name in names
+    }
     rows = [row_of(seed + i, fields[names[i % count]]) for i in range(NUM_ROWS * count)]
     chance = np.random.default_rng(seed)
     emissions = step(rows, most_unmerged)[1]
@@ -186,14 +189,14 @@ def test_tokens_of_other_nodes_are_rejected() -> None:
 
     drafting_module.layout_of.cache_clear()
     with patch.object(drafting_module, "_places", of_the_neighbour):
-        found = fits(("bv_race with copies", "without replacement"), 1, MANY)
+        found = fits(("bv_race with text drafts", "without replacement"), 1, MANY)
     drafting_module.layout_of.cache_clear()
     assert min(one.p_value for one in found.values()) < ALPHA
 
 
 def shared_numbers(seed: Any, position: Any, purpose: Any, chain: Any = 0, depth: Any = 0) -> Any:
-    """One number for following a copy and for drawing the next token."""
-    return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.COPY else purpose, chain, depth)
+    """One number for following a text draft and for drawing the next token."""
+    return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.TEXT_DRAFT else purpose, chain, depth)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +206,11 @@ def shared_numbers(seed: Any, position: Any, purpose: Any, chain: Any = 0, depth
 def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
     """One variant verifies with the whole law after a refused text draft; another uses one number twice."""
     with patch.object(verifying, name, wrong):
-        assert min(found.p_value for found in fits(("copies alone", "bv_race with copies")).values()) < ALPHA
+        assert min(found.p_value for found in fits(("text drafts alone", "bv_race with text drafts")).values()) < ALPHA
 
 
 def test_emissions_tell_what_was_followed() -> None:
-    """Accepted tokens are a path of the row's own tree, and counts of copied chains are of what is in it."""
+    """Accepted tokens are a path of the row's own tree, and counts of text drafts are of what is in it."""
     names = tuple(ROWS)
     rows = [row_of(i, ROWS[names[i % len(names)]]) for i in range(300)]
     draft, emissions = step(rows)
@@ -221,9 +224,9 @@ def test_emissions_tell_what_was_followed() -> None:
         )
         # The draft model has never seen a chain's last token.
         assert emission.num_draft_kept <= min(accepted, max(0, row.draft_length - 1))
-        assert row.copies or emission.num_draft_kept == min(accepted, max(0, row.draft_length - 1))
-        assert [count.name for count in emission.copied] == [copy.source for copy in row.copies]
-        assert sum(count.num_accepted for count in emission.copied) <= accepted
+        assert row.text_drafts or emission.num_draft_kept == min(accepted, max(0, row.draft_length - 1))
+        assert [count.name for count in emission.text_draft_counts] == [one.source for one in row.text_drafts]
+        assert sum(count.num_accepted for count in emission.text_draft_counts) <= accepted
 
 
 @pytest.mark.parametrize("residual", ["optimal", "target"])
@@ -314,7 +317,7 @@ def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
     assert rest.noise.chosen_residual_C.tolist() == [31, 32, 34]
 
 
-def test_a_copy_that_cannot_follow_is_not_followed() -> None:
+def test_a_text_draft_that_cannot_follow_is_not_followed() -> None:
     """Whatever the number; the next one is not, either, and its share begins where the last one's ends."""
     tree = merge_chains([[1], [2, 0], [3]])
     assert walk(tree, 0, {1: 0.0, 2: 0.0, 3: 0.5, 4: 0.0}, [0.0, 0.0]).refused == [1, 2, 3]

@@ -137,9 +137,9 @@ def test_numbers_that_are_not_finite_are_found(number: float, kind: str) -> None
     [
         drafts("token", 1, 1),
         {**OFF, "sampling": {"seed_stable": True}},
-        served.ROWS["copies alone"],
+        served.ROWS["text drafts alone"],
     ],
-    ids=["another rule", "seed-stable", "copies"],
+    ids=["another rule", "seed-stable", "text drafts"],
 )
 def test_other_rows_take_the_general_path(fields: dict[str, Any]) -> None:
     with (

@@ -46,7 +46,7 @@ TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
 """Text drafters by the name that requests use; the chains of the first one come first."""
 
 
-def most_copied(longest_chain: int) -> int:
+def most_text_draft_tokens(longest_chain: int) -> int:
     """Return the most tokens of text drafts for one request in a step."""
     return sum(min(source.most_tokens or longest_chain, longest_chain) for source in TEXT_DRAFTERS.values())
 
@@ -61,12 +61,12 @@ class TextDraftFinder:
     def __bool__(self) -> bool:
         return bool(self._drafters)
 
-    def copies(self, text: Sequence[int], most: int) -> tuple[TextDraft, ...]:
+    def find(self, text: Sequence[int], most: int) -> tuple[TextDraft, ...]:
         """Return chains of at most `most` tokens after the text, without those that an earlier chain begins with."""
         found: list[TextDraft] = []
         for name, drafter in self._drafters.items():
             chain = drafter.chain(text)[:most]
-            if chain and not any(copy.tokens[: len(chain)] == chain for copy in found):
+            if chain and not any(one.tokens[: len(chain)] == chain for one in found):
                 found.append(TextDraft(name, chain))
         return tuple(found)
 

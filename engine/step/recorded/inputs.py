@@ -116,7 +116,7 @@ def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
 def _is_usual(row: Row) -> bool:
     """Whether the row's results follow from its logits and the numbers of a step."""
     sampling, speculation = row.sampling, row.speculation
-    if not row.emits or len(row.input_ids) != 1 or row.copies or row.text or row.shifts or row.prompt_next:
+    if not row.emits or len(row.input_ids) != 1 or row.text_drafts or row.text or row.shifts or row.prompt_next:
         return False
     if sampling.seed_stable or len(row.draft_input_ids) > NUM_TEXT:
         return False

@@ -30,7 +30,7 @@ __all__ = ["pair"]
 BOTH = ("prompt_lookup", "prediction")
 ALL = ("model", *BOTH)
 SHAPES = {
-    "copies alone": Speculation(drafters=BOTH),
+    "text drafts alone": Speculation(drafters=BOTH),
     "token": drafts("token", 1, drafters=ALL),
     "block": drafts("block", 1, length=3, drafters=ALL),
     "bv_race": drafts("bv_race", 4, drafters=ALL),
@@ -53,7 +53,7 @@ exact_distribution = partial(output_distribution.exact_distribution, prompt=REPE
     grid(
         [
             *((name, "plain") for name in SHAPES),
-            *((name, "edited and filtered") for name in ("copies alone", "bv_race")),
+            *((name, "edited and filtered") for name in ("text drafts alone", "bv_race")),
         ],
         {("block", "plain"), ("traversal tree", "plain"), ("bv_race", "edited and filtered")},
     ),
@@ -65,20 +65,20 @@ def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel
 
 @pytest.mark.parametrize("name", grid(["bv_race", "block"], {"bv_race"}))
 def test_forgetting_what_was_refused_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
-    """The wrong variant: behind a refused copy the rule works with the whole distribution."""
+    """The wrong variant: after a refused text draft the rule works with the whole distribution."""
     with patch.object(verifying, "refuse", lambda *_: None):
         counts = sample(pair, SHAPES[name], SAMPLINGS["plain"], prediction=PREDICTION)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 def test_one_number_for_the_copy_and_the_draw_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """The wrong variant: what refused the copy draws the token, too."""
+    """The wrong variant: what refused the text draft draws the token, too."""
 
     def shared(seed: Any, position: Any, purpose: Purpose, chain: Any = 0, depth: Any = 0) -> np.ndarray:
-        return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.COPY else purpose, chain, depth * 0)
+        return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.TEXT_DRAFT else purpose, chain, depth * 0)
 
     with patch.object(verifying, "uniform", shared):
-        counts = sample(pair, SHAPES["copies alone"], SAMPLINGS["plain"], prediction=PREDICTION)
+        counts = sample(pair, SHAPES["text drafts alone"], SAMPLINGS["plain"], prediction=PREDICTION)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
@@ -99,7 +99,7 @@ def answer(speculation: Speculation, prediction: Sequence[int] = (), **sampling:
     return run.tokens["x"], run.outcomes["x"]
 
 
-def with_copies(speculation: Speculation, *names: str) -> Speculation:
+def with_text_drafts(speculation: Speculation, *names: str) -> Speculation:
     return msgspec.structs.replace(speculation, drafters=names)
 
 
@@ -115,18 +115,19 @@ def test_a_right_prediction_is_taken_in_few_steps(base: Speculation) -> None:
         "added": [*plain[:20], 5, *plain[20:]],
     }
     for name, prediction in edits.items():
-        tokens, outcomes = answer(with_copies(base, *names), prediction)
+        tokens, outcomes = answer(with_text_drafts(base, *names), prediction)
         assert tokens == plain, name
         assert len(outcomes) <= len(steps) / 2.5, name
         foreseen = sum(outcome.num_predicted for outcome in outcomes)
         assert foreseen == 60 if name == "right" else 45 <= foreseen < 60, name
         for outcome in outcomes:
-            assert sum(part.num_accepted for part in outcome.copied) <= outcome.num_accepted <= outcome.draft_length
+            num_from_text = sum(part.num_accepted for part in outcome.text_draft_counts)
+            assert num_from_text <= outcome.num_accepted <= outcome.draft_length
 
 
 def test_a_useless_prediction_is_given_up() -> None:
     plain, steps = answer(BV_RACE)
-    tokens, outcomes = answer(with_copies(BV_RACE, "model", "prediction"), tiny.prompts(101, [60], seed=9)[0])
+    tokens, outcomes = answer(with_text_drafts(BV_RACE, "model", "prediction"), tiny.prompts(101, [60], seed=9)[0])
     assert tokens == plain
     assert len(outcomes) <= len(steps) + 1
     assert sum(outcome.num_nodes for outcome in outcomes) <= sum(outcome.num_nodes for outcome in steps) + 10
@@ -140,11 +141,11 @@ def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
     for names in (("model",), ("model", "prediction")):
         engine = build()
         engine.scheduler.controller = controller = Controller(StepTimes(Machine(node_s=1e-6).points()), 5)
-        one = tiny.request("x", PROMPT_TOKENS, with_copies(adaptive, *names), 60)
-        copied = tuple(plain) if "prediction" in names else ()
+        one = tiny.request("x", PROMPT_TOKENS, with_text_drafts(adaptive, *names), 60)
+        predicted = tuple(plain) if "prediction" in names else ()
         with patch.object(controller, "observe", wraps=controller.observe) as observed:
-            run = tiny.run(engine, [msgspec.structs.replace(one, prediction=copied)])
-        taken = [sum(part.num_accepted for part in outcome.copied) for outcome in run.outcomes["x"]]
+            run = tiny.run(engine, [msgspec.structs.replace(one, prediction=predicted)])
+        taken = [sum(part.num_accepted for part in outcome.text_draft_counts) for outcome in run.outcomes["x"]]
         assert observed.call_count <= taken.count(0)
         seen[names] = observed.call_count
     assert seen["model",] > 5
@@ -157,15 +158,15 @@ def test_the_text_is_looked_up() -> None:
     tokens, outcomes = answer(Speculation(drafters=("prompt_lookup",)), allowed_token_ids=(5, 6))
     assert tokens == plain
     assert len(outcomes) < len(steps)
-    assert {part.name for outcome in outcomes for part in outcome.copied} == {"prompt_lookup"}
+    assert {part.name for outcome in outcomes for part in outcome.text_draft_counts} == {"prompt_lookup"}
 
 
-def test_copies_beside_others_and_after_preemption() -> None:
+def test_text_drafts_with_others_and_after_preemption() -> None:
     """The answer of a request depends neither on other requests nor on losing its blocks."""
     prompts = tiny.prompts(101, [40, 41, 42, 40])
     wishes = [
         msgspec.structs.replace(
-            tiny.request(str(n), prompt, with_copies(BV_RACE, *ALL), 80, temperature=1.0, seed=n),
+            tiny.request(str(n), prompt, with_text_drafts(BV_RACE, *ALL), 80, temperature=1.0, seed=n),
             prediction=tuple(prompt[:30]),
         )
         for n, prompt in enumerate(prompts)
@@ -182,16 +183,16 @@ def test_copies_beside_others_and_after_preemption() -> None:
     [
         ({"speculation": Speculation(drafters=("model", "oracle"))}, "unknown drafter"),
         ({"speculation": BV_RACE, "prediction": (1,)}, "leave the prediction out"),
-        ({"speculation": with_copies(BV_RACE, "prediction"), "prediction": (1,) * 200}, "context"),
-        ({"speculation": with_copies(BV_RACE, "prediction"), "prediction": (101,)}, "outside the vocabulary"),
+        ({"speculation": with_text_drafts(BV_RACE, "prediction"), "prediction": (1,) * 200}, "context"),
+        ({"speculation": with_text_drafts(BV_RACE, "prediction"), "prediction": (101,)}, "outside the vocabulary"),
         ({"speculation": drafts("spectr_gbv", 2, drafters=ALL)}, "does not go with"),
     ],
 )
-def test_what_cannot_be_copied_is_refused(request_fields: dict[str, Any], words: str) -> None:
+def test_text_drafts_that_cannot_be_used_are_refused(request_fields: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         build().submit(Request(request_id="x", prompt_token_ids=(1, 2), **request_fields))
 
 
-def test_the_operator_can_switch_copies_off() -> None:
+def test_the_operator_can_switch_text_drafts_off() -> None:
     with pytest.raises(RequestError, match="switched"):
-        build(max_copied_tokens=0).submit(tiny.request("x", (1, 2), with_copies(BV_RACE, *ALL)))
+        build(max_copied_tokens=0).submit(tiny.request("x", (1, 2), with_text_drafts(BV_RACE, *ALL)))

@@ -39,21 +39,21 @@ class Walk:
         return len(self.path) - 1
 
 
-def edges_of(tree: Tree, first_copy: int) -> dict[int, list[int]]:
-    """Return the children of every node that has some, in the chains' order; chains from `first_copy` on are text
+def edges_of(tree: Tree, first_text_draft: int) -> dict[int, list[int]]:
+    """Return the children of every node that has some, in the chains' order; chains from `first_text_draft` on are text
     drafts.
     """
     children: dict[int, list[int]] = {}
-    for path in tree.paths[first_copy:]:
+    for path in tree.paths[first_text_draft:]:
         for node, child in pairwise(path):
             if child not in children.setdefault(node, []):
                 children[node].append(child)
     return children
 
 
-def walk(tree: Tree, first_copy: int, probability: dict[int, float], uniform_L: Sequence[float]) -> Walk:
+def walk(tree: Tree, first_text_draft: int, probability: dict[int, float], uniform_L: Sequence[float]) -> Walk:
     """Follow the text drafts; `probability` is the target's of each node's token, `uniform_L` decides at each depth."""
-    children = edges_of(tree, first_copy)
+    children = edges_of(tree, first_text_draft)
     path, refused = [0], [tree.tokens[child - 1] for child in children[0]]
     while path[-1] in children:
         mass, before = 0.0, len(path)
@@ -65,7 +65,7 @@ def walk(tree: Tree, first_copy: int, probability: dict[int, float], uniform_L: 
         if len(path) == before:
             break
         refused = [tree.tokens[child - 1] for child in children.get(path[-1], ())]
-    rank = next(i for i, nodes in enumerate(tree.paths) if i >= first_copy and nodes[: len(path)] == path)
+    rank = next(i for i, nodes in enumerate(tree.paths) if i >= first_text_draft and nodes[: len(path)] == path)
     return Walk(path, rank, refused)
 
 
