@@ -90,8 +90,7 @@ def draft_passes(widths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Return the rows of each pass of the draft model, for requests with these nodes by depth: one row per request
     first, then the nodes of each depth but the last, from which nothing is drawn.
     """
-    longest = max(map(len, widths), default=0)
-    first = (len(widths),) if widths else ()
-    return first + tuple(
-        sum(of_row[depth] for of_row in widths if depth + 1 < len(of_row)) for depth in range(longest - 1)
-    )
+    if not widths:
+        return ()
+    later = range(max(map(len, widths)) - 1)
+    return len(widths), *(sum(of_row[depth] for of_row in widths if depth + 1 < len(of_row)) for depth in later)

@@ -121,3 +121,66 @@ def test_a_lone_sequence_is_read_where_it_lies() -> None:
         assert group.rows == slice(0, 3)
         slots = group.slots if isinstance(group.slots, slice) else group.slots.tolist()
         assert slots == expected
+
+
+def by_hand(part: SequenceInput) -> list[tuple[int, dict[int, int]]]:
+    """Return each row's position, and the positions of the keys that it sees, by slot."""
+
+    def slot(index: int) -> int:
+        return part.block_ids[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE
+
+    end, depths = part.first_index + len(part.input_ids), [*part.nodes.cached_depths, *part.nodes.depths]
+    rows = [(index, {slot(i): i for i in range(part.first_key, index + 1)}) for index in range(part.first_index, end)]
+    for depth, sees in zip(part.nodes.depths, part.nodes.ancestry, strict=True):
+        seen = {slot(end + node): end - 1 + depths[node] for node in np.flatnonzero(sees).tolist()}
+        rows.append((end - 1 + depth, {slot(i): i for i in range(part.first_key, end)} | seen))
+    return rows
+
+
+def numbers(part: torch.Tensor | slice) -> list[int]:
+    return list(range(part.start, part.stop)) if isinstance(part, slice) else part.tolist()
+
+
+def seen_in(groups: list[Group]) -> dict[int, tuple[int, dict[int, int]]]:
+    """Return the same of groups, by row of the pass."""
+    found = {}
+    for group in groups:
+        count, queries, keys = group.shape
+        query_BQ, key_BK = (positions.tolist() for positions in group.positions())
+        rows, slots = numbers(group.rows), np.array(numbers(group.slots)).reshape(count, keys).tolist()
+        real = list(range(count * queries)) if group.real is None else group.real.tolist()
+        assert numbers(group.real_rows) == [rows[place] for place in real]
+        for place in range(count * queries):
+            of, query = divmod(place, queries)
+            sees = [True] * keys if group.visible is None else group.visible[of, query].tolist()
+            seen = [(slots[of][key], key_BK[of][key]) for key in range(keys) if sees[key]]
+            if place in real:
+                assert len(dict(seen)) == len(seen), "a key is seen twice"
+                found[rows[place]] = query_BQ[of][query], dict(seen)
+            else:
+                assert len(seen) == 1
+    return found
+
+
+def test_every_row_sees_what_its_place_allows() -> None:
+    """Chunks, single tokens, trees, nodes below cached ones; some begin at a later key; blocks in order and scattered.
+
+    All together, two of them, and each alone.
+    """
+    chance = np.random.default_rng(3)
+    blocks, parts = chance.permutation(400).tolist(), []
+    for number in range(16):
+        mine = blocks[number * 20 : number * 20 + 20] if number % 2 else range(number * 20, number * 20 + 20)
+        first_index, first_key = int(chance.integers(30, 36)), int(chance.integers(1, 12)) * (number % 3 > 0)
+        tree = merge_chains(chance.integers(3, 6, (3, 3)).tolist())
+        num_inputs, num_cached = (((1, 0), (3, 0), (1, 0), (0, 2)))[number // 4]
+        nodes = NO_NODES
+        if number >= 8:
+            depths = tree.depths[:num_cached], tree.depths[num_cached:]
+            nodes = NodeInput(tree.tokens[num_cached:], depths[1], depths[0], tree.ancestry()[num_cached:])
+        parts.append(SequenceInput([1] * num_inputs, first_index, mine, nodes, slice(0), first_key))
+    for some in (parts, parts[3:5], parts[4:6], *([part] for part in parts)):
+        groups = groups_of(build(some, BLOCK_SIZE), BLOCK_SIZE, 8, torch.device("cpu"))
+        assert seen_in(groups) == dict(enumerate(row for part in some for row in by_hand(part)))
+    sizes = {group.shape[0] for group in groups_of(build(parts, BLOCK_SIZE), BLOCK_SIZE, 8, torch.device("cpu"))}
+    assert max(sizes) >= 3

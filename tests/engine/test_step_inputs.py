@@ -400,17 +400,20 @@ def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None
     assert run.tokens == tiny.run(build(), wanted).tokens
 
 
-def penalised() -> Request:
-    speculation = Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1))
+TREE = Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1))
+
+
+def penalised(speculation: Speculation = TREE) -> Request:
     penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
     return tiny.request("0", tiny.prompts(VOCABULARY, [9])[0], speculation, 12, temperature=1.0, seed=4, **penalties)
 
 
-def test_penalties_count_drafted_tokens_where_they_are(checked: Checked) -> None:
+@pytest.mark.parametrize("speculation", [TREE, Speculation(rule="bv_race", num_drafts=2, draft_length=1)])
+def test_penalties_count_drafted_tokens_where_they_are(checked: Checked, speculation: Speculation) -> None:
     """Without the host, for every node along its own path."""
     engine = build()
     engine.eager.most_unmerged = 1000
-    tiny.run(engine, [penalised()])
+    tiny.run(engine, [penalised(speculation)])
     assert checked.seen["not merged"] > 3
 
 

@@ -33,7 +33,10 @@ def test_a_new_request_has_its_prompt_and_nothing_computed() -> None:
     assert (new.fanout, new.grammar, new.by_head, new.may_draft) == ((2, 1), None, False, True)
     assert new.edits_logits
     assert not sequence().edits_logits
+    assert sequence(grammar=...).grammar is ...
     assert not new.text_draft_finder
+    finding = sequence(request={"speculation": Speculation(drafters=("prompt_lookup",))})
+    assert finding.text_draft_finder
     assert new.last_step < 0, "it comes before those that had a step"
 
 

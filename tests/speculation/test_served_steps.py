@@ -212,11 +212,12 @@ def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
 def test_emissions_tell_what_was_followed() -> None:
     """Accepted tokens are a path of the row's own tree, and counts of text drafts are of what is in it."""
     names = tuple(ROWS)
-    rows = [row_of(i, ROWS[names[i % len(names)]]) for i in range(300)]
+    rows = [row_of(i, {**ROWS[names[i % len(names)]], "reports_drafts": i < 100}) for i in range(300)]
     draft, emissions = step(rows)
     for row, tree, emission in zip(rows, draft.trees, emissions, strict=True):
         texts = [tuple(tree.tokens[node - 1] for node in path[1:]) for path in tree.paths]
         accepted = len(emission.accepted)
+        assert emission.chains == (tuple(texts) if row.reports_drafts and tree.num_nodes else ())
         following = [rank for rank, text in enumerate(texts) if text[:accepted] == emission.accepted]
         assert following
         assert (
