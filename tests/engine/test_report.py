@@ -12,7 +12,7 @@ import torch
 from engine.plan import Plan, Row
 from engine.step.report import broken_rows, split_prompts, with_logprobs
 from tests.engine import tiny
-from tests.speculation.test_served_steps import TEXT_DRAFTS, OFF, drafts, row_of, step
+from tests.speculation.test_served_steps import OFF, TEXT_DRAFTS, drafts, row_of, step
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a step on logits that are looked up")
 TREE: dict[str, Any] = drafts("traversal", 2, 2)
