@@ -55,26 +55,54 @@ def test_distributions_are_those_of_the_plain_path() -> None:
     assert torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-6)
 
 
-def test_small_probabilities_are_right_down_to_the_least() -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=WIDTH - 1)])
+def test_small_probabilities_are_right_down_to_the_least(sampling: Sampling) -> None:
     """Tokens down to e^-87 of the likeliest one keep theirs; what is below has none."""
     logits = torch.linspace(0, -100, WIDTH).unsqueeze(0)
-    found, plain = both(logits, Sampling())
-    kept = logits > -87
+    logits[0, 9] = -87
+    found, plain = both(logits, sampling)
+    kept = logits >= -87
     assert torch.allclose(found[kept], plain[kept], rtol=1e-5, atol=0)
     assert (found[~kept] == 0).all()
 
 
 @pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf])
-def test_numbers_that_are_not_finite_stay_so(number: float) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=20), Sampling(top_p=0.9)])
+def test_numbers_that_are_not_finite_stay_so(sampling: Sampling, number: float) -> None:
     """Their rows are reported, and the other rows stay right."""
     logits = random_logits(3)
     logits[1, 5] = number
-    found, plain = both(logits, *[Sampling()] * 3)
+    found, plain = both(logits, *[sampling] * 3)
     assert found[1].isnan().any()
     assert torch.allclose(found[::2], plain[::2], rtol=5e-6, atol=1e-12)
-    nothing, _ = both(torch.full((1, WIDTH), -torch.inf), Sampling())
+    nothing, _ = both(torch.full((1, WIDTH), -torch.inf), sampling)
     assert nothing.isnan().all()
     assert 0 <= int(KERNELS.draw(found, torch.tensor([1]), torch.tensor([0.5]).double())) < WIDTH
+
+
+@pytest.mark.parametrize(
+    ("least_log", "top_k", "top_p"), [(-np.inf, 0, 1.0), (-np.inf, 0, 0.9), (-2.0, 0, 1.0), (-np.inf, 9, 1.0)]
+)
+def test_the_largest_logit_of_a_row_is_returned(least_log: float, top_k: int, top_p: float) -> None:
+    """NaN if a number is not finite: by this the host finds the row."""
+    logits, out = random_logits(1)[0].numpy(), np.empty(WIDTH, np.float32)
+    rest = np.float32(0.7), np.float32(least_log), top_k, np.float32(top_p), out
+    assert numba_rows.filtered_distribution(logits, *rest) == logits.max()
+    for number in (np.nan, np.inf):
+        logits[WIDTH - 2] = number
+        assert np.isnan(numba_rows.filtered_distribution(logits, *rest))
+
+
+def test_the_likeliest_token_is_the_first_of_the_largest() -> None:
+    for places, number in (([0], 50.0), ([7, 9], 50.0), ([WIDTH - 1], 50.0), ([WIDTH - 2, WIDTH - 1], 50.0)):
+        logits = random_logits(1)[0].numpy()
+        logits[places] = number
+        assert numba_rows.likeliest(logits) == (places[0], number)
+        logits[WIDTH // 2] = np.nan
+        assert np.isnan(numba_rows.likeliest(logits)[1])
+    zeros = np.array([-1.0, -0.0, 0.0], np.float32)
+    assert numba_rows.likeliest(zeros)[0] == 1, "zero has two signs"
+    assert numba_rows.likeliest(np.full(3, -np.inf, np.float32)) == (0, -np.inf)
 
 
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
@@ -134,7 +162,10 @@ def test_a_token_of_the_surplus_or_of_the_target() -> None:
     for uniform in (0.0, 0.4, 0.6, 0.999):
         assert numba_rows.draw_from(target, draft, np.float32(1), True, uniform) == 7
         assert numba_rows.draw_from(target, draft, np.float32(1), False, uniform) == (3 if uniform < 0.5 else 7)
+        weighted = numba_rows.draw_from(target, draft, np.float32(2), True, uniform)
+        assert weighted == (3 if uniform < 0.25 else 7), "a surplus of a quarter, and of three"
         # Nothing is left: then the target's distribution.
+        assert numba_rows.draw_from(target, draft, np.float32(0.5), True, uniform) == (3 if uniform < 0.5 else 7)
         assert numba_rows.draw_from(target, target, np.float32(1), True, uniform) == (3 if uniform < 0.5 else 7)
 
 
@@ -170,7 +201,7 @@ def rows_of_nucleus() -> Tensor:
     return probs_NV / probs_NV.sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.5, 0.9, 0.95, 0.998, 0.9999])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.5, 0.6, 0.9, 0.95, 0.998, 0.9999])
 def test_a_nucleus_is_what_sorting_keeps(top_p: float) -> None:
     probs_NV = rows_of_nucleus()
     before_NV, top_p_N = probs_NV.clone(), torch.full((len(probs_NV),), top_p)
