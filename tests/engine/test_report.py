@@ -55,6 +55,25 @@ def test_a_number_that_is_not_finite_ends_the_row_that_it_belongs_to() -> None:
     assert broken_rows(plan, None, np.full(1, np.nan)) == frozenset()
 
 
+@pytest.mark.parametrize(("num_rows", "fanout"), [(6, (1, 1, 1)), (6, (2,)), (3, (2, 1, 1)), (2, ())])
+def test_chains_that_no_row_drafts_end_none(num_rows: int, fanout: tuple[int, ...]) -> None:
+    """A recorded step has more chains than its rows draft, longer ones, and chains of no row."""
+    asked = rows()[:num_rows]
+    draft, _ = step(rows())
+    asked = [msgspec.structs.replace(row, fanout=fanout) if row.sequence_id == 12 else row for row in asked]
+    num_nodes = int(draft.starts[-1])
+    used = [False] * len(draft.chains.draft.probs_NV)
+    for chain, (number, rank) in enumerate(zip(draft.layout.request_C, draft.layout.rank_C, strict=True)):
+        if number < num_rows and rank < asked[number].num_drafts:
+            for distribution in draft.chains.draft.row_CX[chain, : asked[number].draft_length].tolist():
+                used[distribution] = True
+    assert 0 < sum(used) < len(used)
+    for distribution, is_used in enumerate(used):
+        largest = np.zeros(num_nodes + len(used))
+        largest[num_nodes + distribution] = np.nan
+        assert bool(broken_rows(Plan(tuple(asked)), draft, largest)) == is_used
+
+
 def test_logits_of_prompts_are_split_from_those_of_nodes() -> None:
     """With and without an emission after the prompt's part; rows that read without logprobs have no logits."""
     sampling = [row_of(0, TREE), row_of(1, OFF), row_of(2, RACE), row_of(3, OFF)]
