@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.drafting import chains, levels, numba_levels
-from engine.drafting.draft import Layout
+from engine.drafting.draft import ChainShape, Layout, layout_of
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
 from engine.kernels.protocol import ProbsTable
@@ -228,3 +228,55 @@ def test_models_of_other_backends_take_the_loop() -> None:
         engine = tiny.build(tiny.llama(seed=1), tiny.llama(seed=1))
     assert engine.draft_runner is not None
     assert levels.levels_of(engine.draft_runner) is None
+
+
+def layout(with_trees: bool) -> Layout:
+    """Chains of several lengths, rows that draft nothing, and trees, if wanted."""
+    fanouts = [(3, 1, 1), (), (1, 1, 1, 1), (2,), *([(2, 1, 2), (1, 3)] if with_trees else []), (1,), ()]
+    return layout_of(tuple(ChainShape(fanout, "iid", "iid") for fanout in fanouts), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("with_trees", [True, False])
+def test_the_loop_s_chains_are_those_of_the_layout(with_trees: bool) -> None:
+    one = layout(with_trees)
+    found = levels._chains_of(one)
+    through: dict[int, list[int]] = {}
+    parents = {}
+    of_level: list[list[int]] = []
+    for depth in range(one.max_length):
+        rows = one.probs_row_CL[:, depth].tolist()
+        drawing = [chain for chain, length in enumerate(one.length_C) if depth < length]
+        of_level.append(sorted({rows[chain] for chain in drawing}))
+        for chain in drawing:
+            through.setdefault(rows[chain], []).append(chain)
+            above = of_level[depth - 1].index(int(one.probs_row_CL[chain, depth - 1])) if depth else 0
+            assert parents.setdefault(rows[chain], above) == above
+        leader_C = one.levels[depth].leader_C
+        assert found.leaders_LC[depth].tolist() == (
+            list(range(one.num_chains)) if leader_C is None else leader_C.tolist()
+        )
+    numbers = range(one.num_probs)
+    assert sorted(through) == list(numbers)
+    assert found.first_chains.tolist() == [through[number][0] for number in numbers]
+    assert found.num_chains.tolist() == [len(through[number]) for number in numbers]
+    assert found.parents.tolist() == [parents[number] for number in numbers]
+    assert found.parents.dtype == np.int64
+    assert found.probs_ends.tolist() == np.cumsum([len(of_depth) for of_depth in of_level]).tolist()
+    assert found.are_alone
+    others = layout_of((ChainShape((2, 1), "iid", "iid"), ChainShape((2,), "spechub", "iid")), torch.device("cpu"))
+    assert not levels._chains_of(others).are_alone
+
+
+def test_bounds_of_passes_are_those_of_each_pass_alone() -> None:
+    from engine.models.cpu_decoder import parts_of
+
+    one, sizes = layout(True), [[40, 1, 7, 3], [3, 1], [2], [1, 9, 1]]
+    counts = np.concatenate(sizes).astype(np.int32)
+    found = levels._bounds_of(one, tuple(map(len, sizes)), counts.tobytes())
+    parts = [parts_of(np.cumsum(size) - size, np.array(size)) for size in sizes]
+    assert found.parts.tolist() == np.concatenate(parts).tolist()
+    probs_ends = levels._chains_of(one).probs_ends
+    columns = [list(map(sum, sizes)), list(map(len, sizes)), list(map(len, parts))]
+    assert found.ends.tolist() == np.stack([*np.cumsum(columns, 1), probs_ends], 1).tolist()
+    most_distributions = max(np.diff(probs_ends, prepend=0))
+    assert (found.most_rows, found.most_distributions, found.num_later_rows) == (51, most_distributions, 17)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.drafting import one_pass
-from engine.drafting.draft import Draft
-from engine.plan import Plan
+from engine.drafting import one_pass, tables
+from engine.drafting.draft import ChainShape, Draft, layout_of
+from engine.kernels.torch_kernels import TORCH
+from engine.models.heads.slots import Tables
+from engine.plan import LogitContext, Plan, Row
 from engine.request import Sampling, Speculation
+from engine.sampling.distribution import DistributionParameters
 from engine.step import building
 from engine.step.calibration import synthetic_plan
 from engine.step.engine import Engine
@@ -24,6 +29,8 @@ from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
+from tests.sampling.test_distribution import reference
+from tests.speculation import test_served_steps as served
 
 KINDS: dict[str, Callable[..., folders.Written]] = {
     "peagle": lambda *of, **more: folders.write_eagle(*of, kind="peagle", **more),
@@ -93,6 +100,68 @@ def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path,
         assert torch.allclose(mine, others, atol=1e-6)
     assert len({tuple(chain) for chain in at_once.chains.tokens_CL.tolist()}) > len(lengths) // 2
     assert [tree.tokens for tree in at_once.trees] == [tree.tokens for tree in by_level.trees]
+
+
+def drawn_rows(with_trees: bool) -> list[Row]:
+    """Rows of other lengths with other samplings, and rows that draft nothing, the last one too."""
+    shapes = [served.drafts("bv_race", 3, 1, 1, 1), served.OFF, served.drafts("block", 1, 1), served.OFF]
+    if with_trees:
+        shapes.insert(1, served.drafts("traversal", 2, 1, 2, draft_method="iid"))
+    samplings = itertools.cycle(SAMPLINGS)
+    return [served.row_of(number, {**shape, "sampling": next(samplings)}) for number, shape in enumerate(shapes * 2)]
+
+
+@pytest.mark.parametrize("with_trees", [True, False])
+@pytest.mark.parametrize("few", [True, False])
+def test_tokens_and_distributions_are_those_of_the_slots(few: bool, with_trees: bool) -> None:
+    """Each chain's slots one after the other, for tokens that depend on the one before and for others."""
+    rows, vocabulary, chance = drawn_rows(with_trees), 9, np.random.default_rng(4)
+    layout, cpu = layout_of(tuple(map(ChainShape.of, rows)), torch.device("cpu")), torch.device("cpu")
+    firsts = np.cumsum([0, *(row.draft_length for row in rows)]).tolist()
+    num_tokens = 5 if few else vocabulary
+    logits_SPX = 2 * chance.standard_normal((firsts[-1], num_tokens if few else 1, num_tokens)).astype(np.float32)
+    known = np.sort([chance.permutation(vocabulary)[:num_tokens] for _ in range(firsts[-1])], 1)
+    uniform_LC = chance.random((layout.max_length, layout.num_chains))
+    slots = tables.slots_of(layout)
+    assert slots.first_R.tolist() == [first for first, row in zip(firsts, rows, strict=False) if row.fanout]
+    assert slots.row_S.tolist() == [number for number, row in enumerate(rows) for _ in row.fanout]
+    assert (slots.leader_LC is not None) == with_trees
+    drawn_CL, table = tables.draw_from(
+        Tables(torch.from_numpy(logits_SPX), torch.from_numpy(known) if few else None),
+        slots,
+        DistributionParameters.of([row.sampling for row in rows], cpu, TORCH),
+        torch.from_numpy(uniform_LC),
+        vocabulary,
+    )
+    assert table.kernels is TORCH
+    for chain, number in enumerate(layout.request_C.tolist()):
+        place = 0
+        for depth in range(rows[number].draft_length):
+            slot, leader_C = firsts[number] + depth, layout.levels[depth].leader_C
+            probs_X = reference(logits_SPX[slot, place if few else 0].astype(np.float64), rows[number].sampling)
+            uniform = uniform_LC[depth, chain if leader_C is None else leader_C[chain]]
+            place = int(np.flatnonzero(probs_X.cumsum() > uniform * probs_X.sum())[0])
+            expected_V = np.zeros(vocabulary)
+            expected_V[known[slot] if few else slice(None)] = probs_X
+            assert drawn_CL[chain, depth] == (known[slot, place] if few else place)
+            np.testing.assert_allclose(table.probs_NV[table.row_CX[chain, depth]], expected_V, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ([served.drafts("bv_race", 3, 1)], True),
+        ([served.OFF, served.drafts("block", 1)], True),
+        ([served.OFF], False),
+        ([served.drafts("bv_race", 3, 1), {**served.OFF, "text": LogitContext((1,), 1)}], False),
+        ([served.drafts("bv_race", 3, 1), {**served.OFF, "sampling": {"seed_stable": True}}], False),
+        ([served.drafts("bv_race", 3, 1), served.drafts("spechub", 2, 1)], False),
+    ],
+)
+def test_draws_that_depend_on_more_are_made_level_by_level(fields: list[dict[str, Any]], expected: bool) -> None:
+    rows = tuple(served.row_of(number, one) for number, one in enumerate(fields))
+    layout = layout_of(tuple(map(ChainShape.of, rows)), torch.device("cpu"))
+    assert tables.may_draw_at_once(Plan(rows), layout) is expected
 
 
 @pytest.mark.parametrize(("kind", "shares"), [("eagle3", True), ("dspark", False), ("dflash2", False)])
