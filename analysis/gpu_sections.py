@@ -6,10 +6,12 @@ A section writes its results after every item. Times are those of the device, sy
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,8 +27,10 @@ from analysis.load import Load
 from analysis.ways import steps_of, ways, without
 from demo import bench_pair
 from engine.attention.attention import HOOK, register
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.models.loading import adopt
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
+from engine.models.loading import adopt, load_pair
+from engine.models.probe import find_kv_shape, probe
+from engine.models.quantising import FORMATS
 from engine.plan import Plan
 from engine.step.building import assemble
 from engine.step.calibration import measure_points, synthetic_plan
@@ -297,6 +301,64 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
                 findings.require(not slow, f"{name}, one request behind {length}: few of its steps were recorded")
 
 
+def weights(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Serve a pair with its own weights, fp8 and int4, from files as a daemon does; report the probe's distance, the
+    output's distribution and times.
+    """
+    on_cuda = options.device == "cuda"
+    speculation = SpeculationConfig(rule="block", num_drafts=1, draft_length=5, observed_share=0.0)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        dtype = torch.bfloat16 if on_cuda else torch.float32
+        sizes = options.target, options.draft, options.vocabulary
+        target, draft, about = bench_pair.make(*sizes, _ACCEPTANCE, 4096, device=options.device, dtype=dtype)
+        target.save_pretrained(f"{folder}/target")
+        draft.save_pretrained(f"{folder}/draft")
+        findings.add("pair", about)
+        del target, draft
+        names: tuple[Weights, ...] = ("auto", *FORMATS)
+        for name in names:
+            model = ModelConfig(target=f"{folder}/target", draft=f"{folder}/draft", device=options.device, weights=name)
+            cache = CacheConfig(memory_bytes=(8 << 30) if on_cuda else 1 << 26)
+            scheduler = SchedulerConfig(max_num_seqs=16)
+            config = EngineConfig(model=model, cache=cache, scheduler=scheduler, speculation=speculation)
+            try:
+                engine = assemble(config, *load_pair(model, print), print)
+                found[name] = _of_weights(options, engine)
+            except Exception as error:  # one format fails, the others are measured
+                findings.require(False, f"{name}: {type(error).__name__}: {error}")
+                continue
+            findings.add("weights", found)
+            findings.require(not found[name]["check"]["rejected"], f"{name}: not the target's distribution")
+            findings.require(not on_cuda or engine.recorded.num_recorded > 0, f"{name}: no recorded steps")
+            del engine
+            gc.collect()
+
+
+def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """Return what is known of an engine's weights: their size, the probe's distance, times, and a G-test."""
+    device, target = engine.target.device, adopt(engine.target.model, "target")
+    is_paged = engine.target.fast_ways["paged attention"]
+    distance = probe(target, find_kv_shape(target), engine.target.backend, is_paged)
+    times = {
+        f"{name}, {rows} requests": middle_s(
+            partial(engine.carry_out, plan_of(engine, name, rows)), device, options.scale
+        )
+        for name in ("off", "block:1x5")
+        for rows in (1, 16)
+    }
+    prompt = [random.Random(7).randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
+    num_answers = max(200, round(2000 * options.scale))
+    check = check_distribution(engine, "block:1x5", arms.speculation_of("block:1x5"), prompt, num_answers, 1.0)
+    return {
+        "memory_plan": engine.facts.memory_plan,
+        "probe_distance": distance,
+        "step_s": times,
+        "check": {**asdict(check), "rejected": check.rejected},
+        "recorded_shapes": engine.recorded.num_recorded,
+    }
+
+
 def add_setting(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of all sections."""
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu is a dry run")
@@ -306,17 +368,19 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all durations; small for a dry run")
 
 
+_SECTIONS = {"trace": trace, "variants": variants, "law": law, "record": record, "weights": weights}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one section."""
     what = __doc__.split("\n\n")[0]
     parser = argparse.ArgumentParser(prog="python -m analysis.gpu_sections", description=what)
-    parser.add_argument("section", choices=["trace", "variants", "law", "record"])
+    parser.add_argument("section", choices=_SECTIONS)
     parser.add_argument("output", type=Path, help="the JSON document")
     add_setting(parser)
     options = parser.parse_args(arguments)
-    section = {"trace": trace, "variants": variants, "law": law, "record": record}[options.section]
     with torch.inference_mode():
-        section(options, SectionResults(options.output))
+        _SECTIONS[options.section](options, SectionResults(options.output))
     return 0
 
 

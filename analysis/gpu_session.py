@@ -1,5 +1,5 @@
-"""`make gpu-check`: half an hour on a CUDA device, in three parts: correctness and a profile, the benefit of each fast
-path, and the figures for the record.
+"""`make gpu-check`: 40 minutes on a CUDA device, in four parts: correctness and a profile, the benefit of each fast
+path, the figures for the record, and quantised weights (which need torchao).
 
 Every section runs in a separate process with a time limit. Results are written after every item, so a section that
 hangs, crashes or exceeds its limit leaves its results so far. A fall-back (plain operations instead of kernels, steps
@@ -47,6 +47,9 @@ PARTS: dict[int, Sequence[Section]] = {
         Section("law", 160, "the law of the output, drawn by the build that is measured"),
     ),
     3: (Section("record", 530, "tokens a second of every shape and of plain decoding, at 1, 4, 16 and 64 requests"),),
+    4: (
+        Section("weights", 530, "the checkpoint's weights, fp8 and int4: the probe, the distribution, times of steps"),
+    ),
 }
 
 

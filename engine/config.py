@@ -14,7 +14,7 @@ MODEL, PROMPT_LOOKUP, PREDICTION = DRAFTERS = ("model", "prompt_lookup", "predic
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Weights = Literal["auto", "int8"]
+Weights = Literal["auto", "int8", "fp8", "int4"]
 KVDtype = Literal["auto", "float32", "bfloat16"]
 Probe = Literal["refuse", "warn"]
 
@@ -44,7 +44,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     """Processes over which the target is split; the draft model stays whole."""
     weights: Weights = "auto"
-    """Number format of the weights on a CPU: the checkpoint's, or 8 bits with a scale for every 32 weights."""
+    """Number format of the weights of target and draft: auto is the checkpoint's. int8 has a scale for every 32 weights
+    and is for a CPU's decoder; fp8 and int4 are quantised by torchao, except the output head (`models/quantising.py`).
+    """
     kv_dtype: KVDtype = "auto"
     """Type of the K/V cache; auto is float32 if a CPU decodes in float32, else the model's type."""
     enforce_eager: bool = False

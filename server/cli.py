@@ -113,7 +113,7 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
     from engine.api import ConfigError, check_settings, set_up_log
     from server.flags import faults, parse_flags
     from server.listening import bind, bind_fault
-    from server.start_checks import check_quantization, check_sources
+    from server.start_checks import check_sources, with_quantization
 
     early = _held_back()
     try:
@@ -140,7 +140,7 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
     with listener:
         try:
             check_sources(config)
-            check_quantization(config, settings.quantization)
+            config = with_quantization(config, settings.quantization)
             from server.daemon import run
 
             _on_signals(lambda *_: sys.exit(0))

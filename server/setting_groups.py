@@ -96,7 +96,9 @@ class ModelSettings(BaseModel):
     tokenizer: str | None = Field(None, description="folder of the tokenizer; default: the target's")
     revision: str | None = Field(None, description="hub revision of the target and its tokenizer")
     quantization: str | None = Field(
-        None, description="quantisation method of MODEL; its config.json must name the same"
+        None,
+        description="quantisation method of MODEL, as in its config.json; int8, fp8 or int4 of a plain checkpoint: "
+        "the same as --weights",
     )
     dtype: Dtype = Field("auto", description="type of the weights; auto: the checkpoint's (a CPU computes in float32)")
     device: Device = Field("auto", description="where the models run")
@@ -126,8 +128,8 @@ class ModelSettings(BaseModel):
     )
     weights: Weights = Field(
         "auto",
-        description="numbers of the weights on a CPU: the checkpoint's, or 8 bits with a scale for every 32; the "
-        "target is then the quantised model",
+        description="numbers of the weights: the checkpoint's; on a CPU int8, with a scale for every 32; on a device "
+        "fp8 or int4, by torchao. The target is then the quantised model",
     )
     kv_cache_dtype: KVDtype = Field(
         "auto", description="type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"

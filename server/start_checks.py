@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
-from engine.api import ConfigError, EngineConfig, check_source, model_file, read_object
+from msgspec.structs import replace
+
+from engine.api import ConfigError, EngineConfig, Weights, check_source, model_file, read_object
 
 log = logging.getLogger("polydraft")
 
@@ -22,26 +25,32 @@ def check_sources(config: EngineConfig) -> None:
         check_source(*config.model.draft_source)
 
 
-def check_quantization(config: EngineConfig, wanted: str | None) -> None:
-    """Raise ConfigError unless the target's weights are quantised as configured.
+def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
+    """Return a configuration that quantises the target as requested, or reads it quantised; raise ConfigError if the
+    checkpoint is quantised by another method.
 
-    wanted: the method's name in checkpoints or in vLLM; None skips the check.
+    wanted: the method's name in checkpoints or in vLLM, or a format of `--weights`; None changes nothing.
     """
     if wanted is None:
-        return
+        return config
     path = model_file(config.model.target, "config.json", config.model.revision)
     stored = {} if path is None else read_object(path).get("quantization_config")
     method = stored.get("quant_method") if isinstance(stored, dict) else None
+    formats = [name for name in get_args(Weights) if name != "auto"]
     if method is None:
+        if wanted in formats and config.model.weights in ("auto", wanted):
+            return replace(config, model=replace(config.model, weights=wanted))
         raise ConfigError(
-            f"--quantization {wanted}: the weights of {config.model.target} are not quantised, and are not quantised "
-            "while they are loaded; name a checkpoint that is, or leave the flag out (--dtype bfloat16 halves float32)"
+            f"--quantization {wanted}: the weights of {config.model.target} are not quantised, and are quantised while "
+            f"they are loaded only by one of {', '.join(formats)} (--weights); name a checkpoint that is, or leave the "
+            "flag out"
         )
     if _method(str(method)) != _method(wanted):
         raise ConfigError(
             f"--quantization {wanted}: {config.model.target} is quantised by {method}; leave the flag out, the "
             "checkpoint decides"
         )
+    return config
 
 
 def _method(name: str) -> str:

@@ -27,6 +27,7 @@ from engine.models.heads.loading import head_config, load_head, mtp_config
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.parallel import Ranks, check_split, start_ranks
+from engine.models.quantising import FORMATS, TORCHAO, check_is_quantised, check_quantised, load_options, stored_method
 from engine.models.unplaced import check_unplaced
 from engine.models.weight_files import check_weight_files
 
@@ -115,11 +116,13 @@ def arithmetic_dtype(wanted: str, device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if wanted == "bfloat16" and has_bfloat16 else torch.float32
 
 
-def _load_dtype(wanted: str, config: Any, device: torch.device, split: bool) -> torch.dtype | str:
+def _load_dtype(wanted: str, config: Any, device: torch.device, split: bool, quantises: bool) -> torch.dtype | str:
     """Return the type for `from_pretrained`: our own decoder widens the weights of a CPU itself."""
-    if device.type == "cpu" and (split or not may_decode(config)):
+    if stored_method(config) == TORCHAO:
+        return "auto"
+    if device.type == "cpu" and (split or quantises or not may_decode(config)):
         return arithmetic_dtype(wanted, device) or "auto"
-    return _DTYPES.get(wanted, "auto")
+    return torch.bfloat16 if quantises else _DTYPES.get(wanted, "auto")
 
 
 def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
@@ -130,13 +133,17 @@ def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
     found = _read_config(config.target, config.revision)
     if choose_device(config.device).type != "cpu" or config.tensor_parallel_size > 1 or not may_decode(found):
         return None
+    if config.weights in FORMATS:
+        return None
     return _DTYPES.get(config.dtype) or getattr(found, "dtype", None)
 
 
-def load(name: str, revision: str | None, dtype: str, device: torch.device, split: bool = False) -> LoadedModel:
+def load(
+    name: str, revision: str | None, dtype: str, device: torch.device, split: bool = False, weights: str = "auto"
+) -> LoadedModel:
     """Load one checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be read).
 
-    dtype: `ModelConfig.dtype`; split: only this rank's share of it (`parallel.py`).
+    dtype, weights: of `ModelConfig`; split: only this rank's share of it (`parallel.py`).
     """
     transformers = import_transformers()
     register()
@@ -151,9 +158,10 @@ def load(name: str, revision: str | None, dtype: str, device: torch.device, spli
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 name,
                 revision=revision,
-                dtype=_load_dtype(dtype, config, device, split),
+                dtype=_load_dtype(dtype, config, device, split, weights in FORMATS),
                 attn_implementation=HOOK,
                 output_loading_info=True,
+                **load_options(weights, device),
                 **placed,
             )
     except Exception as error:  # transformers and safetensors raise exceptions of many types
@@ -165,8 +173,9 @@ def load(name: str, revision: str | None, dtype: str, device: torch.device, spli
                 f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
                 "download it again, or point to the folder that holds them"
             )
-    is_quantised = getattr(config, "quantization_config", None) is not None
-    check_unplaced(name, model, map(str, report.get("unexpected_keys", ())), is_quantised)
+    unplaced = map(str, report.get("unexpected_keys", ()))
+    check_unplaced(name, model, unplaced, is_quantised=stored_method(config) is not None)
+    check_is_quantised(name, model, weights)
     return replace(adopt(model, name), is_share=split)
 
 
@@ -195,13 +204,12 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
 
     Raise ConfigError or LoadError.
     """
-    choose_device(config.device)
-    outlines = [_outlined(config.target, config.revision)]
+    outlines = [_outlined(config.target, config.revision, config, config.tensor_parallel_size)]
     if config.draft is None:
         return outlines
     head = find_head(config)
     if head is None:
-        outlines.append(_outlined(config.draft, config.draft_revision))
+        outlines.append(_outlined(config.draft, config.draft_revision, config, 1))
         check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
         return outlines
     if Path(head.name).is_dir():
@@ -225,9 +233,11 @@ def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
     return replace(target, name=head.name, model_type=head.kind, most_drafts=head.most_drafts)
 
 
-def _outlined(name: str, revision: str | None) -> Outline:
+def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: int) -> Outline:
+    device = choose_device(wanted.device)
     config = _read_config(name, revision)
     check_config(name, config)
+    check_quantised(name, config, wanted.weights, wanted.dtype, num_ranks, device)
     if Path(name).is_dir():
         check_weight_files(Path(name))
     return _outline(name, config)
@@ -303,7 +313,7 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     if config.tensor_parallel_size > 1:
         target = _load_split(config, device)
     else:
-        target = load(config.target, config.revision, config.dtype, device)
+        target = load(config.target, config.revision, config.dtype, device, weights=config.weights)
     if config.draft is None:
         return target, None
     head = find_head(config)
@@ -312,7 +322,7 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
         progress(f"loading the {head.kind} head of {name}")
         return target, adopt_head(load_head(head, revision, target.model), target)
     progress(f"loading draft {config.draft}")
-    return target, load(config.draft, config.draft_revision, config.dtype, device)
+    return target, load(config.draft, config.draft_revision, config.dtype, device, weights=config.weights)
 
 
 def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:

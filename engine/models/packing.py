@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from engine.models.fused_layer import synthetic_rows
+from engine.models.quantising import has_scheme
 
 # Numbers of rows of compiled products: nearly all if a row is a large share of the work, then an eighth apart. More
 # rows than the last are computed in several turns.
@@ -104,7 +105,7 @@ class PackedLinear:
 
 def is_plain(module: Any) -> bool:
     """Whether a module is a linear layer with a plain weight: not quantised, not one rank's share."""
-    return type(module) is nn.Linear and type(module.weight.data) is Tensor
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor and not has_scheme(module)
 
 
 def take_over(model: Any) -> Iterator[PackedLinear]:

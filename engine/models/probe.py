@@ -4,6 +4,7 @@ The probe runs a short prompt in two chunks, a small tree, an acceptance with co
 more token through the paged path, and every root-to-leaf path through the untouched model with
 its own eager attention. In 16 bits both are compared with a pass of the same weights in float32: a backend may lie
 twice as far from it as the untouched model does. A larger difference means that the model would be served wrongly.
+If products also round their rows to few bits, this bound is wide, so both are compared once more without that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine.models.backend import Backend, TransformersBackend
 from engine.models.kinds import is_decoder, is_lean
 from engine.models.lean import LeanDecoder
 from engine.models.loading import LoadedModel, arithmetic_dtype
+from engine.models.quantising import dequantised, has_quantised, in_float32, quantises_rows, schemes_off
 from engine.models.runner import ModelRunner
 from engine.speculation.topology import merge_chains
 
@@ -144,13 +146,14 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
     """Let the model itself compute in the type of the device's arithmetic; raise ConfigError if `config` asks for a
     format of weights or K/V that only the CPU decoder has.
     """
-    if config.weights != "auto" or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
+    if config.weights == "int8" or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
         raise ConfigError(
-            f"{loaded.name}: --weights and --kv-cache-dtype are for models of the Llama kind on a CPU "
+            f"{loaded.name}: --weights int8 and --kv-cache-dtype are for models of the Llama kind on a CPU "
             "(docs/models.md); leave them out for this one"
         )
     dtype = arithmetic_dtype(config.dtype, device)
-    if device.type == "cpu" and dtype is not None and loaded.model.dtype in (torch.bfloat16, torch.float16):
+    is_narrow = loaded.model.dtype in (torch.bfloat16, torch.float16) and not has_quantised(loaded.model)
+    if device.type == "cpu" and dtype is not None and is_narrow:
         loaded.model.to(dtype)
 
 
@@ -191,14 +194,32 @@ def probe(
 
     Raise LoadError if it is larger than that; only_warns: log a warning instead, if it is finite.
     """
-    tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, prompt_length + 6)]
-    prompt, rest = tokens[:prompt_length], tokens[prompt_length:]
-    chains = [rest[:3], [rest[0], rest[3], rest[4]]]
     num_blocks = prompt_length // block_size + 6
     sizes = num_blocks, block_size, loaded.vocab_size
     runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged)
-    paths, of_paths = zip(*_paged_logits(runner, prompt, chains, rest[5]), strict=True)
     dtype = runner.backend.weight_used(loaded.model.get_output_embeddings().weight[:1]).dtype
+    found = _difference(loaded, runner, prompt_length, dtype)
+    if quantises_rows(loaded.model):
+        with _rows_unrounded(loaded.model):
+            found = float(np.max([found, _difference(loaded, runner, prompt_length, dtype)]))
+    if found <= 1:
+        return found
+    said = (
+        f"{loaded.name}: logits through the paged path differ from plain transformers by {found:.2g} times of what "
+        f"rounding of {dtype} explains"
+    )
+    if not only_warns or not isfinite(found):
+        raise LoadError(f"{said}; this architecture cannot be served exactly")
+    log.warning("%s; served all the same, as --probe warn asks", said)
+    return found
+
+
+def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dtype: torch.dtype) -> float:
+    """Return the distance between a runner's logits and those of plain transformers."""
+    tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, prompt_length + 6)]
+    prompt, rest = tokens[:prompt_length], tokens[prompt_length:]
+    chains = [rest[:3], [rest[0], rest[3], rest[4]]]
+    paths, of_paths = zip(*_paged_logits(runner, prompt, chains, rest[5]), strict=True)
 
     def plain() -> Tensor:
         """Return the untouched model's logits at the same tokens [N, V]."""
@@ -211,23 +232,13 @@ def probe(
 
     with _attention(loaded.model, "eager"), _weights(loaded.model, runner.backend), torch.inference_mode():
         plain_NV = exact_NV = plain()
-        if dtype != torch.float32:
+        if dtype != torch.float32 or quantises_rows(loaded.model):
             try:
                 with _in_float32(loaded.model):
                     exact_NV = plain()
             except Exception as error:  # a model that computes in its own type, or memory: the bound is smaller then
                 log.info("%s: probed without float32: %s", loaded.name, error)
-    found = distance(torch.cat(of_paths), plain_NV, exact_NV, dtype)
-    if found <= 1:
-        return found
-    said = (
-        f"{loaded.name}: logits through the paged path differ from plain transformers by {found:.2g} times of what "
-        f"rounding of {dtype} explains"
-    )
-    if not only_warns or not isfinite(found):
-        raise LoadError(f"{said}; this architecture cannot be served exactly")
-    log.warning("%s; served all the same, as --probe warn asks", said)
-    return found
+    return distance(torch.cat(of_paths), plain_NV, exact_NV, dtype)
 
 
 def distance(logits_NV: Tensor, plain_NV: Tensor, exact_NV: Tensor, dtype: torch.dtype) -> float:
@@ -312,8 +323,22 @@ def _weights(model: Any, backend: Backend) -> Iterator[None]:
 
 @contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
-    """Let a model compute in float32, temporarily. Each module's weights are widened while it runs, so that memory is
-    needed for those of one layer's part.
+    """Let a model compute in float32, temporarily."""
+    with schemes_off(model), _converted(model, in_float32):
+        yield
+
+
+@contextmanager
+def _rows_unrounded(model: Any) -> Iterator[None]:
+    """Let products of quantised weights compute with unrounded rows, temporarily."""
+    with schemes_off(model), _converted(model, dequantised):
+        yield
+
+
+@contextmanager
+def _converted(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a model compute with converted weights, temporarily. Each module's weights are converted while it runs, so
+    that memory is needed for those of one layer's part.
     """
     kept: dict[nn.Module, dict[str, Any]] = {}
 
@@ -321,7 +346,7 @@ def _in_float32(model: Any) -> Iterator[None]:
         kept[module] = dict(module._parameters)
         for name, weight in kept[module].items():
             if weight is not None and weight.is_floating_point():
-                module._parameters[name] = nn.Parameter(weight.float(), requires_grad=False)
+                module._parameters[name] = nn.Parameter(convert(weight), requires_grad=False)
 
     def restore(module: nn.Module, *_: Any) -> None:
         module._parameters.update(kept.pop(module, {}))
@@ -330,7 +355,8 @@ def _in_float32(model: Any) -> Iterator[None]:
     for module in model.modules():
         if module._parameters:
             hooks.append(module.register_forward_pre_hook(widen))
-            hooks.append(module.register_forward_hook(restore, always_call=True))
+            # Before the hooks of an outer conversion.
+            hooks.append(module.register_forward_hook(restore, always_call=True, prepend=True))
     try:
         yield
     finally:

@@ -163,6 +163,18 @@ def test_sections_run_dry(name: str, tmp_path: Path) -> None:
         assert found["bv_race:2x3, recorded, top_p"]["recorded_steps"] == 0, "nothing is recorded on a CPU"
 
 
+@pytest.mark.slow
+def test_quantised_weights_are_measured_beside_the_others(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    result = run_section(Section("weights", 300, ""), DRY, tmp_path)
+    assert result["ended"] == "ended", (tmp_path / "weights.log").read_text()[-2000:]
+    assert result["found"]["failures"] == []
+    of = result["found"]["weights"]
+    sizes = [of[name]["memory_plan"]["weights"] for name in ("auto", "fp8", "int4")]
+    assert max(sizes[1:]) < sizes[0]
+    assert all(0 < one["probe_distance"] < 1 and one["check"]["num_answers"] == 200 for one in of.values())
+
+
 def test_a_record_is_written_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sections, "measure_points", lambda *_: [])
     monkeypatch.setattr(gpu_sections, "build", lambda *_: MagicMock())

@@ -318,7 +318,7 @@ def test_what_other_models_cannot_have_is_refused(config: dict[str, Any]) -> Non
     loaded = randomised(transformers.Gemma2Config(**SIZES), seed=3)
     assert not is_decoder(loaded.model)
     assert not is_lean(loaded.model)
-    with pytest.raises(ConfigError, match="--weights and --kv-cache-dtype"):
+    with pytest.raises(ConfigError, match="--weights int8 and --kv-cache-dtype"):
         probe_ways(loaded, find_kv_shape(loaded), config=ModelConfig(target="t", **config))
 
 

@@ -17,7 +17,7 @@ from server.flags import faults, parse_flags
 from server.foreign_flags import FOREIGN, NAMES, SWITCHES
 from server.setting_groups import RARE
 from server.settings import Serve
-from server.start_checks import check_quantization
+from server.start_checks import with_quantization
 
 
 @pytest.fixture(autouse=True)
@@ -211,10 +211,12 @@ def test_an_unknown_variable_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: 
 @pytest.mark.parametrize(
     ("stored", "wanted", "message"),
     [
-        ({}, "awq", "are not quantised, and are not quantised while they are loaded"),
+        ({}, "awq", "are quantised while they are loaded only by one of int8, fp8, int4"),
         ({"quant_method": "gptq"}, "awq", "is quantised by gptq"),
+        ({"quant_method": "gptq"}, "fp8", "is quantised by gptq"),
         ({"quant_method": "gptq"}, "gptq_marlin", ""),
         ({"quant_method": "compressed-tensors"}, "compressed_tensors", ""),
+        ({"quant_method": "fp8"}, "fp8", ""),
         ({}, None, ""),
     ],
 )
@@ -224,7 +226,17 @@ def test_quantization_is_what_the_checkpoint_says(
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stored} if stored else {}))
     config = parse_flags([str(tmp_path)]).engine_config()
     if not message:
-        check_quantization(config, wanted)
+        assert with_quantization(config, wanted) == config
         return
     with pytest.raises(ConfigError, match=message):
-        check_quantization(config, wanted)
+        with_quantization(config, wanted)
+
+
+def test_quantization_of_plain_weights_is_a_format_of_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = parse_flags([str(tmp_path)]).engine_config()
+    assert with_quantization(config, "fp8").model.weights == "fp8"
+    same = parse_flags([str(tmp_path), "--weights", "int4"]).engine_config()
+    assert with_quantization(same, "int4") == same
+    with pytest.raises(ConfigError, match="--quantization fp8"):
+        with_quantization(same, "fp8")

@@ -1,0 +1,187 @@
+"""Weights of few bits in torchao's layouts and in those of checkpoints; transformers loads both.
+
+`--weights fp8` and `--weights int4` quantise the linear layers of a checkpoint, except its head, while it is loaded.
+The served target is then the quantised model, and the probe compares with the quantised model.
+
+An activation that is quantised with one scale for the whole pass would make the answer to a request depend on the other
+requests, and on drafted tokens. Every row has a scale here, and checkpoints with one scale for all are refused.
+
+Not for: `--weights int8`, whose layout is that of our CPU decoder (`cpu_weights.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import Weights
+from engine.errors import ConfigError
+
+FORMATS: tuple[Weights, ...] = ("fp8", "int4")
+"""Formats in which torchao quantises weights while they are loaded."""
+GROUP = 32
+"""Numbers that share a scale in int4; a row shares one in fp8."""
+
+TORCHAO = "torchao"
+"""Method whose stored weights compute in the type that they had before: it cannot be changed."""
+_LIBRARIES = {TORCHAO: "torchao", "compressed-tensors": "compressed_tensors"}
+"""Modules that transformers imports for the methods of checkpoints."""
+_LEAST_CAPABILITY = {"fp8": (8, 9), "int4": (8, 0)}
+
+
+def stored_method(config: Any) -> str | None:
+    """Return the method by which a checkpoint is quantised, from its configuration; None if it is not."""
+    stored = _stored(config)
+    return str(stored["quant_method"]) if "quant_method" in stored else None
+
+
+def check_quantised(name: str, config: Any, weights: str, dtype: str, num_ranks: int, device: torch.device) -> None:
+    """Raise ConfigError for a quantised checkpoint that cannot be served, or weights that cannot be quantised.
+
+    config: the checkpoint's; weights, dtype: of `ModelConfig`.
+    """
+    method = stored_method(config)
+    if method in _LIBRARIES and find_spec(_LIBRARIES[method]) is None:
+        raise ConfigError(f"{name}: its weights are quantised by {method}, which is missing; {_install(method)}")
+    if _shares_scale(_stored(config)):
+        raise ConfigError(
+            f"{name}: its activations are quantised with one scale for all tokens of a pass, so one request would "
+            "change another's answer; serve a checkpoint with a scale for each token, or the one that is not quantised"
+        )
+    if method is not None and weights != "auto":
+        raise ConfigError(f"--weights {weights}: {name} is already quantised, by {method}; leave --weights out")
+    if method == TORCHAO and dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
+        raise ConfigError(f"--dtype {dtype}: the quantised weights of {name} are of {config.dtype}; leave --dtype out")
+    if weights not in FORMATS:
+        return
+    if find_spec("torchao") is None:
+        raise ConfigError(f"--weights {weights}: torchao is missing; {_install('torchao')}")
+    if num_ranks > 1:
+        raise ConfigError(f"--weights {weights}: a split target cannot be quantised; leave out --tensor-parallel-size")
+    if device.type == "cuda":
+        _check_device(weights, dtype, torch.cuda.get_device_capability(device))
+
+
+def _check_device(weights: str, dtype: str, capability: tuple[int, int]) -> None:
+    if dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"--weights {weights}: its products are of bfloat16; leave out --dtype {dtype}")
+    least = _LEAST_CAPABILITY[weights]
+    if capability < least:
+        raise ConfigError(
+            f"--weights {weights}: needs a device of compute capability {least[0]}.{least[1]}, this one has "
+            f"{capability[0]}.{capability[1]}; leave the flag out"
+        )
+
+
+def load_options(weights: str, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that quantise; none for the checkpoint's own weights."""
+    if weights not in FORMATS:
+        return {}
+    from transformers import TorchAoConfig
+
+    return {"quantization_config": TorchAoConfig(_torchao_config(weights, on_cuda=device.type == "cuda"))}
+
+
+def _torchao_config(weights: str, on_cuda: bool) -> Any:
+    """Return the configuration of torchao. A CPU has layouts without kernels: the same numbers, but no faster."""
+    from torchao import quantization
+    from torchao.quantization.granularity import PerGroup, PerRow
+
+    if weights == "fp8" and on_cuda:
+        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    if weights == "fp8":
+        return quantization.Float8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False)
+    if on_cuda:
+        return quantization.Int4WeightOnlyConfig(
+            group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        )
+    int4 = torch.int4  # type: ignore[attr-defined]
+    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(GROUP))
+
+
+def check_is_quantised(name: str, model: nn.Module, weights: str) -> None:
+    """Raise ConfigError if a model has no layer that was quantised as asked."""
+    if weights in FORMATS and not has_quantised(model):
+        raise ConfigError(
+            f"--weights {weights}: {name} has no linear layers that torchao quantises; leave the flag out"
+        )
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight is stored in a layout of torchao."""
+    return hasattr(weight, "__tensor_flatten__") and hasattr(weight, "dequantize") and type(weight) is not Tensor
+
+
+def has_quantised(model: nn.Module) -> bool:
+    """Whether any weight of a model is stored in a layout of torchao."""
+    return any(map(is_quantised, model.parameters()))
+
+
+def has_scheme(module: Any) -> bool:
+    """Whether compressed-tensors computes a layer: its weight is plain, but its product is not."""
+    return getattr(module, "quantization_scheme", None) is not None
+
+
+def quantises_rows(model: nn.Module) -> bool:
+    """Whether products of a model round their rows to few bits, too."""
+    schemes: Iterator[Any] = (module.quantization_scheme for module in model.modules() if has_scheme(module))
+    by_torchao = (getattr(weight, "act_quant_kwargs", None) is not None for weight in model.parameters())
+    return any(by_torchao) or any(scheme.input_activations is not None for scheme in schemes)
+
+
+@contextmanager
+def schemes_off(model: nn.Module) -> Iterator[None]:
+    """Let layers of compressed-tensors compute plain products, temporarily."""
+    changed: list[Any] = [module for module in model.modules() if has_scheme(module)]
+    before = [getattr(module, "quantization_enabled", True) for module in changed]
+    try:
+        for module in changed:
+            module.quantization_enabled = False
+        yield
+    finally:
+        for module, was in zip(changed, before, strict=True):
+            module.quantization_enabled = was
+
+
+def in_float32(weight: Tensor) -> Tensor:
+    """Return a weight's numbers in float32; products with it do not round their rows."""
+    return dequantised(weight).float()
+
+
+def dequantised(weight: Tensor) -> Tensor:
+    """Return a weight's numbers in the type of the arithmetic."""
+    return weight.dequantize() if is_quantised(weight) else weight
+
+
+def _stored(config: Any) -> dict[str, Any]:
+    stored = getattr(config, "quantization_config", None)
+    return stored if isinstance(stored, dict) else {} if stored is None else stored.to_dict()
+
+
+def _install(package: str) -> str:
+    return f"pip install 'polydraft[quantised]' has it, or pip install {package}"
+
+
+def _shares_scale(stored: dict[str, Any]) -> bool:
+    """Whether activations are quantised by one scale that follows from all rows of a pass."""
+    for one in _objects(stored):
+        inputs = one.get("input_activations")  # of compressed-tensors
+        if isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "tensor":
+            return True
+        if "DynamicActivation" in str(one.get("_type")) and "PerTensor" in str(one.get("_data")):  # of torchao
+            return True
+    return False
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects inside a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inner:
+        yield from _objects(one)
