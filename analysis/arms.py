@@ -42,8 +42,8 @@ from engine.control.step_time import Point, StepTimes
 from engine.errors import ConfigError
 from engine.plan import level_widths
 from engine.request import Request, Speculation
-from engine.scheduling.admission import with_fixed_shape
 from engine.scheduling.outcome import Outcome
+from engine.scheduling.request_checks import with_fixed_shape
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.step.calibration import measure_points

@@ -35,7 +35,7 @@ from engine.kernels.torch_kernels import TORCH
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.noise import Purpose, uniform
-from engine.scheduling.admission import check_speculation
+from engine.scheduling.request_checks import check_speculation
 from engine.speculation import theory
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.config import MODEL, MTP, EngineConfig, EngineFacts
 from engine.errors import ConfigError
-from engine.scheduling.admission import check_defaults
+from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.text_drafters import TEXT_DRAFTERS, most_text_draft_tokens
 from engine.speculation.rule_facts import DRAFT_METHODS, RULE_FACTS
 

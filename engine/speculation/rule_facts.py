@@ -1,4 +1,4 @@
-"""Facts of the verification rules and names of the draft methods, for admission and the command line. No torch.
+"""Facts of the verification rules and names of the draft methods, for request checks and the command line. No torch.
 
 `engine.speculation.verification.RULES` combines these facts with the rules themselves.
 """

@@ -34,7 +34,7 @@ from engine.models.host import most_cores
 from engine.models.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.models.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.models.runner import ModelRunner
-from engine.scheduling.admission import check_defaults
+from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.speculation.verification import RULES

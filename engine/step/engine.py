@@ -22,8 +22,8 @@ from engine.models.runner import ModelRunner
 from engine.plan import Emission, Plan, StepVerdict
 from engine.request import Request
 from engine.sampling.edits import MASKED, has_dead_end
-from engine.scheduling.admission import check_requests
 from engine.scheduling.outcome import Outcome, StepStats
+from engine.scheduling.request_checks import check_requests
 from engine.scheduling.scheduler import Scheduler
 from engine.step.eager import EagerStep, Step
 from engine.step.recorded.steps import RecordedSteps

@@ -8,7 +8,7 @@ from engine.api import StepResults, encode
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling.admission import with_fixed_shape
+from engine.scheduling.request_checks import with_fixed_shape
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.step.engine import Engine

@@ -1,7 +1,7 @@
 """Translates sampling fields of a body to the engine's parameters.
 
 Not for: unsupported fields (`unsupported_fields.py`), prompts (`preparing.py`), or limits that depend on the prompt's
-length (the engine's `admission`).
+length (the engine's `request_checks`).
 """
 
 from __future__ import annotations

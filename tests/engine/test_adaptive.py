@@ -20,8 +20,8 @@ from engine.control.step_work import StepWork
 from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling.admission import with_fixed_shape
 from engine.scheduling.draft_prefill import draft_from
+from engine.scheduling.request_checks import with_fixed_shape
 from engine.scheduling.sequence import Sequence
 from engine.step.engine import Engine
 from tests.engine import tiny

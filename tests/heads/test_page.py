@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distill.__main__ import main as distill
-from engine.scheduling.admission import check_requests, default_speculation
+from engine.scheduling.request_checks import check_requests, default_speculation
 from engine.step.building import build_engine
 from server.flags import parse_flags
 from server.openai.fields import SpeculationFields

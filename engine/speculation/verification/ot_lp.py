@@ -70,7 +70,7 @@ def transport_plan(
 
 def ot_lp(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """Return the law of the emitted token given the set of drafts."""
-    assert target_NV.shape[1] <= _MAX_VOCABULARY, "the program grows as V^n; admission refuses larger vocabularies"
+    assert target_NV.shape[1] <= _MAX_VOCABULARY, "the program grows as V^n; request_checks refuses larger vocabularies"
     probs_NV = target_NV.clone()
     for node, count in enumerate(present_NK.sum(1).tolist()):
         if not count:

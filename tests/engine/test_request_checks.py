@@ -9,7 +9,7 @@ from engine.config import EngineConfig, EngineFacts, ModelConfig, SpeculationCon
 from engine.config_check import check_settings
 from engine.errors import NOTHING_LEFT, ConfigError, RequestError
 from engine.request import Limits, Request, Sampling
-from engine.scheduling.admission import check_defaults, check_requests, default_speculation, served_rules
+from engine.scheduling.request_checks import check_defaults, check_requests, default_speculation, served_rules
 from engine.speculation.rule_facts import RULE_FACTS
 
 FACTS = EngineFacts(

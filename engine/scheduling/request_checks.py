@@ -24,7 +24,7 @@ _SEED_SHAPE_ON_CPU = (1, 4)
 _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 
-def check_requests(requests: Sequence[Request], facts: EngineFacts, limits: SpeculationConfig) -> None:
+def check_requests(requests: Sequence[Request], facts: EngineFacts, config: SpeculationConfig) -> None:
     """Raise RequestError if the engine cannot serve the requests of one call.
 
     Lists that several of them share as one object are read once.
@@ -32,7 +32,7 @@ def check_requests(requests: Sequence[Request], facts: EngineFacts, limits: Spec
     for request in requests:
         _check_lengths(request, facts)
         _check_edits(request, facts)
-        check_speculation(request.speculation, facts, limits)
+        check_speculation(request.speculation, facts, config)
         _check_text_drafts(request, facts)
     lists = {
         id(tokens): (name, tokens)
@@ -161,35 +161,35 @@ def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
     return RequestError(f"unknown rule {rule!r}; choose off or one of {offered}", "speculation.rule")
 
 
-def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Speculation:
+def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Speculation:
     """Return the speculation of a request that sets none: plain decoding if the default rule is `off`, or there is
     no drafter.
     """
-    drafters = tuple(name for name in limits.drafters if facts.has_draft or name != MODEL)
-    if limits.rule == "off" or not drafters:
+    drafters = tuple(name for name in config.drafters if facts.has_draft or name != MODEL)
+    if config.rule == "off" or not drafters:
         return Speculation()
     if MODEL not in drafters:
-        return Speculation(rule=limits.rule, drafters=drafters)
-    most = facts.rules[limits.rule].max_drafts
-    num_drafts = prod(limits.tree) if limits.tree else min(limits.num_drafts, most or limits.num_drafts)
+        return Speculation(rule=config.rule, drafters=drafters)
+    most = facts.rules[config.rule].max_drafts
+    num_drafts = prod(config.tree) if config.tree else min(config.num_drafts, most or config.num_drafts)
     return Speculation(
-        rule=limits.rule,
+        rule=config.rule,
         num_drafts=num_drafts,
-        draft_length=len(limits.tree) or limits.draft_length,
-        draft_method=limits.draft_method,
-        tree=limits.tree,
+        draft_length=len(config.tree) or config.draft_length,
+        draft_method=config.draft_method,
+        tree=config.tree,
         drafters=drafters,
-        adaptive=may_adapt(limits.rule, limits.tree, limits, facts),
+        adaptive=may_adapt(config.rule, config.tree, config, facts),
     )
 
 
-def with_fixed_shape(speculation: Speculation, limits: SpeculationConfig, device: str) -> Speculation:
+def with_fixed_shape(speculation: Speculation, config: SpeculationConfig, device: str) -> Speculation:
     """Return speculation with a fixed shape, for a request with a seed: a seed means the same answer under any load.
 
     On a CPU the shape is one short chain, which pays at any load; elsewhere it is the maximum.
     """
     by_device = _SEED_SHAPE_ON_CPU if device.startswith("cpu") else (speculation.num_drafts, speculation.draft_length)
-    num_drafts, draft_length = limits.seed_shape or by_device
+    num_drafts, draft_length = config.seed_shape or by_device
     return msgspec.structs.replace(
         speculation,
         num_drafts=min(num_drafts, speculation.num_drafts),
@@ -198,29 +198,29 @@ def with_fixed_shape(speculation: Speculation, limits: SpeculationConfig, device
     )
 
 
-def may_adapt(rule: str, tree: tuple[int, ...], limits: SpeculationConfig, facts: EngineFacts) -> bool:
+def may_adapt(rule: str, tree: tuple[int, ...], config: SpeculationConfig, facts: EngineFacts) -> bool:
     """Whether the shape may change from step to step. It may not for trees, for rules whose steps affect later
     steps, or for rules whose drafts come in pairs.
     """
-    method = limits.draft_method or facts.rules[rule].draft_methods[0]
-    return limits.adaptive and not tree and not facts.rules[rule].changes_targets and method != "spechub"
+    method = config.draft_method or facts.rules[rule].draft_methods[0]
+    return config.adaptive and not tree and not facts.rules[rule].changes_targets and method != "spechub"
 
 
-def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:
+def check_defaults(facts: EngineFacts, config: SpeculationConfig) -> None:
     """Raise ConfigError if the default speculation would be refused or biased."""
     try:
-        speculation = default_speculation(limits, facts)
-        check_speculation(speculation, facts, limits)
+        speculation = default_speculation(config, facts)
+        check_speculation(speculation, facts, config)
         _check_text_drafts(Request(request_id="", prompt_token_ids=(), speculation=speculation), facts)
     except RequestError as error:
-        flags = f"--spec-rule {limits.rule}"
-        flags += f" --spec-drafters {','.join(limits.drafters)}" if limits.drafters != (MODEL,) else ""
-        flags += f" --draft-method {limits.draft_method}" if limits.draft_method else ""
-        flags += f" --draft-tree {','.join(map(str, limits.tree))}" if limits.tree else ""
+        flags = f"--spec-rule {config.rule}"
+        flags += f" --spec-drafters {','.join(config.drafters)}" if config.drafters != (MODEL,) else ""
+        flags += f" --draft-method {config.draft_method}" if config.draft_method else ""
+        flags += f" --draft-tree {','.join(map(str, config.tree))}" if config.tree else ""
         raise ConfigError(f"{flags}: {error}") from error
 
 
-def check_speculation(speculation: Speculation, facts: EngineFacts, limits: SpeculationConfig) -> None:
+def check_speculation(speculation: Speculation, facts: EngineFacts, config: SpeculationConfig) -> None:
     """Raise RequestError for speculation that cannot be served, or would change the output distribution."""
     if not speculation.num_drafts:
         return
@@ -232,8 +232,8 @@ def check_speculation(speculation: Speculation, facts: EngineFacts, limits: Spec
     if speculation.rule not in rules:
         raise unknown_rule(speculation.rule, facts)
     for name, value, most in (
-        ("num_drafts", speculation.num_drafts, limits.max_num_drafts),
-        ("draft_length", speculation.draft_length, limits.max_draft_length),
+        ("num_drafts", speculation.num_drafts, config.max_num_drafts),
+        ("draft_length", speculation.draft_length, config.max_draft_length),
     ):
         if not 1 <= value <= most:
             raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
@@ -246,7 +246,7 @@ def check_speculation(speculation: Speculation, facts: EngineFacts, limits: Spec
         )
     _check_tree(speculation, known)
     _check_method(speculation, known, facts)
-    _check_over_acceptance(speculation, limits)
+    _check_over_acceptance(speculation, config)
 
 
 def _check_tree(speculation: Speculation, known: RuleFacts) -> None:
@@ -290,18 +290,18 @@ def _check_method(speculation: Speculation, known: RuleFacts, facts: EngineFacts
         )
 
 
-def _check_over_acceptance(speculation: Speculation, limits: SpeculationConfig) -> None:
+def _check_over_acceptance(speculation: Speculation, config: SpeculationConfig) -> None:
     epsilon = speculation.over_acceptance
     if epsilon == 0:
         return
-    if limits.max_over_acceptance == 0:
+    if config.max_over_acceptance == 0:
         raise RequestError(
             "over_acceptance changes what the model says; the operator has not allowed it (--max-over-acceptance)",
             "speculation.over_acceptance",
         )
-    if not 0 < epsilon <= limits.max_over_acceptance:
+    if not 0 < epsilon <= config.max_over_acceptance:
         raise RequestError(
-            f"over_acceptance must be between 0 and {limits.max_over_acceptance}, not {epsilon}",
+            f"over_acceptance must be between 0 and {config.max_over_acceptance}, not {epsilon}",
             "speculation.over_acceptance",
         )
     if speculation.rule != "token":
