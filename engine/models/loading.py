@@ -61,7 +61,7 @@ class Outline:
     model_type: str
     vocab_size: int
     max_positions: int
-    most_drafts: int | None = None
+    max_draft_length: int | None = None
     """Most tokens of a chain that it drafts; None is no limit."""
 
 
@@ -230,7 +230,7 @@ def find_head(config: ModelConfig) -> HeadConfig | None:
 
 def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
     """Return the facts of a head; its context length is that of its target."""
-    return replace(target, name=head.name, model_type=head.kind, most_drafts=head.most_drafts)
+    return replace(target, name=head.name, model_type=head.kind, max_draft_length=head.max_draft_length)
 
 
 def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: int) -> Outline:

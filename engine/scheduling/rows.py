@@ -47,7 +47,7 @@ def _most_known(sequence: Sequence, budget: int) -> int:
     return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
 
 
-def part_of(
+def plan_row(
     sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied_tokens: int, draft_chunk: int
 ) -> PlannedRow:
     """Plan the part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
@@ -60,9 +60,10 @@ def part_of(
     # One token must remain to be emitted after the drafts.
     most = max(0, sequence.num_remaining - 1)
     fanout = fanout[:most]
-    reads_along = bool(fanout)  # the draft model computes what the target computes, to draft now or after the prompt
+    # The draft model computes what the target computes, to draft now or after the prompt.
+    reads_with_target = bool(fanout)
     # A recomputed text resumes drafting where it stopped: its last token waits for a separate step.
-    is_held = reads_along and not sequence.may_draft and sequence.num_emitted > 0
+    is_held = reads_with_target and not sequence.may_draft and sequence.num_emitted > 0
     if not sequence.may_draft:
         fanout = ()
     finder = sequence.text_draft_finder
@@ -74,7 +75,7 @@ def part_of(
     lag = max(0, first - draft_first) if fanout and not sequence.by_head else 0
     emits = num_missing + max(nodes, lag) <= chunk and not is_held
     end = total if emits else first + max(0, min(num_missing - 1, chunk - lag))
-    if reads_along:
+    if reads_with_target:
         draft_end = end
     else:
         draft_end = min(end, draft_first + min(end - first + draft_chunk, budget)) if draft_chunk else draft_first

@@ -24,7 +24,7 @@ from engine.request import Request
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome, write_logprobs
 from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
-from engine.scheduling.rows import PlannedRow, part_of, row_of
+from engine.scheduling.rows import PlannedRow, plan_row, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore
 from engine.scheduling.text_drafters import most_text_draft_tokens
@@ -61,8 +61,8 @@ class Scheduler:
         self._sequence_ids: dict[str, int] = {}
         self._edits = SharedEdits()
         self.last_plan = Plan(())
-        self._read_along = 0
-        """The `draft_chunk` (see `part_of`) of adaptive prompts in this step. It is set before the controller chooses,
+        self._prompt_draft_chunk = 0
+        """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is set before the controller chooses,
         because by then `_publish` has promised other requests the draft K/V of these blocks."""
         self._next_id = self._step = 0
 
@@ -116,7 +116,7 @@ class Scheduler:
         self._step += 1
         self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
         reads = self.controller is not None and self.controller.reads
-        self._read_along = self.draft_prefill.chunk if reads else 0
+        self._prompt_draft_chunk = self.draft_prefill.chunk if reads else 0
         parts: dict[int, PlannedRow] = {}
         budget = self._plan_texts(parts)
         if self.controller is not None:
@@ -186,11 +186,11 @@ class Scheduler:
             if fanout and self.draft_prefill.is_far(part.sequence):
                 fanout, draft_chunk = (), self.draft_prefill.chunk
             elif not fanout and part.num_known > 1:
-                draft_chunk = self._read_along
+                draft_chunk = self._prompt_draft_chunk
             if not (fanout or draft_chunk or part.sequence.text_draft_finder):  # as planned
                 continue
             room = budget + part.num_tokens
-            found = part_of(part.sequence, fanout, room, self.config.max_copied_tokens, draft_chunk)
+            found = plan_row(part.sequence, fanout, room, self.config.max_copied_tokens, draft_chunk)
             if found.emits and found.num_tokens <= room and self._find_blocks(found):
                 parts[part.sequence.sequence_id] = found
                 budget = room - found.num_tokens
@@ -250,9 +250,9 @@ class Scheduler:
             if fitting < sequence.num_missing:  # else its drafts, which are not limited, may follow the whole prompt
                 budget = min(budget, self._lag(sequence) + fitting)
         if is_adaptive:
-            part = part_of(sequence, (), budget, 0, self._read_along if is_prompt else 0)
+            part = plan_row(sequence, (), budget, 0, self._prompt_draft_chunk if is_prompt else 0)
         else:
-            part = part_of(sequence, sequence.fanout, budget, self.config.max_copied_tokens, 0)
+            part = plan_row(sequence, sequence.fanout, budget, self.config.max_copied_tokens, 0)
         if is_prompt and limit is not None:
             limit.take(first, part.num_known)
         return part

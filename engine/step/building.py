@@ -287,15 +287,15 @@ def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     check_defaults(_facts(config, outlines), config.speculation)
     length = len(config.speculation.tree) or config.speculation.draft_length
     for outline in outlines[1:]:
-        if length > (outline.most_drafts or length):
+        if length > (outline.max_draft_length or length):
             raise ConfigError(
-                f"--draft-length {length}: {outline.name} drafts at most {outline.most_drafts} tokens; lower it"
+                f"--draft-length {length}: {outline.name} drafts at most {outline.max_draft_length} tokens; lower it"
             )
 
 
 def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
     """Return a configuration whose requests ask for no longer chains than a head drafts."""
-    most, wanted = None if draft is None else draft.most_drafts, config.speculation
+    most, wanted = None if draft is None else draft.max_draft_length, config.speculation
     if most is None or wanted.max_draft_length <= most:
         return config
     return msgspec.structs.replace(config, speculation=msgspec.structs.replace(wanted, max_draft_length=most))

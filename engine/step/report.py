@@ -239,8 +239,8 @@ def observe_gap(
     chains = draft.chains.select(mine)
     q_1V = chains.draft.rows_at(0)[:1].double()
     if chains.shifts is not None:
-        nowhere = torch.zeros_like(mine[:1])
-        p_1V, _ = apply_shifts(p_1V, q_1V, chains.shifts.select(nowhere), nowhere, nowhere)
+        zero_1 = torch.zeros_like(mine[:1])
+        p_1V, _ = apply_shifts(p_1V, q_1V, chains.shifts.select(zero_1), zero_1, zero_1)
     apart = row.num_drafts // row.fanout[0]
     p_V, q_V, tokens_K = likeliest(p_1V[0], q_1V[0], chains.tokens_CL[::apart, 0])
     gap = acceptance_gap(speculation.rule, method_of(row), p_V.cpu().numpy(), q_V.cpu().numpy(), tokens_K.tolist())

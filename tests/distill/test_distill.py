@@ -238,7 +238,7 @@ def test_command_writes_a_head_that_is_served_exactly(
     assert report["loss"]["last"] < report["loss"]["first"]
     config = head_config(str(output), None)
     assert config is not None
-    assert (config.kind, config.taps, config.most_drafts) == (kind, TAPS, DEPTH if kind == "dspark" else None)
+    assert (config.kind, config.taps, config.max_draft_length) == (kind, TAPS, DEPTH if kind == "dspark" else None)
     loaded = load_head(config, None, load(str(target_folder), None, "auto", CPU).model)
     for name, weight in load_file(output / "model.safetensors").items():
         assert torch.equal(loaded.state_dict()[name], weight.float())

@@ -47,7 +47,7 @@ class BlockConfig:
     """Likeliest tokens of a row that the selector chooses from."""
 
     @property
-    def most_drafts(self) -> int:
+    def max_draft_length(self) -> int:
         """Tokens that a block drafts."""
         return self.size if self.from_anchor else self.size - 1
 
@@ -85,9 +85,9 @@ class HeadConfig:
     block: BlockConfig | None = None
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_draft_length(self) -> int | None:
         """Most tokens of a chain; None is no limit."""
-        return None if self.block is None else self.block.most_drafts
+        return None if self.block is None else self.block.max_draft_length
 
     @property
     def has_tables(self) -> bool:
