@@ -73,7 +73,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     first: Request
     """The first request, without its prompt."""
     prompts: list[tuple[int, ...]]
-    choices: list[RequestVariant]
+    variants: list[RequestVariant]
     """One for each request."""
 
     @classmethod
@@ -81,7 +81,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         """Return the message for requests that differ only in their prompts and in the fields of `RequestVariant`."""
         prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
         number = {name: index for index, name in enumerate(prompts)}
-        choices = [
+        variants = [
             RequestVariant(
                 request.request_id,
                 number[id(request.prompt_token_ids)],
@@ -91,7 +91,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             )
             for request in requests
         ]
-        return cls(msgspec.structs.replace(requests[0], prompt_token_ids=()), list(prompts.values()), choices)
+        return cls(msgspec.structs.replace(requests[0], prompt_token_ids=()), list(prompts.values()), variants)
 
     def requests(self) -> list[Request]:
         """Return the requests; they share prompts and lists as the sent ones did."""
@@ -99,13 +99,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         return [
             replace(
                 first,
-                request_id=choice.request_id,
-                prompt_token_ids=self.prompts[choice.prompt],
-                sampling=replace(first.sampling, seed=choice.seed),
-                limits=replace(first.limits, max_tokens=choice.max_tokens),
-                num_prompt_logprobs=choice.num_prompt_logprobs,
+                request_id=variant.request_id,
+                prompt_token_ids=self.prompts[variant.prompt],
+                sampling=replace(first.sampling, seed=variant.seed),
+                limits=replace(first.limits, max_tokens=variant.max_tokens),
+                num_prompt_logprobs=variant.num_prompt_logprobs,
             )
-            for choice in self.choices
+            for variant in self.variants
         ]
 
 

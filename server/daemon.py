@@ -79,7 +79,7 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
         settings.max_num_queued_tokens,
     )
     # The engine takes longest to load, so it starts before the tokenizer is read.
-    client.launch(process)
+    client.connect(process)
     try:
         server = build_server(settings, client)
         daemon = _Daemon(server, listener)

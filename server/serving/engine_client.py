@@ -65,7 +65,7 @@ class Ticket:
         if not self._undecided:
             self._is_decided.set()
 
-    async def admitted(self) -> None:
+    async def grammars_ready(self) -> None:
         """Wait until the grammars of all requests are compiled; raises the error of a bad one."""
         async with self._in_time():
             await self._is_decided.wait()
@@ -170,7 +170,7 @@ class EngineClient:
             raise EngineStopped(f"the model is still loading ({self.loading}); try again soon", "loading")
         return self.facts
 
-    def launch(self, process: subprocess.Popen[bytes]) -> None:
+    def connect(self, process: subprocess.Popen[bytes]) -> None:
         """Bind the sockets, and send a new engine process its configuration; `start` or `kill` must follow."""
         log.info("starting the engine")
         self.process = process

@@ -78,7 +78,7 @@ class Generation:
         """Yield the deltas of all choices. Closing the iterator aborts the running requests."""
         call, early_end = this_call(), "abort"
         async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
-            await ticket.admitted()
+            await ticket.grammars_ready()
             observer.begin(call, self.num_prompt_tokens_each, self.state)
             try:
                 # The requests are admitted: a stream may send its headers now.

@@ -99,7 +99,7 @@ def test_the_wait_for_a_grammar_counts() -> None:
     request = Request(request_id="0", prompt_token_ids=(1,), sampling=sampling, limits=Limits(max_tokens=1))
 
     async def wait() -> None:
-        await Ticket([request], 0.01).admitted()
+        await Ticket([request], 0.01).grammars_ready()
 
     with pytest.raises(DeadlineExceeded):
         asyncio.run(wait())
