@@ -36,7 +36,7 @@ class AttentionMetadata:
     groups: Sequence[Group] = ()
     paged: Paged | None = None
     """Set if one kernel attends for all sequences; there are no groups then."""
-    pages: StepLayout | None = None
+    layout: StepLayout | None = None
     """Layout of the pass on the host, for backends with `reads_pages`; groups and `paged` are then unset."""
     page_size: int = 0
 

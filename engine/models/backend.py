@@ -21,7 +21,7 @@ class Backend(Protocol):
     """Runs the passes of one model."""
 
     reads_pages: bool
-    """Whether it computes attention itself, from `AttentionMetadata.pages`."""
+    """Whether it computes attention itself, from `AttentionMetadata.layout`."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -270,25 +270,25 @@ class CpuDecoder:
 
         state_TD: the states that the rows read.
         """
-        pages = metadata.pages
-        assert pages is not None, "the pages of a pass"
+        layout = metadata.layout
+        assert layout is not None, "the layout of a pass"
         assert isinstance(metadata.slots_T, Tensor)
         found = self.room_for_logits(len(wanted_N))
         states, leaving = self.states_of(state_TD, len(wanted_N))
         nd.run(
-            *self.ready(metadata.storage, metadata.page_size, len(token_ids_T), int(pages.num_keys.sum())),
+            *self.ready(metadata.storage, metadata.page_size, len(token_ids_T), int(layout.num_keys.sum())),
             0,
             np.ascontiguousarray(token_ids_T.numpy()),
             metadata.slots_T.numpy(),
             wanted_N.numpy(),
-            parts_of(pages.starts, pages.counts, self._rows_together(len(token_ids_T))),
-            pages.words,
-            pages.pages,
-            pages.first_keys,
-            pages.ends,
-            pages.num_keys,
-            pages.node_positions,
-            pages.limits,
+            parts_of(layout.starts, layout.counts, self._rows_together(len(token_ids_T))),
+            layout.words,
+            layout.pages,
+            layout.first_keys,
+            layout.ends,
+            layout.num_keys,
+            layout.node_positions,
+            layout.limits,
             positions_T.numpy(),
             states,
             leaving,

@@ -178,7 +178,7 @@ class ModelRunner:
 
     def _metadata(self, layout: StepLayout, tensors: DevicePass) -> AttentionMetadata:
         if self.backend.reads_pages:
-            return AttentionMetadata(self.storage, tensors.slots_T, pages=layout, page_size=self.block_size)
+            return AttentionMetadata(self.storage, tensors.slots_T, layout=layout, page_size=self.block_size)
         if self._paged:
             return AttentionMetadata(self.storage, tensors.slots_T, paged=tensors.paged)
         slots = _as_slice(layout.slots_T)

@@ -95,7 +95,7 @@ def test_wrong_parts_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) 
 
     class OfFirstTile(CpuDecoder):
         def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: Any, wanted_N: Tensor) -> Tensor:
-            metadata.pages.num_keys[:] = np.minimum(metadata.pages.num_keys, TILE)
+            metadata.layout.num_keys[:] = np.minimum(metadata.layout.num_keys, TILE)
             return super().logits(token_ids_T, positions_T, metadata, wanted_N)
 
     decoder = CpuDecoder(loaded.model)
