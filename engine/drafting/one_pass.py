@@ -1,11 +1,10 @@
 """Drafting with a head that computes all depths in one pass, from which any number of chains is drawn.
 
-The pass depends on the text alone. The sampler (`models/heads/slots.py`) adds the dependence on earlier tokens of the
-chain, if the head has any. So chains are independent given the text.
+The pass depends on the text alone. The sampler (`models/heads/samplers.py`) adds the dependence on earlier tokens of
+the chain, if the head has any. So chains are independent given the text.
 
-Words: a *slot* is here the row of the pass that drafts the token of one depth, not a place in the K/V pool. A *block*
-is the last token of a text and the masks after it, which a head of the DFlash types computes together; the blocks of
-the K/V pool are `block_ids`.
+Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is the last token of a
+text and the masks after it, which a head of the DFlash types computes together.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from engine.drafting.draft import Layout
 from engine.drafting.head import HeadDrafter, parents
 from engine.drafting.model import first_key
 from engine.drafting.reading import readings, states_before
-from engine.drafting.tables import draw_from, may_draw_at_once, slots_of
+from engine.drafting.tables import draft_rows_of, draw_from, may_draw_at_once
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
 from engine.models.heads.head import HeadOutput
-from engine.models.heads.slots import SlotSampler, TableSampler
+from engine.models.heads.samplers import ChainSampler, TableSampler
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, Row
 from engine.sampling.distribution import DistributionParameters
@@ -36,7 +35,7 @@ from engine.sampling.distribution import DistributionParameters
 class OnePassDrafter(HeadDrafter):
     """Computes the logits of a head that drafts in one pass."""
 
-    _slots: SlotSampler
+    _sampler: ChainSampler
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> Tensor:
@@ -44,8 +43,8 @@ class OnePassDrafter(HeadDrafter):
         self._rows = [row for row in plan.rows if row.fanout]
         if not self._rows:
             return self._nothing()
-        self._slots = self._run_pass()
-        return self._slots.below(self._of_depth(0), self._last_tokens(), None)
+        self._sampler = self._run_pass()
+        return self._sampler.below(self._of_depth(0), self._last_tokens(), None)
 
     @torch.inference_mode()
     def draw(
@@ -56,14 +55,14 @@ class OnePassDrafter(HeadDrafter):
             return None
         self._rows = [row for row in plan.rows if row.fanout]
         sampler: TableSampler = self._run_pass()
-        slots = slots_of(layout)
-        tables = sampler.tables(slots.first_R, self._last_tokens())
-        return draw_from(tables, slots, parameters, uniform_LC, self.runner.vocab_size)
+        draft_rows = draft_rows_of(layout)
+        tables = sampler.tables(draft_rows.first_R, self._last_tokens())
+        return draw_from(tables, draft_rows, parameters, uniform_LC, self.runner.vocab_size)
 
     def _run_pass(self) -> Any:
-        """Return the sampler (`SlotSampler`) from which the texts' chains are drawn."""
+        """Return the sampler (`ChainSampler`) from which the texts' chains are drawn."""
         lengths = [row.draft_length for row in self._rows]
-        return self.runner.head.slots(self._pass(self._rows), lengths, self.runner.vocab_size)
+        return self.runner.head.sampler(self._pass(self._rows), lengths, self.runner.vocab_size)
 
     def _last_tokens(self) -> Tensor:
         """[R] the last token of each text that drafts."""
@@ -73,20 +72,20 @@ class OnePassDrafter(HeadDrafter):
     def below(self, depth: int, token_N: Tensor) -> Tensor:
         """Return [N, V] logits below the nodes of a depth."""
         parent_N = to_device(parents(self._rows, depth), self.runner.device)
-        return self._slots.below(self._of_depth(depth), token_N, parent_N)
+        return self._sampler.below(self._of_depth(depth), token_N, parent_N)
 
     def _of_depth(self, depth: int) -> Tensor:
-        """Return [N] the slot of each node of a depth: the slots of a row are contiguous."""
-        slots: list[Ints] = []
+        """Return the draft row [N] of each node of a depth: the draft rows of a row are contiguous."""
+        draft_rows: list[Ints] = []
         start = 0
         for row in self._rows:
             if row.draft_length > depth:
-                slots.append(np.full(row.widths[depth - 1] if depth else 1, start + depth))
+                draft_rows.append(np.full(row.widths[depth - 1] if depth else 1, start + depth))
             start += row.draft_length
-        return to_device(np.concatenate(slots), self.runner.device)
+        return to_device(np.concatenate(draft_rows), self.runner.device)
 
     def _pass(self, rows: Sequence[Row]) -> Any:
-        """Return the results of the pass for `slots`, after texts that have been read."""
+        """Return the results of the pass for the draft rows, after texts that have been read."""
         raise NotImplementedError
 
 
@@ -97,7 +96,7 @@ class MaskDrafter(OnePassDrafter):
         *earlier, last = readings(rows, ends_wanted=True)
         mask = self.runner.head.config.mask_token_id
         with_masks = [
-            replace(part, nodes=block_nodes((mask,) * (row.draft_length - 1), is_causal=True))
+            replace(part, nodes=mask_nodes((mask,) * (row.draft_length - 1), is_causal=True))
             for part, row in zip(last, rows, strict=True)
         ]
         passes = self.runner.prepare([*earlier, with_masks])
@@ -113,7 +112,9 @@ class MaskDrafter(OnePassDrafter):
 
 
 class BlockDrafter(OnePassDrafter):
-    """Computes the logits of a head of the DFlash types: its blocks follow the texts, and no later step reads them."""
+    """Computes the logits of a head of the DFlash types. Its mask blocks follow the texts, and later steps do not read
+    them.
+    """
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
@@ -123,17 +124,17 @@ class BlockDrafter(OnePassDrafter):
     def _pass(self, rows: Sequence[Row]) -> Tensor:
         reading, block = readings(rows, ends_wanted=False), self.runner.head.block_config
         kinds = sorted(set(block.is_causal))
-        passes = self.runner.prepare([*reading, *(self._blocks(rows, is_causal) for is_causal in kinds)])
+        passes = self.runner.prepare([*reading, *(self._mask_blocks(rows, is_causal) for is_causal in kinds)])
         for one in passes[: len(reading)]:
             self._read(one)
-        blocks = dict(zip(kinds, passes[len(reading) :], strict=True))
-        return self.runner.block(blocks[kinds[0]], {kind: one.metadata for kind, one in blocks.items()})
+        mask_blocks = dict(zip(kinds, passes[len(reading) :], strict=True))
+        return self.runner.block(mask_blocks[kinds[0]], {kind: one.metadata for kind, one in mask_blocks.items()})
 
     def _read(self, one: Pass) -> None:
         """Store what the head keeps of texts."""
         self.runner.store(one, states_before(one.layout.sequences, self._target))
 
-    def _blocks(self, rows: Sequence[Row], is_causal: bool) -> list[SequenceInput]:
+    def _mask_blocks(self, rows: Sequence[Row], is_causal: bool) -> list[SequenceInput]:
         head = self.runner.head
         masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
         return [
@@ -141,7 +142,7 @@ class BlockDrafter(OnePassDrafter):
                 (),
                 row.end,
                 self._block_ids(row, number),
-                block_nodes((row.input_ids[-1], *masks), is_causal),
+                mask_nodes((row.input_ids[-1], *masks), is_causal),
                 slice(None),
                 max(1, first_key(row)),
             )
@@ -156,7 +157,7 @@ class BlockDrafter(OnePassDrafter):
         return (*row.block_ids, *range(first, first + max(0, missing)))
 
 
-def block_nodes(tokens: tuple[int, ...], is_causal: bool) -> NodeInput:
+def mask_nodes(tokens: tuple[int, ...], is_causal: bool) -> NodeInput:
     """Return rows after a text at the positions that follow it, which see each other."""
     seen = np.ones((len(tokens), len(tokens)), dtype=np.bool_)
     return NodeInput(tokens, range(1, len(tokens) + 1), (), np.tril(seen) if is_causal else seen)

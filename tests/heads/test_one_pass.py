@@ -13,7 +13,7 @@ import pytest
 from engine.drafting import one_pass, reading
 from engine.drafting.one_pass import BlockDrafter, OnePassDrafter
 from engine.models.cpu_decoder import CpuDecoder
-from engine.models.heads import dflash, slots
+from engine.models.heads import dflash, samplers
 from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from tests.engine import test_output_distribution as output_distribution
@@ -157,12 +157,12 @@ def of_another_token(before: Callable[..., Any]) -> Callable[..., Any]:
     return lambda part, block_size: np.roll(before(part, block_size), 1)
 
 
-def slot_before(of_depth: Callable[..., Any]) -> Callable[..., Any]:
+def draft_row_before(of_depth: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, depth: of_depth(self, depth) - int(depth > 0)
 
 
 def without_previous(below: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, slot_N, previous_N, parent_N: below(self, slot_N, previous_N * 0, parent_N)
+    return lambda self, draft_row_N, previous_N, parent_N: below(self, draft_row_N, previous_N * 0, parent_N)
 
 
 def all_causal(nodes: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,11 +172,11 @@ def all_causal(nodes: Callable[..., Any]) -> Callable[..., Any]:
 WRONG: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "states of one layer before": ("dflash, z-lab", CpuDecoder, "_place_of", one_layer_off),
     "states of another token": ("dflash, z-lab", reading, "_slots_before", of_another_token),
-    "another slot": ("dflash, z-lab", OnePassDrafter, "_of_depth", slot_before),
-    "a block that is causal": ("dflash, z-lab", one_pass, "block_nodes", all_causal),
-    "no token before": ("dspark", slots.Markov, "below", without_previous),
+    "another draft row": ("dflash, z-lab", OnePassDrafter, "_of_depth", draft_row_before),
+    "a block that is causal": ("dflash, z-lab", one_pass, "mask_nodes", all_causal),
+    "no token before": ("dspark", samplers.Markov, "below", without_previous),
     "memory of another parent": ("dspark, recurrent", one_pass, "parents", lambda right: lambda *of: right(*of) * 0),
-    "no predecessor": ("dflash2", slots.Selected, "below", without_previous),
+    "no predecessor": ("dflash2", samplers.Selected, "below", without_previous),
     "no convolution": ("dflash2", dflash.Convolution, "convolve", lambda _: lambda self, side, kernel, state: state),
 }
 

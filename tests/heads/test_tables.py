@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.drafting import one_pass, tables
 from engine.drafting.draft import ChainShape, Draft, layout_of
 from engine.kernels.torch_kernels import TORCH
-from engine.models.heads.slots import Tables
+from engine.models.heads.samplers import Tables
 from engine.plan import LogitContext, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.distribution import DistributionParameters
@@ -114,7 +114,7 @@ def drawn_rows(with_trees: bool) -> list[Row]:
 @pytest.mark.parametrize("with_trees", [True, False])
 @pytest.mark.parametrize("few", [True, False])
 def test_tokens_and_distributions_are_those_of_the_slots(few: bool, with_trees: bool) -> None:
-    """Each chain's slots one after the other, for tokens that depend on the one before and for others."""
+    """Each chain's draft rows one after the other, for tokens that depend on the one before and for others."""
     rows, vocabulary, chance = drawn_rows(with_trees), 9, np.random.default_rng(4)
     layout, cpu = layout_of(tuple(map(ChainShape.of, rows)), torch.device("cpu")), torch.device("cpu")
     firsts = np.cumsum([0, *(row.draft_length for row in rows)]).tolist()
@@ -122,13 +122,13 @@ def test_tokens_and_distributions_are_those_of_the_slots(few: bool, with_trees: 
     logits_SPX = 2 * chance.standard_normal((firsts[-1], num_tokens if few else 1, num_tokens)).astype(np.float32)
     known = np.sort([chance.permutation(vocabulary)[:num_tokens] for _ in range(firsts[-1])], 1)
     uniform_LC = chance.random((layout.max_length, layout.num_chains))
-    slots = tables.slots_of(layout)
-    assert slots.first_R.tolist() == [first for first, row in zip(firsts, rows, strict=False) if row.fanout]
-    assert slots.row_S.tolist() == [number for number, row in enumerate(rows) for _ in row.fanout]
-    assert (slots.leader_LC is not None) == with_trees
+    draft_rows = tables.draft_rows_of(layout)
+    assert draft_rows.first_R.tolist() == [first for first, row in zip(firsts, rows, strict=False) if row.fanout]
+    assert draft_rows.row_S.tolist() == [number for number, row in enumerate(rows) for _ in row.fanout]
+    assert (draft_rows.leader_LC is not None) == with_trees
     drawn_CL, table = tables.draw_from(
         Tables(torch.from_numpy(logits_SPX), torch.from_numpy(known) if few else None),
-        slots,
+        draft_rows,
         DistributionParameters.of([row.sampling for row in rows], cpu, TORCH),
         torch.from_numpy(uniform_LC),
         vocabulary,
@@ -137,13 +137,13 @@ def test_tokens_and_distributions_are_those_of_the_slots(few: bool, with_trees: 
     for chain, number in enumerate(layout.request_C.tolist()):
         place = 0
         for depth in range(rows[number].draft_length):
-            slot, leader_C = firsts[number] + depth, layout.levels[depth].leader_C
-            probs_X = reference(logits_SPX[slot, place if few else 0].astype(np.float64), rows[number].sampling)
+            draft_row, leader_C = firsts[number] + depth, layout.levels[depth].leader_C
+            probs_X = reference(logits_SPX[draft_row, place if few else 0].astype(np.float64), rows[number].sampling)
             uniform = uniform_LC[depth, chain if leader_C is None else leader_C[chain]]
             place = int(np.flatnonzero(probs_X.cumsum() > uniform * probs_X.sum())[0])
             expected_V = np.zeros(vocabulary)
-            expected_V[known[slot] if few else slice(None)] = probs_X
-            assert drawn_CL[chain, depth] == (known[slot, place] if few else place)
+            expected_V[known[draft_row] if few else slice(None)] = probs_X
+            assert drawn_CL[chain, depth] == (known[draft_row, place] if few else place)
             np.testing.assert_allclose(table.probs_NV[table.row_CX[chain, depth]], expected_V, atol=1e-6)
 
 
@@ -212,7 +212,7 @@ def test_output_of_trees_has_the_target_s_distribution(tmp_path: Path, kind: str
     assert sampled(tmp_path, kind, TREE, sampling) > output_distribution.ALPHA
 
 
-def of_another_slot(draw_from: Any) -> Any:
+def of_another_row(draw_from: Any) -> Any:
     def wrong(*of: Any) -> Any:
         tokens_CL, distributions = draw_from(*of)
         return tokens_CL, replace(distributions, row_CX=distributions.row_CX.flip(1))
@@ -221,8 +221,8 @@ def of_another_slot(draw_from: Any) -> Any:
 
 
 def without_filters(draw_from: Any) -> Any:
-    def wrong(tables: Any, slots: Any, parameters: Any, *of: Any) -> Any:
-        tokens_CL, distributions = draw_from(tables, slots, parameters, *of)
+    def wrong(tables: Any, draft_rows: Any, parameters: Any, *of: Any) -> Any:
+        tokens_CL, distributions = draw_from(tables, draft_rows, parameters, *of)
         plain = tables.logits_SPX[:, 0].softmax(-1)
         return tokens_CL, replace(distributions, probs_NV=plain)
 
@@ -232,15 +232,15 @@ def without_filters(draw_from: Any) -> Any:
 def one_number_for_all(draw_from: Any) -> Any:
     """Chains that are not independent, raced as if they were."""
 
-    def wrong(tables: Any, slots: Any, parameters: Any, uniform_LC: Any, *of: Any) -> Any:
+    def wrong(tables: Any, draft_rows: Any, parameters: Any, uniform_LC: Any, *of: Any) -> Any:
         first_C = torch.arange(uniform_LC.shape[1]) // 4 * 4
-        return draw_from(tables, slots, parameters, uniform_LC[:, first_C], *of)
+        return draw_from(tables, draft_rows, parameters, uniform_LC[:, first_C], *of)
 
     return wrong
 
 
 WRONG = {
-    "the distribution of another slot": (of_another_slot, "dflash", "plain"),
+    "the distribution of another draft row": (of_another_row, "dflash", "plain"),
     "no filters": (without_filters, "dflash", "filtered"),
     "one number for all chains": (one_number_for_all, "dflash2", "plain"),
 }

@@ -91,7 +91,7 @@ class HeadConfig:
 
     @property
     def has_tables(self) -> bool:
-        """Whether its logits are `slots.Tables` after one pass: those of a Markov term have a row for every token."""
+        """Whether its logits are `samplers.Tables` after one pass. A Markov term has a row for every token."""
         return self.block is None or not self.block.markov_rank
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.models.heads.config import BlockConfig, HeadConfig
 from engine.models.heads.head import Head
 from engine.models.heads.layers import DecoderLayer, Memory, Norm, Rotary, Rotation
-from engine.models.heads.slots import CandidateSelector, Marginals, Markov, MarkovHead, Selected, SlotSampler
+from engine.models.heads.samplers import CandidateSelector, ChainSampler, Marginals, Markov, MarkovHead, Selected
 
 _IN, _OUT = 0, 1
 
@@ -110,10 +110,10 @@ class DFlash(Head):
         normed_TH: Tensor = self.norm(state_TH)
         return normed_TH
 
-    def slots(self, state_TH: Tensor, lengths: Sequence[int], vocab_size: int) -> SlotSampler:
-        """Return the sampler of whole blocks; lengths: slots in use of each."""
+    def sampler(self, state_TH: Tensor, lengths: Sequence[int], vocab_size: int) -> ChainSampler:
+        """Return the sampler of whole blocks; lengths: draft rows in use of each."""
         size, first = self.block_config.size, int(not self.block_config.from_anchor)
-        rows = [number * size + first + slot for number, length in enumerate(lengths) for slot in range(length)]
+        rows = [number * size + first + row for number, length in enumerate(lengths) for row in range(length)]
         state_SH = state_TH[torch.tensor(rows, device=state_TH.device)]
         if self.markov_head is not None:
             anchors = [number * size for number, length in enumerate(lengths) for _ in range(length)]

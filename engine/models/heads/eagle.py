@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engine.models.heads.config import HeadConfig
 from engine.models.heads.head import Head, HeadOutput
 from engine.models.heads.layers import MLP, Attention, DecoderLayer, Memory, Norm, Rotary, Rotation
-from engine.models.heads.slots import Marginals, SlotSampler
+from engine.models.heads.samplers import ChainSampler, Marginals
 
 
 class FirstLayer(nn.Module):
@@ -89,6 +89,6 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_taps * config.state_size))
         """Replaces the target's states in rows of the mask token."""
 
-    def slots(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> SlotSampler:  # noqa: ARG002
+    def sampler(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> ChainSampler:  # noqa: ARG002
         """Return the sampler from the outputs at the last rows of texts and at the masks after them."""
         return Marginals(self.in_target_tokens(self.scaled(output.product_NX), vocab_size))

@@ -1,4 +1,4 @@
-"""Samplers of chains after one pass of a head: a *slot* is a row of the pass that drafts one token.
+"""Samplers of chains after one pass of a head: a *draft row* is a row of the pass that drafts one token.
 
 Slot l of a text drafts the token at depth l. A sampler computes logits below any drafted node from the results of the
 pass, so further chains need no further pass.
@@ -14,32 +14,32 @@ from torch.nn.functional import embedding
 
 
 class Tables(NamedTuple):
-    """Logits of all slots below all tokens that the slot before may draft."""
+    """Logits of all draft rows below all tokens that the draft row before may draft."""
 
     logits_SPX: Tensor
-    """[S, P, X] float32; P is 1 if the tokens before make no difference. In the first slot of a text all are alike."""
+    """[S, P, X] float32; P is 1 if the tokens before make no difference. In a text's first draft row all are alike."""
     token_SX: Tensor | None
-    """[S, X] the tokens that a slot may draft, in ascending order, the same at every P; None is the vocabulary."""
+    """[S, X] the tokens that a draft row may draft, in ascending order, the same at every P; None is the vocabulary."""
 
 
-class SlotSampler(Protocol):
+class ChainSampler(Protocol):
     """Computes logits below nodes."""
 
-    def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
+    def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
         """Return [N, V] logits below nodes.
 
-        slot_N: their slots; previous_N: their tokens, or below a root the text's last; parent_N: indices of their
-        parents in the previous call, None for roots.
+        draft_row_N: their draft rows; previous_N: their tokens, or below a root the text's last; parent_N: indices of
+        their parents in the previous call, None for roots.
         """
 
 
-class TableSampler(SlotSampler, Protocol):
-    """Gives the logits of all slots at once, too."""
+class TableSampler(ChainSampler, Protocol):
+    """Returns the logits of all draft rows at once, too."""
 
     def tables(self, first_R: Tensor, last_R: Tensor) -> Tables:
         """Return the logits.
 
-        first_R: the first slot of each text; last_R: the last token of each.
+        first_R: the first draft row of each text; last_R: the last token of each.
         """
 
 
@@ -53,13 +53,13 @@ class Marginals:
         """Return all logits at once."""
         return Tables(self._logits_SV.unsqueeze(1), None)
 
-    def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
+    def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return [N, V] logits below nodes."""
-        return self._logits_SV[slot_N]
+        return self._logits_SV[draft_row_N]
 
 
 class MarkovHead(nn.Module):
-    """A term of low rank that depends on the previous token: vanilla, gated by the slot's state, or recurrent (rnn)."""
+    """A term of low rank that depends on the previous token: vanilla, gated by the row's state, or recurrent (rnn)."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab_size: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def start(self, count: int) -> Tensor:
-        """Return [N, r] the memory before the first slot."""
+        """Return [N, r] the memory before the first draft row."""
         return self.markov_w1.weight.new_zeros(count, self.markov_w1.embedding_dim)
 
     def forward(self, memory_NR: Tensor, previous_N: Tensor, state_NH: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,22 +91,24 @@ class Markov:
     """Logits with the term of a `MarkovHead`."""
 
     def __init__(self, head: Any, state_SH: Tensor, first_SH: Tensor | None, vocab_size: int) -> None:
-        """first_SH: states of the anchors' rows, by slot, if these rows draft nothing themselves."""
+        """first_SH: states of the anchors' rows, by draft row, if these rows draft nothing themselves."""
         self._head, self._markov, self._vocab_size = head, head.markov_head, vocab_size
         self._state_SH, self._first_SH = state_SH, first_SH
         self._logits_SV = head.own_logits(state_SH)
         self._memory_NR = torch.empty(0)
 
-    def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
+    def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
         """Return [N, V] logits below nodes."""
         if parent_N is not None:
             memory_NR = self._memory_NR[parent_N]
         else:
-            memory_NR = self._markov.start(len(slot_N))
+            memory_NR = self._markov.start(len(draft_row_N))
             if self._first_SH is not None:
-                _, memory_NR = self._markov(memory_NR, previous_N, self._first_SH[slot_N])
-        term_NV, self._memory_NR = self._markov(memory_NR, previous_N, self._state_SH[slot_N])
-        logits_NV: Tensor = self._head.in_target_tokens(self._logits_SV[slot_N] + term_NV.float(), self._vocab_size)
+                _, memory_NR = self._markov(memory_NR, previous_N, self._first_SH[draft_row_N])
+        term_NV, self._memory_NR = self._markov(memory_NR, previous_N, self._state_SH[draft_row_N])
+        logits_NV: Tensor = self._head.in_target_tokens(
+            self._logits_SV[draft_row_N] + term_NV.float(), self._vocab_size
+        )
         return logits_NV
 
 
@@ -131,7 +133,7 @@ class CandidateSelector(nn.Module):
 
 
 class Selected:
-    """Logits of each slot's likeliest tokens, with the weights of a `CandidateSelector`; no other token is drafted."""
+    """Logits of each draft row's likeliest tokens, weighted by a `CandidateSelector`; no other token is drafted."""
 
     def __init__(self, selector: CandidateSelector, state_SH: Tensor, logits_SV: Tensor, count: int) -> None:
         self._selector, self._state_SH, self._vocab_size = selector, state_SH, logits_SV.shape[1]
@@ -145,10 +147,10 @@ class Selected:
         weight_SCX = self._selector.pairs(self._state_SH, previous_SC, self._candidate_SC)
         return Tables(self._logits_SC.unsqueeze(1) + weight_SCX.float(), self._candidate_SC)
 
-    def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
+    def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return [N, V] logits below nodes."""
-        candidate_NC = self._candidate_SC[slot_N]
-        weight_NC = self._selector(self._state_SH[slot_N], previous_N, candidate_NC)
-        logits_NC = self._logits_SC[slot_N] + weight_NC.float()
-        nowhere_NV: Tensor = logits_NC.new_full((len(slot_N), self._vocab_size), -torch.inf)
+        candidate_NC = self._candidate_SC[draft_row_N]
+        weight_NC = self._selector(self._state_SH[draft_row_N], previous_N, candidate_NC)
+        logits_NC = self._logits_SC[draft_row_N] + weight_NC.float()
+        nowhere_NV: Tensor = logits_NC.new_full((len(draft_row_N), self._vocab_size), -torch.inf)
         return nowhere_NV.scatter_(1, candidate_NC, logits_NC)
