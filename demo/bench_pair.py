@@ -1,10 +1,10 @@
 """A pair with realistic cost and known distributions: `python -m demo.bench_pair FOLDER`.
 
-The models are real Llama classes with random weights, and every layer is computed. The layers' output projections are
-so small that the residual stream stays the token's embedding, and the output head is built so that the logits after a
-token are a chosen table: a few likely successors with given weights. The draft model gets a table that agrees with the
-target's to a chosen degree, which sets the acceptance of a single draft. Used for tables of speed at any size, and for
-checks of whole answers: the distribution of the next token is a function of the last token alone.
+The models are real Llama and Qwen3 classes with random weights, and every layer is computed. The layers' output
+projections are so small that the residual stream stays the token's embedding, and the output head is built so that the
+logits after a token are a chosen table: a few likely successors with given weights. The draft model gets a table that
+agrees with the target's to a chosen degree, which sets the acceptance of a single draft. Used for tables of speed at
+any size, and for checks of whole answers: the distribution of the next token is a function of the last token alone.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class Size:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int = 64
+    model_type: str = "llama"
 
 
 SIZES = {
     "125m": Size(768, 12, 2560, 12, 4),
     "draft": Size(256, 2, 512, 4, 2),
     "tiny": Size(128, 2, 192, 4, 2, head_dim=32),
-    "0.6b": Size(1024, 28, 3072, 16, 8, head_dim=128),
+    "0.6b": Size(1024, 28, 3072, 16, 8, head_dim=128, model_type="qwen3"),
     "1b": Size(2048, 16, 8192, 32, 8),
-    "8b": Size(4096, 32, 14336, 32, 8, head_dim=128),
+    "8b": Size(4096, 36, 12288, 32, 8, head_dim=128, model_type="qwen3"),
 }
 
 
@@ -77,11 +78,11 @@ def build(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return a Llama whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
+    """Return a model whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+    config = transformers.AutoConfig.for_model(
         vocab_size=vocabulary,
         max_position_embeddings=positions,
         tie_word_embeddings=False,

@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.triton_attention import _attend, _merge
+from engine.attention.triton_attention import _attend, _merge, tile_keys_of, tile_queries_of
 from engine.kernels.triton_block import _decide, _race, _sum_prefixes, _walk
 from engine.kernels.triton_keep import _keep
 from engine.kernels.triton_nucleus import _edge, _narrow
@@ -23,16 +24,8 @@ from engine.models.triton_layer import _gate, _norm, _rotate_and_write
 _ATTENTION = {
     "page_size": 16,
     "groups": 4,
-    "tile_queries": 8,
-    "rows": 32,
-    "tile_keys": 64,
-    "key_dim": 128,
-    "value_dim": 128,
-    "key_block": 128,
-    "value_block": 128,
     "has_softcap": False,
     "has_window": False,
-    "upcast": False,
 }
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
@@ -49,21 +42,20 @@ def compiled(
     types: dict[str, str],
     constants: dict[str, Any],
     aligned: tuple[str, ...] = (),
-    may_spill: bool = False,
+    num_warps: int = 4,
 ) -> Any:
     """Down to machine code; arguments without a type are 32-bit integers.
 
-    aligned: arguments that 16 divides, for which wider accesses are made; may_spill: whether the kernel may need more
-    registers than there are.
+    aligned: arguments that 16 divides, for which wider accesses are made.
     """
     signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     assert code.asm["cubin"]
     assert code.metadata.shared <= _SHARED_BYTES
     usage = resources(code)
-    assert may_spill or usage["STACK"] == usage["LOCAL"] == 0, f"{kernel.fn.__name__} spills registers: {usage}"
+    assert usage["STACK"] == usage["LOCAL"] == 0, f"{kernel.fn.__name__} spills registers: {usage}"
     print(f"{kernel.fn.__name__}: {usage['REG']} registers, {code.metadata.shared >> 10} KiB shared")
     return code
 
@@ -89,18 +81,27 @@ def reads_wide(code: Any) -> bool:
     return bool(re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", code.asm["ptx"]))
 
 
-def compile_tiles(types: dict[str, str]) -> None:
-    """Attention in all sizes of tiles, its arguments as aligned as those of a model are."""
-    for tile_queries in (4, 8, 16):
-        shape = {"tile_queries": tile_queries, "rows": 4 * tile_queries}
-        assert reads_wide(compiled(_attend, types, _ATTENTION | shape, _ALIGNED))
+def compile_attention(types: dict[str, str], dtype: str, num_queries: int, head_dim: int = 128, **more: Any) -> Any:
+    """Compile attention as it is served, its arguments as aligned as those of a model are.
+
+    num_queries: of each sequence, which choose a tile.
+    """
+    served = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[dtype]
+    tile_queries = tile_queries_of(num_queries, _ATTENTION["groups"], served)
+    tile_keys, num_warps = tile_keys_of(served, head_dim, more.get("has_window", False), interpreted=False)
+    constants = _ATTENTION | {"tile_queries": tile_queries, "rows": max(16, _ATTENTION["groups"] * tile_queries)}
+    constants |= {"tile_keys": tile_keys, "upcast": dtype == "*fp32", "key_dim": head_dim, "value_dim": head_dim}
+    block = triton.next_power_of_2(head_dim)
+    constants |= {"key_block": block, "value_block": block, **more}
+    types = dict.fromkeys(("query", "keys", "values"), dtype) | types
+    return compiled(_attend, types, constants, _ALIGNED, num_warps)
 
 
 def compile_layer(dtype: str) -> None:
     """Compile the operations between products, for heads whose size is not a power of two."""
     numbers = dict.fromkeys(("hidden", "weight", "normed", "joined", "result"), dtype)
     numbers |= dict.fromkeys(("cosines", "sines", "query_norm", "key_norm", "query", "keys", "values"), dtype)
-    numbers |= {"slots": "*i64", "eps": "fp32"}
+    numbers |= {"slots": "*i64", "positions": "*i64", "eps": "fp32"}
     compiled(_norm, numbers, {"block": 4096})
     for flag in (False, True):
         compiled(_rotate_and_write, numbers, {"head_dim": 80, "block": 128, "has_norm": flag})
@@ -111,24 +112,22 @@ def main() -> None:
     """All kernels in the kinds that are served; attention also with what some models add."""
     own = dict.fromkeys(_INTEGERS, "*i32") | {"words": "*i64", "output": "*fp32", "lse": "*fp32"}
     own |= {"scale": "fp32", "softcap": "fp32"}
-    kinds = (
-        ("*bf16", {}),
-        ("*fp16", {"has_softcap": True, "has_window": True, "key_dim": 80}),
-        ("*fp32", {"upcast": True}),
-    )
-    for dtype, more in kinds:
+    for dtype in ("*bf16", "*fp16", "*fp32"):
         # A layer of a large pool has more numbers than 32 bits count.
         moved = {"storage": dtype, "moves": "*i64", "layer_stride": "i64"}
         for aligned in ((), ("storage", "moves", "layer_stride", "width")):
             assert reads_before_it_writes(compiled(_keep, moved, {"most": 32, "columns": 128}, aligned))
-        for output in ("*fp32", dtype):
-            operands = dict.fromkeys(("query", "keys", "values"), dtype) | {"output": output}
-            compiled(_attend, own | operands, _ATTENTION | more, _ALIGNED, may_spill=dtype == "*fp32")
+        # A step's first tokens, one of its chains, and a chunk of a prompt; in float32 the last two have one tile.
+        for num_queries in (1, 6, 200) if dtype == "*bf16" else (1, 200):
+            code = compile_attention(own, dtype, num_queries)
+            assert dtype == "*fp32" or reads_wide(code)
+        added = {"has_softcap": True, "has_window": True}
+        compile_attention(own | {"output": dtype}, dtype, 200, 80, **added)
+        compile_attention(own, dtype, 200, 256, **added)
         merging = {"output": "*fp32", "lse": "*fp32", "sinks": dtype, "result": dtype}
         compile_layer(dtype)
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "most_parts": 16, "has_sinks": has_sinks})
-    compile_tiles(own | dict.fromkeys(("query", "keys", "values"), "*bf16"))
     rows = dict.fromkeys(("logits", "temperatures", "probs", "largest", "totals", "edges"), "*fp32")
     for has_edges in (False, True):
         constants = {"tile": 4096, "tiles": 64, "has_edges": has_edges}

@@ -24,7 +24,7 @@ from engine.attention.paged import Paged
 from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVTensors
 
-_TILE_KEYS = 64
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 _PART_KEYS = 128
 """Least number of keys in a part of a text for each 32 tiles of queries: many tiles occupy the device without parts."""
@@ -191,6 +191,7 @@ def attend_paged(
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
     groups = num_heads // num_kv_heads
     tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)
+    tile_keys, num_warps = tile_keys_of(query.dtype, max(key_dim, value_dim), window is not None)
     num_tiles = -(-paged.most_queries // tile_queries)
     num_parts, part_keys = parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
     is_whole = num_parts == 1 and kind.sinks is None
@@ -208,11 +209,12 @@ def attend_paged(
         query.stride(1), query.stride(2),
         page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
-        tile_keys=_TILE_KEYS, key_dim=key_dim, value_dim=value_dim,
+        tile_keys=tile_keys, key_dim=key_dim, value_dim=value_dim,
         key_block=max(16, triton.next_power_of_2(key_dim)), value_block=max(16, triton.next_power_of_2(value_dim)),
         has_softcap=kind.softcap is not None, has_window=window is not None,
         # The interpreter has no bfloat16 products.
-        upcast=query.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1",
+        upcast=query.dtype == torch.float32 or _INTERPRETED,
+        num_warps=num_warps,
     )  # fmt: skip
     return output if is_whole else merged(output, lse, kind.sinks, query.dtype).unsqueeze(0)
 
@@ -223,6 +225,18 @@ def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
     most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
     fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
     return min(most, 1 << (max(most_queries, fewest) - 1).bit_length())
+
+
+def tile_keys_of(
+    dtype: torch.dtype, head_dim: int, has_window: bool, interpreted: bool = _INTERPRETED
+) -> tuple[int, int]:
+    """Return (keys of a tile, warps of a program) with which no tile of queries needs more registers than there are.
+
+    Products in float32 use no tensor cores, and many registers. The interpreter has none; few large tiles are faster.
+    """
+    if dtype.itemsize == 4 and not interpreted:
+        return 16, 8
+    return (32, 8) if head_dim > 128 else (64, 8 if has_window else 4)
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_parts"))

@@ -43,9 +43,11 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
         return "gates differ"
     joined = made_up(5, (num_heads + 2 * num_kv_heads) * head_dim)
     keys, values = made_up(9, num_kv_heads, head_dim).zero_(), made_up(9, num_kv_heads, head_dim).zero_()
-    cosines, sines, slots = made_up(5, head_dim), made_up(5, head_dim).flip(1), torch.tensor([4, 0, 8, 2, 5]).to(device)
+    rotation, slots = (made_up(9, head_dim), made_up(9, head_dim).flip(1)), torch.tensor([4, 0, 8, 2, 5]).to(device)
+    positions = slots.flip(0)
+    cosines, sines = (part[positions] for part in rotation)
     norms = weight[:head_dim], weight[head_dim : 2 * head_dim]
-    query = triton_layer.rotate_and_write(joined, (cosines, sines), norms, 1e-5, slots, (keys, values))
+    query = triton_layer.rotate_and_write(joined, rotation, positions, norms, 1e-5, slots, (keys, values))
     heads = joined.view(5, -1, head_dim)
     for found, start, stop, norm in (
         (query, 0, num_heads, norms[0]),

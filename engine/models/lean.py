@@ -21,6 +21,7 @@ from engine.attention.attention import AttentionMetadata, attend
 from engine.attention.paged import Paged
 from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import NORMED
+from engine.models.checkpoint import context_length
 from engine.models.fused_layer import use_kernels
 
 
@@ -73,6 +74,9 @@ class LeanDecoder:
         half = torch.ones(self._head_dim // 2, dtype=model.dtype, device=model.device)
         self._sign = torch.cat([-half, half])
         self.use_kernels = use_kernels(torch.device(model.device), model.dtype)
+        # Position by position, the angles take a dozen launches in every pass.
+        places = torch.arange(context_length(config) if self.use_kernels else 0, device=model.device)
+        self._rotation_PD = self._rotation(places, half)
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
     reads_pages = False
@@ -116,11 +120,9 @@ class LeanDecoder:
         """Return [N, V] logits at the wanted tokens of a flat pass."""
         storage, slots = metadata.storage, metadata.slots_T
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
-        cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
-        rotation = cos_1TD[0], sin_1TD[0] * self._sign
         if metadata.paged is not None and self.use_kernels:
-            return self._by_kernels(hidden_TD, rotation, metadata, metadata.paged, wanted_N)
-        cos_T1D, sin_T1D = (part_TD.unsqueeze(1) for part_TD in rotation)
+            return self._by_kernels(hidden_TD, positions_T, metadata, metadata.paged, wanted_N)
+        cos_T1D, sin_T1D = (part_TD.unsqueeze(1) for part_TD in self._rotation(positions_T, hidden_TD))
         for layer in self._layers:
             storage.store(layer.layer_idx, slots, hidden_TD)
             hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, metadata)
@@ -134,10 +136,15 @@ class LeanDecoder:
         storage.store(NORMED, slots, hidden_TD)
         return self._head(hidden_TD[wanted_N])
 
+    def _rotation(self, positions_T: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [T, D] of positions, the sines of the first half negated; like: has their dtype."""
+        cos_1TD, sin_1TD = self._body.rotary_emb(like, positions_T.unsqueeze(0))
+        return cos_1TD[0], sin_1TD[0] * self._sign
+
     def _by_kernels(
         self,
         hidden_TD: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        positions_T: Tensor,
         metadata: AttentionMetadata,
         paged: Paged,
         wanted_N: Tensor,
@@ -152,7 +159,8 @@ class LeanDecoder:
             storage.store(layer.layer_idx, metadata.slots_T, hidden_TD)
             query_THD = triton_layer.rotate_and_write(
                 layer.qkv(triton_layer.norm(hidden_TD, layer.attention_norm, self._eps)),
-                rotation,
+                self._rotation_PD,
+                positions_T,
                 layer.norms,
                 self._eps,
                 metadata.slots_T,

@@ -135,7 +135,8 @@ def probe_ways(
                 probe(loaded, shape, way.backend, paged, _LONG_PROMPT, block_size, only_warns)
             return way
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
-            if (kind, paged) == ways[-1]:
+            # Memory may end on one rank only. It must not try another way while the others wait for its share of this.
+            if (kind, paged) == ways[-1] or (loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)):
                 raise
             without = "attention kernel" if paged else kind.name
             log.warning("%s: runs without the %s: %s", loaded.name, without, error)

@@ -106,12 +106,12 @@ class ModelRunner:
         """Return logits [N, V] (float32) at the wanted tokens of a pass. drawn_M: tokens that only the device knows."""
         tensors = prepared.tensors
         token_ids_T = self.token_ids(tensors, drawn_M)
-        return self._compute(token_ids_T, tensors.positions_T, prepared.metadata, tensors.wanted_N)
+        return self._compute(token_ids_T, tensors.positions_T, prepared.metadata, tensors.wanted_N).float()
 
     def run_on_device(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
-        """Return logits [N, V] (float32) of a pass whose numbers are all on the device."""
+        """Return logits [N, V], in the model's type, of a pass whose numbers are all on the device."""
         if self.num_embeddings < self.vocab_size:
             token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
         return self._compute(token_ids_T, positions_T, metadata, wanted_N)
@@ -130,7 +130,7 @@ class ModelRunner:
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass."""
-        logits_NV = self.backend.logits(token_ids_T, positions_T, metadata, wanted_N).float()
+        logits_NV = self.backend.logits(token_ids_T, positions_T, metadata, wanted_N)
         missing = self.vocab_size - logits_NV.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)

@@ -35,8 +35,8 @@ def _norm(hidden, weight, normed, width, eps, block: tl.constexpr):
 
 @triton.jit
 def _rotate_and_write(
-    joined, cosines, sines, query_norm, key_norm, slots, query, keys, values,
-    num_heads, num_kv_heads, eps,
+    joined, cosines, sines, positions, query_norm, key_norm, slots, query, keys, values,
+    num_positions, num_heads, num_kv_heads, eps,
     head_dim: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -61,8 +61,10 @@ def _rotate_and_write(
             first *= scale * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
             second *= scale * tl.load(norm + other_column, mask=inside, other=0.0).to(tl.float32)
             first, second = first.to(value.dtype).to(tl.float32), second.to(value.dtype).to(tl.float32)
-        cosine = tl.load(cosines + token * head_dim + column, mask=inside, other=0.0).to(tl.float32)
-        sine = tl.load(sines + token * head_dim + column, mask=inside, other=0.0).to(tl.float32)
+        # A node after the longest text is drafted, and never emitted.
+        place = tl.minimum(tl.load(positions + token), num_positions - 1) * head_dim
+        cosine = tl.load(cosines + place + column, mask=inside, other=0.0).to(tl.float32)
+        sine = tl.load(sines + place + column, mask=inside, other=0.0).to(tl.float32)
         rotated = first * cosine + second * sine
         to = query + (token * num_heads + head) * head_dim
         if head >= num_heads:
@@ -91,6 +93,7 @@ def norm(hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rotate_and_write(
     joined_TX: Tensor,
     rotation: tuple[Tensor, Tensor],
+    positions_T: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     slots_T: Tensor,
@@ -98,8 +101,8 @@ def rotate_and_write(
 ) -> Tensor:
     """Return [T, H, D] rotated queries; keys and values are written to their slots.
 
-    joined_TX: heads of q, then k, then v; rotation: cosines and sines [T, D], the sines of the first half negated;
-    norms: RMS norm weights of q and k; layer: (keys, values) [slots, H_kv, D] of the layer.
+    joined_TX: heads of q, then k, then v; rotation: cosines and sines of all positions [P, D], the sines of the
+    first half negated; norms: RMS norm weights of q and k; layer: (keys, values) [slots, H_kv, D] of the layer.
     """
     keys, values = layer
     num_kv_heads, head_dim = keys.shape[1:]
@@ -108,7 +111,8 @@ def rotate_and_write(
     query_THD = joined_TX.new_empty((num_tokens, num_heads, head_dim))
     query_norm, key_norm = norms if norms is not None else (joined_TX, joined_TX)
     _rotate_and_write[(num_tokens, num_heads + 2 * num_kv_heads)](
-        joined_TX, *rotation, query_norm, key_norm, slots_T, query_THD, keys, values, num_heads, num_kv_heads, eps,
+        joined_TX, *rotation, positions_T, query_norm, key_norm, slots_T, query_THD, keys, values,
+        len(rotation[0]), num_heads, num_kv_heads, eps,
         head_dim=head_dim, block=triton.next_power_of_2(head_dim), has_norm=norms is not None,
     )  # fmt: skip
     return query_THD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,19 @@ def test_acceptance_is_that_of_rounded_weights_too(tmp_path: Path) -> None:
     models = [load(tmp_path / name, dtype=torch.float32) for name in ("target", "draft")]
     assert about["single_draft_acceptance"] == pytest.approx(0.7, abs=0.05)
     assert bench_pair.acceptance(*models) == pytest.approx(about["single_draft_acceptance"], abs=0.02)
+
+
+def test_large_sizes_are_those_of_qwen3() -> None:
+    """Its norms of queries and keys run in the check of a device, and its table is met."""
+    assert {bench_pair.SIZES[name].model_type for name in ("8b", "0.6b")} == {"qwen3"}
+    size = replace(bench_pair.SIZES["draft"], model_type="qwen3")
+    tokens_VS, below_VS = bench_pair.successors(VOCABULARY, seed=1)
+    model = bench_pair.build(size, VOCABULARY, tokens_VS, below_VS, 64, 2)
+    assert model.config.model_type == "qwen3"
+    assert model.model.layers[0].self_attn.q_norm.weight.shape == (size.head_dim,)
+    last = torch.arange(300, 340)
+    likely = logits(model, last[:, None]).gather(1, tokens_VS[last])
+    assert (likely - bench_pair._LIKELIHOOD - below_VS[last]).abs().max() < 1.0
 
 
 def test_successors_are_spread_over_the_vocabulary() -> None:

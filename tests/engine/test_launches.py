@@ -211,8 +211,22 @@ def test_temperature_zero_is_not_much_dearer() -> None:
     assert verification.total() <= 21, verification
 
 
+def test_the_copy_that_stores_logits_converts_them(machine: Engine) -> None:
+    """Converted before, they would be written and read once more."""
+    step = next(step for shape, step in machine.recorded.steps.items() if not shape.num_drafts)
+    logits_NV = torch.linspace(-2, 3, step._logits_NV.numel()).view_as(step._logits_NV).bfloat16()
+    with (
+        patch.object(ModelRunner, "run_on_device", lambda *_: logits_NV),
+        torch.inference_mode(),
+        counted_launches() as launches,
+    ):
+        step._target()
+    assert launches == Counter(copy_=1)
+    assert torch.equal(step._logits_NV, logits_NV.float())
+
+
 def test_a_layer_of_few_rows_is_ten_kernels() -> None:
-    """One of them merges the parts of a long text, which a short one has not."""
+    """One of them merges the parts of a long text, which a short one has not. Besides layers, a pass has four."""
     counts = []
     for num_layers in (2, 3):
         loaded = randomised(transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": num_layers}, head_dim=8), seed=3)
@@ -227,3 +241,4 @@ def test_a_layer_of_few_rows_is_ten_kernels() -> None:
     of_layer = counts[1] - counts[0]
     assert of_layer == Counter(_rotate_and_write=1, _attend=1, _merge=1, _norm=2, _gate=1, linear=2, addmm_=2)
     assert of_layer.total() == PRODUCTS + KERNELS == 10
+    assert counts[0] - of_layer - of_layer == Counter(embedding=1, _norm=1, index=1, linear=1)

@@ -297,6 +297,27 @@ def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> N
     assert not probe.is_replayed(others, paged=True)
 
 
+@pytest.mark.parametrize("is_share", [False, True])
+def test_a_rank_without_memory_does_not_go_on_alone(tmp_path: Path, is_share: bool) -> None:
+    """The others wait for its share of the pass that failed; a whole model tries the next backend."""
+    loaded = replace(load(saved(tmp_path), None, "float32", torch.device("cpu")), is_share=is_share)
+    shape, right, tried = probe.find_kv_shape(loaded), probe.probe, []
+
+    def short(*operands: Any, **options: Any) -> float:
+        tried.append(operands)
+        if len(tried) == 1:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return right(*operands, **options)
+
+    with patch.object(probe, "probe", short):
+        if is_share:
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                probe.probe_ways(loaded, shape)
+        else:
+            probe.probe_ways(loaded, shape)
+    assert len(tried) == (1 if is_share else 2)
+
+
 def test_large_logits_may_differ_by_their_rounding() -> None:
     """In bfloat16 a logit of 13 has neighbours 1/16 away, which is much where logits have a small spread."""
     plain = torch.linspace(-0.3, 0.3, 1000).sin()[None] + 12.9

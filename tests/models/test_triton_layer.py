@@ -60,18 +60,24 @@ def swapped(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def shifted(operation: Callable[..., Any]) -> Callable[..., Any]:
     """K/V one slot further on."""
-    return lambda joined, rotation, norms, eps, slots, layer: operation(
-        joined, rotation, norms, eps, (slots + 1) % len(layer[0]), layer
+    return lambda joined, rotation, positions, norms, eps, slots, layer: operation(
+        joined, rotation, positions, norms, eps, (slots + 1) % len(layer[0]), layer
     )
 
 
 def without_norms(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Queries and keys as they come."""
-    return lambda joined, rotation, _norms, *rest: operation(joined, rotation, None, *rest)
+    return lambda joined, rotation, positions, _norms, *rest: operation(joined, rotation, positions, None, *rest)
+
+
+def at_the_next(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Angles of the next positions."""
+    return lambda joined, rotation, positions, *rest: operation(joined, rotation, positions + 1, *rest)
 
 
 WRONG = {
     "swapped": ("rotate_and_write", swapped),
+    "the next position": ("rotate_and_write", at_the_next),
     "shifted": ("rotate_and_write", shifted),
     "without norms": ("rotate_and_write", without_norms),
     "norm of nothing": ("norm", lambda f: lambda hidden, weight, eps: f(hidden, torch.ones_like(weight), eps)),

@@ -177,7 +177,7 @@ class RecordedStep:
         """Draw all levels, with the functions of eager steps."""
         assert self._shared.draft is not None
         v = self._views
-        root_NV = self._logits(self._shared.draft, 0, v["text"].view(-1), v["wanted"])
+        root_NV = self._logits(self._shared.draft, 0, v["text"].view(-1), v["wanted"]).float()
         tokens_CL = draw_levels(
             (), self._layout, self._parameters, self._uniform_LC, root_NV, self._below, self._probs_NV
         )
@@ -186,7 +186,7 @@ class RecordedStep:
     def _below(self, depth: int, token_N: Tensor) -> Tensor:
         """Return the draft model's logits [N, V] below the nodes of a depth."""
         assert self._shared.draft is not None
-        return self._logits(self._shared.draft, depth, token_N)
+        return self._logits(self._shared.draft, depth, token_N).float()
 
     def _target(self) -> None:
         """Run the target's pass."""
@@ -218,7 +218,7 @@ class RecordedStep:
         return found.chain_B, found.accepted_B, found.next_token_B
 
     def _logits(self, runner: ModelRunner, number: int, token_ids_T: Tensor, wanted_N: Tensor | None = None) -> Tensor:
-        """Return the logits [N, V] of a pass, at all its rows if none are named."""
+        """Return the logits [N, V] of a pass in the model's type, at all its rows if none are named."""
         v, fixed = self._views, self._fixed[number]
         is_target = runner is self._shared.target
         one = self._inputs.passes[number]
