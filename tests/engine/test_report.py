@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.plan import Plan, Row
-from engine.step.report import broken_rows, split_prompts, with_logprobs
+from engine.plan import Plan, Row, StepVerdict
+from engine.step.report import broken_rows, report, split_prompts, with_logprobs
 from tests.engine import tiny
 from tests.speculation.test_served_steps import OFF, TEXT_DRAFTS, drafts, row_of, step
 
@@ -123,3 +124,28 @@ def test_emitted_tokens_have_the_logprobs_of_their_nodes() -> None:
             assert [score for _, score in entry.top] == pytest.approx(scores[likeliest].tolist())
     plain = [msgspec.structs.replace(row, num_logprobs=None) for row in asked]
     assert with_logprobs(plain, draft, logits_NV, tuple(emissions)) == tuple(emissions)
+
+
+def test_prompts_have_the_logprobs_of_their_tokens() -> None:
+    """In order, of each row as many likeliest tokens as it asks for; a step without drafts has them, too."""
+    wanted = [((2, 3), 1), ((), 0), ((0, 1, 2), 0)]
+    plan = Plan(
+        tuple(
+            msgspec.structs.replace(row_of(number, RACE), prompt_next=tokens, num_prompt_logprobs=count)
+            for number, (tokens, count) in enumerate(wanted)
+        )
+    )
+    draft, emissions = step(plan.rows)
+    before = StepVerdict(tuple(emissions))
+    prompt_NV = torch.randn((5, 4), generator=torch.Generator().manual_seed(2))
+    scores_NV = prompt_NV.log_softmax(1)
+    for known in (draft, None):
+        after = report(plan, known, prompt_NV, prompt_NV[:3], before, 0, 0.0)
+        assert after == replace(before, prompt_logprobs=after.prompt_logprobs)
+        place = 0
+        for entries, (tokens, count) in zip(after.prompt_logprobs, wanted, strict=True):
+            for entry, token in zip(entries, tokens, strict=True):
+                assert entry.logprob == pytest.approx(float(scores_NV[place, token]))
+                assert [one for one, _ in entry.top] == scores_NV[place].argsort(descending=True)[:count].tolist()
+                place += 1
+        assert report(plan, known, None, prompt_NV[:3], before, 0, 0.0) == before
