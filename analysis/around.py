@@ -65,7 +65,11 @@ PARTS = {
     ),
     "reporting": ("engine.step.engine:report", "engine.step.engine:split_prompts"),
     "commit": ("engine.scheduling.scheduler:Scheduler.commit",),
-    "telemetry": ("engine.step.telemetry:Telemetry.begin_step", "engine.step.telemetry:Telemetry.end_step"),
+    "telemetry": (
+        "engine.step.telemetry:Telemetry.begin_step",
+        "engine.step.telemetry:Telemetry.end_step",
+        "engine.step.telemetry:Telemetry._learn",
+    ),
     "the rest": ("engine.step.engine:Engine.run_step",),
     "messages": ("analysis.around:encode", "analysis.around:decode_from_engine"),
 }

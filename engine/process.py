@@ -11,11 +11,11 @@ import gc
 import logging
 import os
 import sys
+from collections import deque
 
 import zmq
 
 from engine.api import (
-    Abort,
     Accepted,
     Failed,
     FromEngine,
@@ -25,6 +25,7 @@ from engine.api import (
     StepResults,
     Stop,
     Submit,
+    ToEngine,
     decode_launch,
     decode_to_engine,
     default_speculation,
@@ -33,7 +34,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ConfigError, LoadError, RequestError
 from engine.logs import set_up_log
-from engine.step.engine import Engine, Failures
+from engine.step.engine import Engine, Failures, StepResult
 
 log = logging.getLogger("polydraft")
 
@@ -82,27 +83,74 @@ class Mailbox:
 
 def serve(engine: Engine, mailbox: Mailbox) -> None:
     """Run steps while there is work, until a `Stop` arrives or the parent process ends."""
-    while not mailbox.is_orphaned:
-        for data in mailbox.receive(_wait_ms(engine)):
-            message = decode_to_engine(data)
-            if isinstance(message, Stop):
-                return
-            if isinstance(message, Abort):
-                if engine.abort(message.request_id) and not engine.scheduler.has_work:
-                    # No later step will report that the memory is free.
-                    mailbox.send(StepResults([], engine.stats()))
-            else:
-                _submit(engine, message, mailbox)
-        accepted, refused = engine.queue_followed()
-        for request_id in accepted:
-            mailbox.send(Accepted(request_id))
-        _refuse(refused, mailbox)
+    loop = Loop(engine, mailbox)
+    while not mailbox.is_orphaned and loop.read():
         if engine.scheduler.has_work:
-            result = engine.run_step()
-            mailbox.send(StepResults(result.outcomes, result.stats))
-            _refuse(result.failed, mailbox)
-            if not engine.scheduler.has_work:
-                engine.scheduler.check_invariants()
+            loop.run_step()
+
+
+class Loop:
+    """Steps and messages of an engine.
+
+    If passes run on a device, its results are delivered while the next step's target pass runs, and so are requests
+    taken. Messages from an `Abort` on wait for the end of that step, whose rows must not go.
+    """
+
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+        self._engine, self._mailbox = engine, mailbox
+        self._unread: deque[ToEngine] = deque()
+        self._result: StepResult | None = None
+        """Result of the last step if it has not been delivered."""
+
+    def read(self) -> bool:
+        """Do what the waiting messages ask for; return False at a `Stop`."""
+        self._unread += map(decode_to_engine, self._mailbox.receive(0 if self._unread else _wait_ms(self._engine)))
+        while self._unread:
+            message = self._unread.popleft()
+            if isinstance(message, Stop):
+                self._deliver()
+                return False
+            if isinstance(message, Submit):
+                _submit(self._engine, message, self._mailbox)
+            elif self._engine.abort(message.request_id) and not self._engine.scheduler.has_work:
+                self._deliver()
+                # No later step will report that the memory is free.
+                self._mailbox.send(StepResults([], self._engine.stats()))
+        self._queue_followed()
+        return True
+
+    def run_step(self) -> None:
+        """Run a step, and deliver its results or those of the step before."""
+        engine = self._engine
+        try:
+            result = engine.run_step(self._meanwhile if engine.works_meanwhile else None)
+        finally:  # a step that fails must not take the results of another one with it
+            self._deliver()
+        self._result = result
+        if not engine.works_meanwhile or not engine.scheduler.has_work:
+            self._deliver()
+        if not engine.scheduler.has_work:
+            engine.scheduler.check_invariants()
+
+    def _meanwhile(self) -> None:
+        self._deliver()
+        self._unread += map(decode_to_engine, self._mailbox.receive(0))
+        while self._unread and isinstance(self._unread[0], Submit):
+            _submit(self._engine, self._unread.popleft(), self._mailbox)  # type: ignore[arg-type]
+        self._queue_followed()
+
+    def _deliver(self) -> None:
+        result, self._result = self._result, None
+        if result is not None:
+            self._mailbox.send(StepResults(result.outcomes, result.stats))
+            _refuse(result.failed, self._mailbox)
+
+    def _queue_followed(self) -> None:
+        """Queue the requests whose grammars have been read."""
+        accepted, refused = self._engine.queue_followed()
+        for request_id in accepted:
+            self._mailbox.send(Accepted(request_id))
+        _refuse(refused, self._mailbox)
 
 
 def _submit(engine: Engine, message: Submit, mailbox: Mailbox) -> None:

@@ -5,8 +5,9 @@ It contains no algorithm. It connects the parts, and checks requests when they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,9 +43,15 @@ class StepResult:
     """Results and times of a step."""
 
     outcomes: list[Outcome]
-    stats: StepStats
+    learn: Callable[[], StepStats]
+    """Rest of `Telemetry.end_step`."""
     failed: Failures = ()
     """Requests that could not continue."""
+
+    @cached_property
+    def stats(self) -> StepStats:
+        """Return the state after the step, and its times; the first call learns from them."""
+        return self.learn()
 
 
 class Engine:
@@ -69,6 +76,9 @@ class Engine:
         self.telemetry = Telemetry(scheduler, target.device)
         self.eager = EagerStep(target, drafter)
         self.recorded = RecordedSteps()
+        self.works_meanwhile = target.device.type != "cpu"
+        """Whether a step's passes run on a device while this thread does something else."""
+        self._meanwhile: Callable[[], None] | None = None
         self._ended: list[tuple[str, RequestError]] = []
         """Requests that could not continue in this step."""
 
@@ -90,6 +100,8 @@ class Engine:
             draft = step.draw(plan)
         with phase("target"):  # one pass over every drafted node
             logits_NV = step.forward(plan, draft)
+        if self._meanwhile is not None:
+            self._meanwhile()
         prompt_NV, logits_NV = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # distributions of the target, and the exact rule of each request
             verdict = step.verify(plan, draft, logits_NV)
@@ -104,15 +116,27 @@ class Engine:
         """Return the recorded step that has room for a plan, or else the eager one."""
         return self.recorded.find(plan) or self.eager
 
-    def run_step(self) -> StepResult:
-        """Run one step and measure it."""
+    def run_step(self, meanwhile: Callable[[], None] | None = None) -> StepResult:
+        """Run one step and measure it.
+
+        meanwhile: work between the launch of the target's pass and the wait for its results. It may submit requests,
+        but not abort any: those of this step hold blocks that the device writes. It must read the last result's
+        `stats`, because they learn from that step.
+        """
         self.telemetry.begin_step()
-        outcomes = self.step()
+        self._meanwhile = meanwhile
+        try:
+            outcomes = self.step()
+        finally:
+            self._meanwhile = None
         failed = [*self._end_followed(outcomes), *self._ended]
         self._ended = []
-        stats = self.telemetry.end_step(self.following.num_waiting)
+        learn = self.telemetry.end_step(self.following.num_waiting)
         gone = {request_id for request_id, _ in failed}
-        return StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], stats, failed)
+        result = StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], learn, failed)
+        if meanwhile is None:
+            result.stats  # noqa: B018 (learns)
+        return result
 
     @property
     def draft_runner(self) -> ModelRunner | None:

@@ -7,14 +7,15 @@ step times learns from every step. Answers and dashboards get the figures.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 
 from engine.control.step_work import PLAIN, Shape, StepWork
+from engine.plan import Plan
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
 
@@ -126,6 +127,20 @@ class Pace:
         self._predicted_s = keep * self._predicted_s + predicted_s
 
 
+class _Timed(NamedTuple):
+    """A step that has ended, and its times."""
+
+    plan: Plan
+    draft_s: float
+    rest_s: float
+    """Time of its parts except drafting."""
+    host_s: float
+    """Time around its parts."""
+    started_s: float
+    follows: bool
+    """Whether it followed another one at once."""
+
+
 class Telemetry:
     """Measures the steps of one engine."""
 
@@ -143,8 +158,12 @@ class Telemetry:
         """Begin a step."""
         self.stopwatch.start()
 
-    def end_step(self, num_awaiting_grammar: int) -> StepStats:
-        """End the step that began last. num_awaiting_grammar: requests whose grammars are being read."""
+    def end_step(self, num_awaiting_grammar: int) -> Callable[[], StepStats]:
+        """End the step that began last; return the rest of the work, which learns from its times and makes its
+        statistics. It must be called once, before the next step is committed.
+
+        num_awaiting_grammar: requests whose grammars are being read.
+        """
         watch, scheduler = self.stopwatch, self._scheduler
         wall_s, phases_s = watch.stop(waits=not scheduler.last_plan.sampling_rows)
         self.num_steps += 1
@@ -154,12 +173,18 @@ class Telemetry:
         # Plain decoding has the same planning and messages, without the controller.
         host_s = wall_s - watch.parts_s - self._controlling_s()
         draft_s = phases_s["draft"]
-        plain_s, prompt_s = self._learn(draft_s, watch.parts_s - draft_s, host_s, follows)
-        if plain_s is not None:
-            for row in scheduler.last_plan.rows:
-                if not row.emits and (reading := scheduler.running(row.sequence_id)) is not None:
-                    reading.note_reading(wall_s, plain_s + prompt_s)
-        return self.stats(num_awaiting_grammar, wall_s, plain_s, prompt_s, phases_s)
+        step = _Timed(scheduler.last_plan, draft_s, watch.parts_s - draft_s, host_s, watch.started, follows)
+        now = self.stats(num_awaiting_grammar, wall_s, phases_s)
+
+        def learn() -> StepStats:
+            plain_s, prompt_s = self._learn(step)
+            if plain_s is not None:
+                for row in step.plan.rows:
+                    if not row.emits and (reading := scheduler.running(row.sequence_id)) is not None:
+                        reading.note_reading(wall_s, plain_s + prompt_s)
+            return replace(now, plain_s=plain_s, prompt_s=prompt_s)
+
+        return learn
 
     def pause(self) -> None:
         """Note that the next step does not follow the last one at once: it is not charged for the time between them."""
@@ -169,16 +194,14 @@ class Telemetry:
         self,
         num_awaiting_grammar: int,
         wall_s: float = 0.0,
-        plain_s: float | None = None,
-        prompt_s: float = 0.0,
         phases_s: dict[str, float] | None = None,
     ) -> StepStats:
         """Return the state, with the times of the last step if there was one."""
         scheduler = self._scheduler
         return StepStats(
             wall_s=wall_s,
-            plain_s=plain_s,
-            prompt_s=prompt_s,
+            plain_s=None,
+            prompt_s=0.0,
             phases_s=phases_s or {},
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + num_awaiting_grammar,
@@ -195,13 +218,13 @@ class Telemetry:
         before_s, self._controlled_s = self._controlled_s, controller.spent_s if controller is not None else 0.0
         return max(0.0, self._controlled_s - before_s)
 
-    def _learn(self, draft_s: float, rest_s: float, host_s: float, follows: bool) -> tuple[float | None, float]:
-        """Return (duration of a plain step over the last plan's rows that emit, time of that plan's prompts).
+    def _learn(self, step: _Timed) -> tuple[float | None, float]:
+        """Return (duration of a plain step over the plan's rows that emit, time of that plan's prompts).
 
-        It is (None, 0) if no times were measured. draft_s, rest_s: times of the step's parts; host_s: time around
-        them; follows: whether the step followed another one at once.
+        It is (None, 0) if no times were measured.
         """
-        times, plan = self._scheduler.times, self._scheduler.last_plan
+        plan, draft_s, rest_s, host_s, started_s, follows = step
+        times = self._scheduler.times
         if times is None:
             return None, 0.0
         if not plan.sampling_rows:
@@ -222,5 +245,5 @@ class Telemetry:
                 prompt_s += host_s - times.host.usual_s(work)
         if follows:
             self._pace.add(work, draft_s + rest_s + host_s, predicted_s)
-        times.observe(work, draft_s, rest_s, self.stopwatch.started, host_s if follows else None)
+        times.observe(work, draft_s, rest_s, started_s, host_s if follows else None)
         return plain_s, prompt_s
