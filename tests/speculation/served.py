@@ -21,7 +21,7 @@ from torch import Tensor
 
 from analysis.enumeration import EveryChain, Path, RuleOutcome, TabularModel, rule_outcomes
 from engine.kernels.choosing import choose
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TargetShifts
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, ProbsTable, TargetShifts
 from engine.plan import TargetShift
 from engine.speculation.drafting import children, method_below
 from engine.speculation.rule_facts import MOST_LIKELY
@@ -172,9 +172,16 @@ def moved(part: Any, device: torch.device) -> Any:
 class Batch:
     """Requests of several kinds in turn, through a rule step by step."""
 
-    def __init__(self, kinds: Sequence[RequestCase], num_requests: int, seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[RequestCase],
+        num_requests: int,
+        seed: int,
+        dtype: torch.dtype,
+        kernels: Kernels = KERNELS,
+    ) -> None:
         """num_requests: of every kind."""
-        self.kinds = kinds
+        self.kinds, self.kernels = kinds, kernels
         # As the engine has it; other laws than the engine's are verified by plain operations.
         self._knows_shape = dtype == torch.float32
         self.nodes = WorldNodes.of([kind.world for kind in kinds], dtype)
@@ -239,12 +246,12 @@ class Batch:
             tokens_CL,
             length_B.repeat_interleave(count_B),
             torch.arange(len(request_B)).repeat_interleave(count_B),
-            ProbsTable(self.nodes.draft_NV, node_CX[:, :length], KERNELS),
+            ProbsTable(self.nodes.draft_NV, node_CX[:, :length], self.kernels),
             leads_CL if is_tree else None,
             None if self.shifts is None else self.shifts.select(request_B.repeat_interleave(count_B)),
             shape if is_tree or self._knows_shape else None,
         )
-        return chains, ProbsTable(self.nodes.target_NV, node_CX, KERNELS)
+        return chains, ProbsTable(self.nodes.target_NV, node_CX, self.kernels)
 
     def _draw(
         self, kind: RequestCase, chain_RK: Tensor, node_R: Tensor, tokens_CL: Tensor, leads_CL: Tensor, node_CX: Tensor
@@ -255,7 +262,7 @@ class Batch:
         for depth, count in enumerate(kind.fanout):
             uniform = torch.from_numpy(self.chance.random((node_RW.numel(), count)))
             method = method_below(kind.method, count)
-            token_RW = children(KERNELS, method, self.nodes.draft_NV[node_RW.reshape(-1)], uniform).reshape(
+            token_RW = children(self.kernels, method, self.nodes.draft_NV[node_RW.reshape(-1)], uniform).reshape(
                 len(node_R), -1
             )
             node_RW = self.nodes.child_NV[node_RW.repeat_interleave(count, 1), token_RW]

@@ -13,12 +13,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,17 +26,17 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
-from engine.kernels.protocol import ChainNoise, ProbsTable
+from engine.kernels.protocol import ChainNoise, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
 from engine.plan import level_widths
 from engine.request import Speculation, TextDraft
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.text_drafts import Below, below, refuse
 from tests.grid import FAMILIES
-from tests.speculation import served
 from tests.speculation.exact import from_prefix
-from tests.speculation.served import Fit, fit, small_world
+from tests.speculation.served import KERNELS, Fit, fit, small_world
 from tests.speculation.test_served_steps import VOCABULARY, row_of, step
+from tests.wrong import instead
 
 ALPHA = 1e-6
 NUM_ROWS = 3_000
@@ -238,7 +236,7 @@ def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> End
         )
         for script in itertools.product(range(3), repeat=length + 1):
             branches = Branches(script)
-            with patch.object(node, "categorical", branches):
+            with instead(node, "categorical", lambda _, *operands, branches=branches: branches(*operands)):
                 verdict = RULES[drafting.rule].verify(rest.chains, rest.target, rest.noise)
             found = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), branches.chance, strict=True)
             for (weight, _), (chain, accepted, chance) in zip(trees, found, strict=True):
@@ -271,28 +269,22 @@ def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, pa
     assert found > 1e-4 if is_read else found < 1e-12
 
 
-def sampled(drafting: Drafting, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
+def sampled(drafting: Drafting, kernels: Kernels = TORCH, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
     """Return the fit of the results of many rows' steps to the enumeration."""
     fields = {"speculation": drafting.speculation, "fanout": drafting.fanout, "text_drafts": TEXT_DRAFTS}
-    emissions = step([row_of(seed + i, fields) for i in range(num_rows)], world=WORLD)[1]
+    emissions = step([row_of(seed + i, fields) for i in range(num_rows)], world=WORLD, kernels=kernels)[1]
     return fit([(emission.accepted, emission.next_token) for emission in emissions], expected(drafting))
-
-
-def plain() -> AbstractContextManager[Any]:
-    """No kernels."""
-    return patch.object(served, "KERNELS", TORCH)
 
 
 @pytest.mark.parametrize("drafting", [in_gate(one, one not in BY_NODES) for one in EVERY[:-1]], ids=str)
 def test_what_a_step_serves_is_the_enumerated_law(drafting: Drafting) -> None:
-    with plain():
-        assert sampled(drafting).p_value > ALPHA
+    assert sampled(drafting).p_value > ALPHA
 
 
 @pytest.mark.parametrize("drafting", CHAINS, ids=str)
 def test_kernels_serve_the_enumerated_law(drafting: Drafting) -> None:
     """Those of the device: Numba's on a CPU."""
-    assert sampled(drafting, seed=NUM_ROWS).p_value > ALPHA
+    assert sampled(drafting, KERNELS, seed=NUM_ROWS).p_value > ALPHA
 
 
 @pytest.mark.slow
@@ -301,18 +293,17 @@ def test_triton_s_race_serves_the_enumerated_law() -> None:
     triton = pytest.importorskip("engine.kernels.triton_kernels")
     mixed = TorchKernels()
     mixed.race = triton.TritonKernels().race  # type: ignore[method-assign]
-    with patch.object(served, "KERNELS", mixed):
-        assert sampled(CHAINS[-1], num_rows=300).p_value > ALPHA
+    assert sampled(CHAINS[-1], mixed, num_rows=300).p_value > ALPHA
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [TORCH, KERNELS], ids=["plain", "kernels"])
 @pytest.mark.parametrize("part", PARTS[1:])
-def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: bool) -> None:
+def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Kernels) -> None:
     """`leads_CL` is not among its operands: rules by nodes read it."""
-    with nullcontext() if kernels else plain(), patch.object(verifying, "below", unshifted(part)):
-        assert sampled(CHAINS[-1], num_rows=1_000).p_value < ALPHA
+    with instead(verifying, "below", lambda _, *operands: unshifted(part)(*operands)):
+        assert sampled(CHAINS[-1], kernels, num_rows=1_000).p_value < ALPHA
 
 
 def test_a_step_whose_leaders_are_not_shifted_is_rejected() -> None:
-    with plain(), patch.object(verifying, "below", unshifted("leads_CL")):
+    with instead(verifying, "below", lambda _, *operands: unshifted("leads_CL")(*operands)):
         assert sampled(Drafting("greedy", "greedy", (1, 3))).p_value < ALPHA

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from engine.kernels.torch_kernels import TORCH
 from engine.speculation.verification import RULES
 from engine.speculation.verification.longest_match import verify_certain
 from tests.engine import tiny
+from tests.wrong import instead
 
 VOCABULARY, LENGTH, NUM_REQUESTS, NUM_CHAINS = 3, 4, 300, 3
 
@@ -99,8 +99,7 @@ def test_wrong_variants_are_found_out(wrong: str) -> None:
 
 def test_the_shortest_match_is_found_out() -> None:
     chains, target, noise = drawn()
-    winners = TORCH.winners
-    with patch.object(TORCH, "winners", lambda chains, score_C, *rest: winners(chains, -score_C, *rest)):
+    with instead(TORCH, "winners", lambda winners, chains, score_C, *rest: winners(chains, -score_C, *rest)):
         assert texts(chains, verify_certain(chains, target, noise)) != right(chains)
 
 

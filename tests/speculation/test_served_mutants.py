@@ -7,25 +7,22 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels import torch_block
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH
-from engine.speculation import verification
 from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.rrs import rrs
 from tests.grid import FAMILIES, grid
-from tests.speculation import served
-from tests.speculation.served import Fit, RequestCase
+from tests.speculation.served import KERNELS, Batch, Fit, RequestCase
 from tests.speculation.test_served_rules import ALPHA, WORLDS, fits, fits_of, kinds_with_layers
+from tests.wrong import instead
 
 Patch = AbstractContextManager[Any]
 
@@ -36,29 +33,28 @@ greedy_block, kseq, ot_lp, traversal, weighted_race = (
 )
 
 
-def verifying(rule: str, verify: Callable[[Chains, ProbsTable, ChainNoise], ChainVerdict]) -> Patch:
+def verifying(wrong: Callable[[Chains, ProbsTable, ChainNoise], ChainVerdict]) -> Patch:
     """Another function in the rule's place."""
-    return patch.object(verification, "RULES", {**RULES, rule: msgspec.structs.replace(RULES[rule], verify=verify)})
+    return instead(Batch, "run", lambda run, batch, _, *rest: run(batch, wrong, *rest))
 
 
 def at_nodes(rule: str, node_rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Patch:
     """Another law of the emitted token."""
-    return patch.object(RULES[rule].verify, "node_rule", node_rule)
+    return instead(RULES[rule].verify, "node_rule", lambda _, *operands: node_rule(*operands))
 
 
 def other_noise(rule: str, change: Callable[[ChainNoise], ChainNoise]) -> Patch:
     """Numbers that decide about something else, too."""
     verify = RULES[rule].verify
-    return verifying(rule, lambda chains, target, noise: verify(chains, target, change(noise)))
+    return verifying(lambda chains, target, noise: verify(chains, target, change(noise)))
 
 
 def weights_of_one() -> Patch:
     """`stop_chains` draws from (p - q)+ where (w p - q)+ is right."""
-    right = TORCH.draw_residual
-    return patch.object(
+    return instead(
         TORCH,
         "draw_residual",
-        lambda chains, target, n, weight, u: right(chains, target, n, torch.ones_like(weight), u),
+        lambda right, chains, target, n, weight, u: right(chains, target, n, torch.ones_like(weight), u),
     )
 
 
@@ -73,22 +69,23 @@ def score_from_acceptance() -> Patch:
 
 def no_lower_end() -> Patch:
     """The race's score goes down to 0 wherever a chain stops."""
-    right = torch_block.score_bounds
 
-    def bounds(*parts: Any) -> tuple[Tensor, Tensor]:
+    def bounds(right: Any, *parts: Any) -> tuple[Tensor, Tensor]:
         lower_C, upper_C = right(*parts)
         return torch.zeros_like(lower_C), upper_C
 
-    return patch.object(torch_block, "score_bounds", bounds)
+    return instead(torch_block, "score_bounds", bounds)
 
 
 def residual_is_the_target() -> Patch:
     """Token verification draws a refused token again from p."""
 
-    def drawn(chains: Chains, target: ProbsTable, accepted_C: Tensor, _: Tensor, uniform_C: Tensor) -> Tensor:
+    def drawn(
+        _right: Any, _: Chains, target: ProbsTable, accepted_C: Tensor, _weight: Tensor, uniform_C: Tensor
+    ) -> Tensor:
         return categorical(target.rows(accepted_C), uniform_C)
 
-    return patch.object(TORCH, "draw_residual", drawn)
+    return instead(TORCH, "draw_residual", drawn)
 
 
 def skipped_duplicates() -> Patch:
@@ -132,48 +129,44 @@ def other_hub() -> Patch:
 
 def no_threshold() -> Patch:
     """The winner of the weighted race is accepted wherever its key lies."""
-    right = weighted_race._weights
 
-    def weights(*parts: Any) -> tuple[Tensor, Tensor]:
+    def weights(right: Any, *parts: Any) -> tuple[Tensor, Tensor]:
         weight_NK, floor_N1 = right(*parts)
         return weight_NK, torch.zeros_like(floor_N1)
 
-    return patch.object(weighted_race, "_weights", weights)
+    return instead(weighted_race, "_weights", weights)
 
 
 def sets_as_if_ordered() -> Patch:
     """The linear program's P(D) without the draws that repeat a token of D."""
-    right = ot_lp.transport_plan
 
-    def plan(target: tuple[float, ...], draft: tuple[float, ...], count: int) -> Any:
+    def plan(right: Any, target: tuple[float, ...], draft: tuple[float, ...], count: int) -> Any:
         sets, mass = right(target, draft, count)
         return {tokens: p if len(tokens) == count else 1.2 * p for tokens, p in sets.items()}, mass
 
-    return patch.object(ot_lp, "transport_plan", plan)
+    return instead(ot_lp, "transport_plan", plan)
 
 
 def forgotten_layers(rule: str) -> Patch:
     """The next step takes the target's law as it was before the block."""
     verify = RULES[rule].verify
-    return verifying(rule, lambda *parts: replace(verify(*parts), shifts=None))
+    return verifying(lambda *parts: replace(verify(*parts), shifts=None))
 
 
 def published_acceptance() -> Patch:
     """The race's winner is judged as a chain that was drawn alone, not as the one selected among several."""
-    right = greedy_block._verify_chosen
-    return patch.object(greedy_block, "_verify_chosen", lambda *parts: right(*parts[:-1], torch.ones_like(parts[-1])))
+    return instead(greedy_block, "_verify_chosen", lambda right, *parts: right(*parts[:-1], torch.ones_like(parts[-1])))
 
 
 def draft_mass_stays() -> Patch:
     """Traversal that leaves a deleted child's mass in its parent's draft law."""
-    right = traversal._delete
 
-    def delete(p_BXV: Tensor, q_BXV: Tensor, *rest: Any) -> None:
+    def delete(right: Any, p_BXV: Tensor, q_BXV: Tensor, *rest: Any) -> None:
         before = q_BXV.clone()
         right(p_BXV, q_BXV, *rest)
         q_BXV.copy_(before)
 
-    return patch.object(traversal, "_delete", delete)
+    return instead(traversal, "_delete", delete)
 
 
 MUTANTS: list[tuple[str, str, str, Callable[[], Patch]]] = [
@@ -181,13 +174,13 @@ MUTANTS: list[tuple[str, str, str, Callable[[], Patch]]] = [
     ("bv_race", "iid", "chains", weights_of_one),
     ("bv_race", "iid", "chains", score_from_acceptance),
     ("bv_race", "iid", "chains", no_lower_end),
-    ("block", "iid", "chains", lambda: patch.object(torch_block, "_accept", lambda *parts: parts[-1])),
+    ("block", "iid", "chains", lambda: instead(torch_block, "_accept", lambda *parts: parts[-1])),
     ("token", "iid", "chains", residual_is_the_target),
     ("nss", "iid", "chains", lambda: at_nodes("nss", lambda target, draft, *_: draft)),
     ("nss", "greedy", "trees", lambda: at_nodes("nss", lambda target, draft, *_: draft)),
     ("rrs", "iid", "generic", skipped_duplicates),
     ("rrs_without_replacement", "without_replacement", "generic", lambda: at_nodes("rrs_without_replacement", rrs)),
-    ("kseq", "iid", "chains", lambda: patch.object(kseq, "solve_rho", lambda p, q, count: torch.ones_like(count))),
+    ("kseq", "iid", "chains", lambda: instead(kseq, "solve_rho", lambda *parts: torch.ones_like(parts[-1]))),
     ("spechub", "spechub", "chains", pairs_the_wrong_way_round),
     ("spechub", "spechub", "trees", other_hub),
     ("spechub", "spechub", "trees", pairs_the_wrong_way_round),
@@ -207,11 +200,12 @@ GENERIC = ((0, (4,)), (3, (3, 1)), (6, (3,)), (0, (2, 2)))
 """Worlds without corners, and the shapes that meet them: where duplicates and several refusals are common."""
 
 
-def fits_under(rule: str, method: str, shapes: str) -> tuple[Fit, Fit]:
+def fits_under(rule: str, method: str, shapes: str, kernels: Kernels = KERNELS) -> tuple[Fit, Fit]:
     """Check a rule as in the gate, or with generic laws only."""
     if shapes != "generic":
-        return fits_of(rule, method, shapes, 0)
-    return fits(rule, [RequestCase(WORLDS[4][world], fanout, method) for world, fanout in GENERIC], num_requests=60_000)
+        return fits_of(rule, method, shapes, 0, kernels)
+    cases = [RequestCase(WORLDS[4][world], fanout, method) for world, fanout in GENERIC]
+    return fits(rule, cases, num_requests=60_000, kernels=kernels)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +213,8 @@ def fits_under(rule: str, method: str, shapes: str) -> tuple[Fit, Fit]:
 )
 def test_wrong_rules_are_rejected(rule: str, method: str, shapes: str, wrong: Callable[[], Patch]) -> None:
     """Wrong variants of the plain operations; kernels have other ones."""
-    with wrong(), patch.object(served, "KERNELS", TORCH):
-        assert min(found.p_value for found in fits_under(rule, method, shapes)) < ALPHA
+    with wrong():
+        assert min(found.p_value for found in fits_under(rule, method, shapes, TORCH)) < ALPHA
 
 
 @pytest.mark.parametrize(
@@ -249,6 +243,5 @@ def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> N
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_older_layers_must_not_be_forgotten(rule: str) -> None:
     """The wrong variant: after a block only its own change holds, although an older one's window goes on."""
-    right = greedy_block.shifts_after
-    with patch.object(greedy_block, "shifts_after", lambda chains, plain, _, *rest: right(chains, plain, [], *rest)):
+    with instead(greedy_block, "shifts_after", lambda right, chains, plain, _, *rest: right(chains, plain, [], *rest)):
         assert min(found.p_value for found in fits(rule, kinds_with_layers(rule))) < ALPHA

@@ -16,17 +16,15 @@ import torch
 
 from analysis.enumeration import RuleOutcome
 from engine.drafting.numbers import draw_numbers, noise_of
-from engine.kernels.protocol import ChainNoise, Chains
+from engine.kernels.protocol import ChainNoise, Chains, Kernels
 from engine.kernels.torch_kernels import TORCH
-from engine.speculation import verification
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs
 from engine.speculation.verification.traversal import leaders
 from tests.grid import FAMILIES, grid
-from tests.speculation import served
 from tests.speculation.exact import from_prefix, outcomes_of
-from tests.speculation.served import Batch, Fit, NoiseOf, RequestCase, first_law, fit, small_world, text_law
+from tests.speculation.served import KERNELS, Batch, Fit, NoiseOf, RequestCase, first_law, fit, small_world, text_law
 
 ALPHA = 1e-6
 NUM_REQUESTS = 66_000
@@ -75,26 +73,28 @@ def fits(
     num_requests: int = NUM_REQUESTS // 2,
     num_tokens: int = 3,
     noise: NoiseOf | None = None,
+    kernels: Kernels = KERNELS,
 ) -> tuple[Fit, Fit]:
     """Return the fit of a served rule's first steps to the enumeration, and of its texts to the target's law, over
     all cases.
     """
-    batch = Batch(kinds, num_requests // len(kinds), 1, dtype)
+    batch = Batch(kinds, num_requests // len(kinds), 1, dtype, kernels)
     steps, texts = Fit(), Fit()
-    for kind, emitted in zip(kinds, batch.run(verification.RULES[rule].verify, num_tokens, noise), strict=True):
+    for kind, emitted in zip(kinds, batch.run(RULES[rule].verify, num_tokens, noise), strict=True):
         if kind.is_enumerable(rule):
             steps += fit(emitted.first, first_law(kind.outcomes(rule, dtype)))
         texts += fit(emitted.text, text_law(kind, num_tokens))
     return steps, texts
 
 
-def fits_of(rule: str, method: str, shapes: str, turn: int) -> tuple[Fit, Fit]:
+def fits_of(rule: str, method: str, shapes: str, turn: int, kernels: Kernels = KERNELS) -> tuple[Fit, Fit]:
     """Those of one of CASES: laws as a serving engine has them, in float32, and as the enumeration has them."""
     kinds, dtype = kinds_of(rule, method, shapes, turn), torch.float64 if turn else torch.float32
     if RULES[rule].max_vocabulary is None:
-        return fits(rule, kinds, dtype, NUM_REQUESTS // sum(case[:2] == (rule, method) for case in CASES))
+        num_requests = NUM_REQUESTS // sum(case[:2] == (rule, method) for case in CASES)
+        return fits(rule, kinds, dtype, num_requests, kernels=kernels)
     # One token: the laws of later positions would be too many programs.
-    return fits(rule, kinds, dtype, NUM_REQUESTS // 2 if shapes == "chains" else 2000, num_tokens=1)
+    return fits(rule, kinds, dtype, NUM_REQUESTS // 2 if shapes == "chains" else 2000, num_tokens=1, kernels=kernels)
 
 
 IN_THE_GATE = [case for case in CASES if case[0] in FAMILIES and case[-1] == 0]
@@ -161,7 +161,7 @@ def test_seeds_give_the_same_law(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", grid(["token", "block", "bv_race"], {"block"}))
-def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_decide_as_rows_do(rule: str) -> None:
     """Few requests, because Triton's interpreter is slow, but every draft and every decision is the same.
 
     All the other tests of this file go through the compiled kernels of their device where laws are in float32.
@@ -169,14 +169,11 @@ def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> 
     triton = pytest.importorskip("engine.kernels.triton_kernels")
     kinds = kinds_of(rule, "iid", "chains", 0)
 
-    def emitted() -> list[tuple[list[object], list[object]]]:
-        batch = Batch(kinds, 6, seed=2, dtype=torch.float32)
+    def emitted(kernels: Kernels) -> list[tuple[list[object], list[object]]]:
+        batch = Batch(kinds, 6, seed=2, dtype=torch.float32, kernels=kernels)
         return [(list(one.first), list(one.text)) for one in batch.run(RULES[rule].verify, 1)]
 
-    monkeypatch.setattr(served, "KERNELS", TORCH)
-    plain = emitted()
-    monkeypatch.setattr(served, "KERNELS", triton.TritonKernels())
-    assert emitted() == plain
+    assert emitted(triton.TritonKernels()) == emitted(TORCH)
 
 
 @pytest.mark.parametrize("rule", RULES)

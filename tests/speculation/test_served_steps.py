@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,14 +26,14 @@ from engine.kernels.protocol import ChainNoise, Chains, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.plan import Emission, Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
-from engine.sampling.noise import Purpose, uniform
+from engine.sampling.noise import Purpose
 from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.text_drafts import below, refuse, walk
 from tests.sampling.test_distribution import reference
-from tests.speculation import served
-from tests.speculation.served import Batch, Fit, RequestCase, fit, small_world
+from tests.speculation.served import KERNELS, Batch, Fit, RequestCase, fit, small_world
+from tests.wrong import instead
 
 ALPHA = 1e-6
 NUM_ROWS = 2_000
@@ -117,11 +116,13 @@ def row_of(number: int, fields: dict[str, Any]) -> Row:
     )
 
 
-def step(rows: Sequence[Row], most_unmerged: int = 0, world: TabularModel = WORLD) -> tuple[Draft, list[Emission]]:
+def step(
+    rows: Sequence[Row], most_unmerged: int = 0, world: TabularModel = WORLD, kernels: Kernels = KERNELS
+) -> tuple[Draft, list[Emission]]:
     """Draft and verify the rows in one step."""
     plan = Plan(tuple(rows))
     drafter = ModelDrafter(LookedUp(world))  # type: ignore[arg-type]
-    draft = draw_chains(plan, drafter, VOCABULARY, CPU, served.KERNELS, most_unmerged)
+    draft = draw_chains(plan, drafter, VOCABULARY, CPU, kernels, most_unmerged)
     assert draft is not None
     assert (draft.tokens_M is None) == (most_unmerged == 0)
     paths: list[Path] = []
@@ -182,19 +183,14 @@ def test_the_law_needs_no_merging_of_equal_nodes() -> None:
 
 def test_tokens_of_other_nodes_are_rejected() -> None:
     """The target verifies, and the host accepts, what each node's own chain has drawn."""
-    places = drafting_module._places
-
-    def of_the_neighbour(*operands: Any) -> Any:
-        return np.roll(places(*operands), 1)
-
     drafting_module.layout_of.cache_clear()
-    with patch.object(drafting_module, "_places", of_the_neighbour):
+    with instead(drafting_module, "_places", lambda places, *operands: np.roll(places(*operands), 1)):
         found = fits(("bv_race with text drafts", "without replacement"), 1, MANY)
     drafting_module.layout_of.cache_clear()
     assert min(one.p_value for one in found.values()) < ALPHA
 
 
-def shared_numbers(seed: Any, position: Any, purpose: Any, chain: Any = 0, depth: Any = 0) -> Any:
+def shared_numbers(uniform: Any, seed: Any, position: Any, purpose: Any, chain: Any = 0, depth: Any = 0) -> Any:
     """One number for following a text draft and for drawing the next token."""
     return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.TEXT_DRAFT else purpose, chain, depth)
 
@@ -205,7 +201,7 @@ def shared_numbers(seed: Any, position: Any, purpose: Any, chain: Any = 0, depth
 )
 def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
     """One variant verifies with the whole law after a refused text draft; another uses one number twice."""
-    with patch.object(verifying, name, wrong):
+    with instead(verifying, name, wrong):
         assert min(found.p_value for found in fits(("text drafts alone", "bv_race with text drafts")).values()) < ALPHA
 
 

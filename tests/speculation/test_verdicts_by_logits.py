@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from tests.kernels.test_kernel_mutants import BLOCK, ROWS, kernels_with
 from tests.speculation import test_served_steps as served
 from tests.speculation.served import Fit, fit
 from tests.speculation.test_served_steps import ALPHA, NUM_TOKENS, VOCABULARY, drafts, row_of, step
+from tests.wrong import calls_of, instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 
@@ -71,8 +71,9 @@ def fits(seed: int = 0) -> dict[str, Fit]:
 
 
 def test_rows_have_the_target_s_law() -> None:
-    with patch.object(verifying, "target_distributions", side_effect=AssertionError("the kernel makes the laws")):
+    with calls_of(verifying, "target_distributions") as calls:
         assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
+    assert calls == [], "the kernel makes the laws"
 
 
 WRONG = {
@@ -88,25 +89,25 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", grid(WRONG, {"one number for two decisions"}))
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
-    with patch.object(numba_block, "decide", kernels_with(*WRONG[wrong]).decide):
+    kernels = kernels_with(*WRONG[wrong])
+    with instead(numba_block, "decide", lambda _, *operands: kernels.decide(*operands)):
         assert min(found.p_value for found in fits().values()) < ALPHA
 
 
 def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _: None) -> list[tuple[Any, ...]]:
     """(emissions, largest numbers) of the kernel, and of the general path, for the same drafts and logits."""
     found: list[tuple[Any, ...]] = []
-    logits: list[torch.Tensor] = []
 
-    def verify(rows: Sequence[Any], draft: Draft, logits_NV: torch.Tensor) -> tuple[Draft, list[Emission], Any]:
+    def verify(
+        original: Any, rows: Sequence[Any], draft: Draft, logits_NV: torch.Tensor
+    ) -> tuple[Draft, list[Emission], Any]:
         change(logits_NV)
-        logits.append(logits_NV)
         for takes in (True, False):
-            with patch.object(NumbaKernels, "takes_logits", lambda *_, takes=takes: takes):
+            with instead(NumbaKernels, "takes_logits", lambda *_, takes=takes: takes):
                 found.append(original(rows, draft, logits_NV.clone()))
         return found[0]
 
-    original: Any = verifying._verify
-    with patch.object(verifying, "_verify", verify):
+    with instead(verifying, "_verify", verify):
         step(rows)
     return [one[1:] for one in found]
 
@@ -143,8 +144,8 @@ def test_numbers_that_are_not_finite_are_found(number: float, kind: str) -> None
 )
 def test_other_rows_take_the_general_path(fields: dict[str, Any]) -> None:
     with (
-        patch.object(numba_block, "decide", side_effect=AssertionError("not of these rows")),
-        patch.object(verifying, "target_distributions", wraps=verifying.target_distributions) as laws,
+        calls_of(numba_block, "decide") as decisions,
+        calls_of(verifying, "target_distributions") as laws,
     ):
         step([row_of(0, KINDS["block"]), row_of(1, fields)])
-    assert laws.call_count == 1
+    assert (len(decisions), len(laws)) == (0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from analysis.node_enumeration import draft_tuples
 from engine.speculation import theory
 from tests.speculation.test_node_rules import emitted, random_laws
+from tests.wrong import instead
 
 # The package exports the rule under its module's name.
 race = importlib.import_module("engine.speculation.verification.weighted_race")
@@ -193,11 +195,10 @@ def test_emits_the_target_law(seed: int, n: int, vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["all weights equal", "no threshold"])
-def test_a_race_without_its_weights_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_without_its_weights_is_caught(wrong: str) -> None:
     p, q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.2, 0.2, 0.2, 0.4])
-    right = race._weights
 
-    def broken(table: object, place_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def broken(right: Any, table: object, place_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight_NK, floor_N1 = right(table, place_NK)
         if wrong == "no threshold":
             return weight_NK, torch.zeros_like(floor_N1)
@@ -205,8 +206,8 @@ def test_a_race_without_its_weights_is_caught(wrong: str, monkeypatch: pytest.Mo
 
     law, _ = emitted(race.weighted_race, p, q, draft_tuples("iid", q, 3), 3)
     np.testing.assert_allclose(law, p, atol=1e-10)
-    monkeypatch.setattr(race, "_weights", broken)
-    law, _ = emitted(race.weighted_race, p, q, draft_tuples("iid", q, 3), 3)
+    with instead(race, "_weights", broken):
+        law, _ = emitted(race.weighted_race, p, q, draft_tuples("iid", q, 3), 3)
     assert np.abs(law - p).sum() / 2 > 1e-3
 
 

@@ -1,0 +1,78 @@
+"""Wrong variants of the code that serves, which a test must notice, and notes of its calls.
+
+Tests replace functions of the project here alone. What is outside it (clocks, the machine, libraries) is replaced with
+pytest's `monkeypatch`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from engine.kernels.choosing import choose
+from engine.speculation.verification import RULES, Verify
+from engine.step import verify as verifying
+
+
+def instead(owner: Any, name: str, variant: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Run a wrong variant of a function or method, temporarily.
+
+    owner: its module, class or object; variant: called with the right function, and then with the operands (for a
+    method of a class, its object first).
+    """
+    right = getattr(owner, name)
+    if not callable(right):
+        raise TypeError(f"{name} is no function: give the test another argument, or a smaller model")
+
+    def wrong(*operands: Any, **named: Any) -> Any:
+        return variant(right, *operands, **named)
+
+    # On its class a static method stays one; elsewhere what is found is called as it is.
+    is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
+    return patch.object(owner, name, staticmethod(wrong) if is_static else wrong)
+
+
+class Call(NamedTuple):
+    """Operands and result of a call."""
+
+    operands: tuple[Any, ...]
+    result: Any
+
+
+@contextmanager
+def calls_of(owner: Any, name: str) -> Iterator[list[Call]]:
+    """Note the calls of a function, which runs as it is; those that raise are not noted."""
+    calls: list[Call] = []
+
+    def noted(right: Callable[..., Any], *operands: Any, **named: Any) -> Any:
+        result = right(*operands, **named)
+        calls.append(Call((*operands, *named.values()), result))
+        return result
+
+    with instead(owner, name, noted):
+        yield calls
+
+
+def by_distributions() -> AbstractContextManager[Any]:
+    """Let steps compute distributions and verify with `RULES`, as they do for rules that have no kernel from logits."""
+    from tests.engine.tiny import DEVICE
+
+    return instead(type(choose(DEVICE)), "takes_logits", lambda *_: False)
+
+
+@contextmanager
+def wrong_rule(name: str, variant: Verify) -> Iterator[None]:
+    """Let steps verify with a wrong variant of a rule."""
+    right = RULES[name].verify
+
+    def parts(
+        verified_together: Callable[..., Any], *operands: Any, **named: Any
+    ) -> Iterator[tuple[Verify, list[int]]]:
+        for verify, numbers in verified_together(*operands, **named):
+            yield variant if verify is right else verify, numbers
+
+    with by_distributions(), instead(verifying, "verified_together", parts):
+        yield
