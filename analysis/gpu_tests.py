@@ -33,14 +33,14 @@ _AT_ONCE = 8
 _ROOT = Path(__file__).parents[1]
 
 
-def run_file(name: str, limit_s: float) -> dict[str, Any]:
-    """Run a file's tests to their end or their time limit."""
+def run_file(name: str, limit_s: float, root: Path = _ROOT) -> dict[str, Any]:
+    """Run a file's tests to their end or their time limit. root: the checkout."""
     options = ["-v", "--color=no", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, f"tests/{name}.py"]
     began = time.monotonic()
     try:
         done = subprocess.run(
-            command, cwd=_ROOT, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
+            command, cwd=root, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
         )
         ended, output = f"ended with {done.returncode}", done.stdout + done.stderr
     except subprocess.TimeoutExpired as stopped:
@@ -61,14 +61,14 @@ def outcomes(output: str) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run all files; the arguments are the JSON document to write and the time limit in seconds."""
-    document, deadline = Path(arguments[0]), time.monotonic() + float(arguments[1])
+def run_files(names: Sequence[str], document: Path, limit_s: float, root: Path = _ROOT) -> None:
+    """Run the tests of files of a checkout, and write the results as JSON after each file."""
+    deadline = time.monotonic() + limit_s
     found: dict[str, Any] = {"failures": [], "files": {}}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         started = {
-            pool.submit(lambda name: run_file(name, max(1.0, deadline - time.monotonic())), name): name
-            for name in FILES
+            pool.submit(lambda name: run_file(name, max(1.0, deadline - time.monotonic()), root), name): name
+            for name in names
         }
         for one in as_completed(started):
             name, result = started[one], one.result()
@@ -77,6 +77,11 @@ def main(arguments: Sequence[str]) -> int:
                 which = [*result["failed"], *(f"{test} (running)" for test in result["running"])]
                 found["failures"].append(f"{name} {result['ended']}: {', '.join(which) or 'no test is to blame'}")
             document.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all files; the arguments are the JSON document to write and the time limit in seconds."""
+    run_files(FILES, Path(arguments[0]), float(arguments[1]))
     return 0
 
 

@@ -9,11 +9,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
+
+from tests.wrong import instead
 
 # They give another view of a tensor, or memory without numbers.
 _FREE = {
@@ -57,13 +58,12 @@ def counted_launches() -> Iterator[Counter[str]]:
     """Count launches by name."""
     launches: Counter[str] = Counter()
     mode = _Counting(launches)
-    run = GridExecutor.__call__
 
-    def launch(self: GridExecutor, *operands: Any, **constants: Any) -> None:
-        launches[self.fn.__name__] += 1
+    def launch(run: Any, kernel: GridExecutor, *operands: Any, **constants: Any) -> None:
+        launches[kernel.fn.__name__] += 1
         mode.counts = False
-        run(self, *operands, **constants)
+        run(kernel, *operands, **constants)
         mode.counts = True
 
-    with patch.object(GridExecutor, "__call__", launch), mode:
+    with instead(GridExecutor, "__call__", launch), mode:
         yield launches

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,11 +19,16 @@ from engine.step import verify as verifying
 
 
 def instead(owner: Any, name: str, variant: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Run a wrong variant of a function or method, temporarily.
+    """Run a wrong variant of a function, method or property, temporarily.
 
-    owner: its module, class or object; variant: called with the right function, and then with the operands (for a
-    method of a class, its object first).
+    owner: its module (or the module's name), class or object; variant: called with the right function, and then with
+    the operands (for a method of a class, its object first).
     """
+    owner = import_module(owner) if isinstance(owner, str) else owner
+    right = inspect.getattr_static(owner, name)
+    if isinstance(right, property):
+        getter = right.fget
+        return patch.object(owner, name, property(lambda one: variant(getter, one)))
     right = getattr(owner, name)
     if not callable(right):
         raise TypeError(f"{name} is no function: give the test another argument, or a smaller model")

@@ -23,7 +23,7 @@ from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT, FAST, exponential, from_order, order
 from engine.kernels.protocol import Filters
 
-_TILE = 1024
+TILE = 1024
 _SMALL_TILE = 64
 """Tokens whose largest logit decides whether top-k looks at them."""
 _DIGIT = 10
@@ -49,9 +49,9 @@ def distribution_of(logits, temperature, distribution):
         largest = max(largest, order(logits[column]))
     most = from_order(largest)
     total = 0.0
-    for start in range(0, width, _TILE):
+    for start in range(0, width, TILE):
         of_tile = np.float32(0)
-        for column in range(start, min(start + _TILE, width)):
+        for column in range(start, min(start + TILE, width)):
             # The largest is subtracted first: at tiny temperatures the quotients alone would overflow.
             log = (logits[column] - most) / temperature
             share = exponential(log)
@@ -232,13 +232,13 @@ def draw_from(target, draft, weight, of_surplus, uniform):
     It is the first whose cumulative mass exceeds `uniform` times the sum, as in `draw.categorical`.
     """
     width = len(target)
-    num_tiles = (width + _TILE - 1) // _TILE
+    num_tiles = (width + TILE - 1) // TILE
     sums = np.empty(num_tiles)
     while True:
         total = 0.0
         for tile in range(num_tiles):
-            start = tile * _TILE
-            sums[tile] = sum_of(target, draft, weight, of_surplus, start, min(start + _TILE, width))
+            start = tile * TILE
+            sums[tile] = sum_of(target, draft, weight, of_surplus, start, min(start + TILE, width))
             total += sums[tile]
         if total > 0 or not of_surplus:
             break
@@ -252,8 +252,8 @@ def draw_from(target, draft, weight, of_surplus, uniform):
             so_far += sums[tile]
             if so_far > bound:
                 break
-    token = chosen * _TILE
-    for column in range(token, min(token + _TILE, width)):
+    token = chosen * TILE
+    for column in range(token, min(token + TILE, width)):
         mass = np.float64(mass_of(target, draft, weight, of_surplus, column))
         if mass > 0:
             token = column

@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.kernels import triton_rows
 from engine.kernels.triton_rows import scaled_of
 
-_TILE = 2048
+TILE = 2048
 _DIGITS = tl.constexpr(16)
 _ROUNDS = 8
 _INFINITY = tl.constexpr(0x7F800000)
@@ -134,7 +134,7 @@ def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
         num_tiles = sums.shape[2]
         _keep[(num_rows, num_tiles)](
             probs_NV, top_p_N, lowest, sums, kept_NV, width, num_rows, num_tiles, _ROUNDS,
-            tile=_TILE, tiles=triton.next_power_of_2(num_tiles),
+            tile=TILE, tiles=triton.next_power_of_2(num_tiles),
         )  # fmt: skip
     return kept_NV
 
@@ -170,14 +170,14 @@ def _searched(
 ) -> tuple[Tensor, Tensor]:
     """Return ([rounds, N] the least candidate, [rounds, N, tiles, digits] sums at and above each) of all rounds."""
     num_rows, width = number_NV.shape
-    num_tiles, num_parts = triton.cdiv(width, _TILE), largest_NT.shape[1]
+    num_tiles, num_parts = triton.cdiv(width, TILE), largest_NT.shape[1]
     lowest = torch.empty((_ROUNDS, num_rows), dtype=torch.int64, device=number_NV.device)
     sums = torch.empty((_ROUNDS, num_rows, num_tiles, 16), dtype=torch.float64, device=number_NV.device)
     for number in range(_ROUNDS):
         _narrow[(num_rows, num_tiles)](
             number_NV, largest_NT, temperature_N, wanted_N, lowest, sums,
             width, number_NV.stride(0), num_rows, num_tiles, num_parts, number,
-            tile=_TILE, tiles=triton.next_power_of_2(num_tiles), parts=triton.next_power_of_2(max(1, num_parts)),
+            tile=TILE, tiles=triton.next_power_of_2(num_tiles), parts=triton.next_power_of_2(max(1, num_parts)),
             by_count=by_count,
         )  # fmt: skip
     return lowest, sums

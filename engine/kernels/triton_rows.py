@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 1024
-_LAW_TILE = 4096
+SOFTMAX_TILE = 4096
 
 
 @triton.jit
@@ -167,10 +167,10 @@ def softmax(
     assert probs_NV.is_contiguous(), "a distribution's rows must be contiguous"
     if num_rows:
         temperature_N = temperature_N.contiguous()
-        num_tiles = triton.cdiv(width, _LAW_TILE)
+        num_tiles = triton.cdiv(width, SOFTMAX_TILE)
         largest_NT, total_NT = torch.empty((2, num_rows, num_tiles), dtype=torch.float32, device=logits_NV.device)
         operands, sizes = (logits_NV, temperature_N, largest_NT, total_NT), (width, logits_NV.stride(0), num_tiles)
-        constants = {"tile": _LAW_TILE, "tiles": triton.next_power_of_2(num_tiles)}
+        constants = {"tile": SOFTMAX_TILE, "tiles": triton.next_power_of_2(num_tiles)}
         grid, edge_N, has_edges = (num_rows, num_tiles), temperature_N, edges_of is not None
         _sum_exponentials[grid](*operands, edge_N, *sizes, **constants, has_edges=False)
         if edges_of is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 
@@ -12,6 +12,7 @@ from analysis import pair as analysis
 from analysis.__main__ import main
 from analysis.report import recommend
 from tests.server.tiny_models import TinyModels, write_pair
+from tests.wrong import calls_of, instead
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,9 @@ def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.Cap
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
     # The same command again measures nothing: every cell is there.
-    with patch.object(analysis, "usual_s", side_effect=AssertionError("measured again")):
+    with calls_of(analysis, "usual_s") as measured:
         assert main(words) == 0
+    assert not measured
     assert json.loads(capsys.readouterr().out)["cells"] == cells
 
     # Other settings do not mix with it.
@@ -68,16 +70,21 @@ def test_the_named_shapes_and_trees_are_measured(
     assert [cell["nodes_per_pass"] <= most for cell, most in zip(cells, (4, 6, 4, 6), strict=True)] == [True] * 4
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 def test_an_interrupted_analysis_goes_on(models: TinyModels, tmp_path: Path) -> None:
     words = arguments(models, tmp_path)
-    with patch.object(analysis, "_measure_times", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with instead(analysis, "_measure_times", interrupted), pytest.raises(KeyboardInterrupt):
         main(words)
     saved = json.loads((tmp_path / "out" / "pair.json").read_text())
     assert len(saved["runs"]) == 18
     assert not saved["times"]
-    with patch.object(analysis, "answers_of", side_effect=AssertionError("ran again")):
+    with calls_of(analysis, "answers_of") as answered:
         assert main(words) == 0
+    assert not answered
 
 
 def test_recommendations_say_off_where_nothing_pays() -> None:

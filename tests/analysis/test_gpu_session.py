@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from analysis.load import Load
 from loadtest import environment
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
+from tests.wrong import instead
 
 DRY = Setting("cpu", "tiny", "tiny", 256, 0.01)
 TINY = ["--device", "cpu", "--target", "tiny", "--draft", "tiny", "--vocabulary", "256"]
@@ -51,9 +52,9 @@ def test_a_session_imports_only_what_it_names() -> None:
     subprocess.run([sys.executable, "-c", program, *missing], check=True, cwd=ROOT)
 
 
-def test_all_missing_modules_are_named_at_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(gpu_session, "find_spec", lambda name: None if name in ("msgspec", "tqdm") else True)
-    assert gpu_session.main([]) == 2
+def test_all_missing_modules_are_named_at_once(capsys: Any) -> None:
+    with instead(gpu_session, "find_spec", lambda _, name: None if name in ("msgspec", "tqdm") else True):
+        assert gpu_session.main([]) == 2
     assert "has no msgspec, tqdm;" in capsys.readouterr().err
 
 
@@ -65,9 +66,7 @@ def test_the_tests_of_a_session_name_what_failed_and_what_was_running(
         "import os\ndef test_good(): pass\ndef test_bad(): assert False\ndef test_dies(): os._exit(3)"
     )
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setattr(gpu_tests, "_ROOT", tmp_path)
-    monkeypatch.setattr(gpu_tests, "FILES", ("test_bad",))
-    assert gpu_tests.main([str(tmp_path / "tests.json"), "500"]) == 0
+    gpu_tests.run_files(["test_bad"], tmp_path / "tests.json", 500, tmp_path)
     found = json.loads((tmp_path / "tests.json").read_text())
     assert found["failures"] == [
         "test_bad ended with 3: tests/test_bad.py::test_bad, tests/test_bad.py::test_dies (running)"
@@ -117,15 +116,15 @@ def test_a_section_that_ends_badly_leaves_what_it_had(
     assert "first: 1" in (tmp_path / "trace.log").read_text()
 
 
-def test_a_fall_back_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_fall_back_is_a_failure(tmp_path: Path, capsys: Any) -> None:
     findings = SectionResults(tmp_path / "found.json")
     gpu_sections.require_all(findings, {"kernels for rows": True, "whole steps": False})
     findings.add("first", 1)
     left = json.loads((tmp_path / "found.json").read_text())
     assert left == {"failures": ["whole steps: not used"], "first": 1}
     assert "first: 1" in capsys.readouterr().out
-    monkeypatch.setattr(gpu_session, "run_section", lambda *_: {"ended": "ended", "seconds": 1, "found": left})
-    assert gpu_session.main([*TINY, "--part", "3", "--output", str(tmp_path)]) == 1
+    with instead(gpu_session, "run_section", lambda *_: {"ended": "ended", "seconds": 1, "found": left}):
+        assert gpu_session.main([*TINY, "--part", "3", "--output", str(tmp_path)]) == 1
     assert "whole steps: not used" in capsys.readouterr().out
     document = json.loads((tmp_path / "gpu-part-3.json").read_text())
     assert document["sections"]["record"]["found"] == left
@@ -136,7 +135,7 @@ def test_recorded_steps_serve_the_arms() -> None:
     """An arm is an engine around the models of one that has recorded steps; without them it would be a slow one."""
     pytest.importorskip("triton")
     target = tiny.llama(1, layers=1)
-    with tiny.with_paged_models(), patch("engine.step.building.recorded_drafts", lambda *_: [(0, 0), (1, 2)]):
+    with tiny.with_recorded_steps([(0, 0), (1, 2)]):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_num_seqs=2)
     made = arms.make_arms(engine, ["off", "block:1x2"], Machine().points(), Load([tuple(range(5, 20))], 8, 1.0))
     for arm in made.values():
@@ -175,19 +174,21 @@ def test_quantised_weights_are_measured_beside_the_others(tmp_path: Path) -> Non
     assert all(0 < one["probe_distance"] < 1 and one["check"]["num_answers"] == 200 for one in of.values())
 
 
-def test_a_record_is_written_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sections, "measure_points", lambda *_: [])
-    monkeypatch.setattr(gpu_sections, "build", lambda *_: MagicMock())
-    monkeypatch.setattr(gpu_sections.arms, "check_room", lambda *_: None)
+def test_a_record_is_written_cell_by_cell(tmp_path: Path) -> None:
     seen = []
 
-    def measure(make: Any, load: Any, concurrency: int, *_: Any) -> dict[str, Any]:
+    def measure(_right: Any, make: Any, load: Any, concurrency: int, *_: Any) -> dict[str, Any]:
         seen.append(json.loads(output.read_text()).get("cells", []) if output.exists() else [])
         return {"concurrency": concurrency, "arms": {"off": {"share_of_recorded_steps": 0.1}}}
 
-    monkeypatch.setattr(gpu_sections.arms, "measure", measure)
     output = tmp_path / "record.json"
-    assert gpu_sections.main(["record", str(output), *TINY]) == 0
+    with (
+        instead(gpu_sections, "measure_points", lambda *_: []),
+        instead(gpu_sections, "build", lambda *_: MagicMock()),
+        instead(gpu_sections.arms, "check_room", lambda *_: None),
+        instead(gpu_sections.arms, "measure", measure),
+    ):
+        assert gpu_sections.main(["record", str(output), *TINY]) == 0
     assert [len(cells) for cells in seen] == [0, 1]
     assert [cell["concurrency"] for cell in json.loads(output.read_text())["cells"]] == [1, 2]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from engine.attention.groups import Group, _group, groups_of
+from engine.attention.groups import Group, groups_of
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, StepLayout, build
 from engine.models import runner
 from engine.models.probe import find_kv_shape
@@ -19,6 +19,7 @@ from engine.models.runner import ModelRunner
 from engine.speculation.topology import merge_chains
 from tests.models.test_architectures import COMMON
 from tests.models.test_lean import randomised
+from tests.wrong import instead
 
 BLOCK_SIZE = 4
 Spoil = Callable[[Group], Group]
@@ -49,32 +50,32 @@ def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
     return prompts, steps
 
 
-def logits(
-    loaded: Any, alone: bool, monkeypatch: pytest.MonkeyPatch, spoil: Spoil = lambda group: group
-) -> torch.Tensor:
+def logits(loaded: Any, alone: bool, spoil: Spoil = lambda group: group) -> torch.Tensor:
     made: list[Group] = []
 
-    def grouped(batch: StepLayout, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
+    def grouped(
+        groups_of: Any, batch: StepLayout, block_size: int, token_bytes: int, device: torch.device
+    ) -> list[Group]:
         if alone:
-            return [_group(batch, np.array([number]), block_size, device) for number in range(len(batch.sequences))]
+            return groups_of(batch, block_size, 1 << 60, device)
         groups = groups_of(batch, block_size, token_bytes, device)
         made.extend(group for group in groups if group.shape[0] > 1)
         return [spoil(group) if group.shape[0] > 1 else group for group in groups]
 
-    monkeypatch.setattr(runner, "groups_of", grouped)
     model = ModelRunner(loaded.model, find_kv_shape(loaded), 200, BLOCK_SIZE, loaded.vocab_size)
     prompts, steps = passes()
-    model.forward(prompts)
-    result = model.forward(steps)
+    with instead(runner, "groups_of", grouped):
+        model.forward(prompts)
+        result = model.forward(steps)
     assert bool(made) is not alone
     return result
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_attending_together_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attending_together_changes_no_number(name: str) -> None:
     loaded = randomised(CONFIGS[name], seed=5)
-    alone = logits(loaded, True, monkeypatch)
-    together = logits(loaded, False, monkeypatch)
+    alone = logits(loaded, True)
+    together = logits(loaded, False)
     assert torch.allclose(alone, together, atol=1e-4, rtol=1e-4)
 
 
@@ -93,10 +94,10 @@ WRONG: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_comparison_has_teeth(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_has_teeth(wrong: str) -> None:
     loaded = randomised(CONFIGS["window"], seed=5)
-    alone = logits(loaded, True, monkeypatch)
-    assert not torch.allclose(alone, logits(loaded, False, monkeypatch, WRONG[wrong]), atol=1e-4, rtol=1e-4)
+    alone = logits(loaded, True)
+    assert not torch.allclose(alone, logits(loaded, False, WRONG[wrong]), atol=1e-4, rtol=1e-4)
 
 
 def sequence(num_queries: int, num_keys: int) -> SequenceInput:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 from tests.models.test_architectures import COMMON  # noqa: E402
 from tests.models.test_lean import randomised  # noqa: E402
+from tests.wrong import calls_of, instead  # noqa: E402
 
 PAGE = 4
 CASES: dict[str, Any] = {
@@ -53,6 +54,11 @@ def paged_of(parts: list[SequenceInput]) -> Paged:
     return paged
 
 
+def in_parts(count: int, num_keys: int = 16) -> AbstractContextManager[Any]:
+    """Read texts in a number of parts of so few keys that a short text has several."""
+    return instead(triton_attention, "parts_of", lambda *_: (count, num_keys))
+
+
 @pytest.mark.parametrize("name", grid(CASES, {"window and softcap"}))
 def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
     """Prompts, then single tokens and trees of nine sequences in scattered pages."""
@@ -64,23 +70,14 @@ def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
 def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
     """It is compiled for blocks of a size."""
     loaded = randomised(CASES["llama"], seed=5)
-    right, sizes = triton_attention.attend_paged, set()
-
-    def attend(paged: Paged, *operands: Any) -> torch.Tensor:
-        sizes.add(paged.page_size)
-        return right(paged, *operands)
-
-    with patch.object(triton_attention, "attend_paged", attend):
+    with calls_of(triton_attention, "attend_paged") as calls:
         assert probe(loaded, find_kv_shape(loaded), paged=True, block_size=block_size) < 0.5
-    assert sizes == {block_size}
+    assert {operands[0].page_size for operands, _ in calls} == {block_size}
 
 
 @pytest.mark.parametrize(("window", "parts"), grid([(None, 1), (None, 3), (50, 1), (50, 3)], {(50, 3)}))
-def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
-    window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(window: int | None, parts: int) -> None:
     """NaN behind the tile would make the results NaN."""
-    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (parts, 16))
     count, known, clean = 90, 40, 64
     blocks = list(range(-(-(known + count) // PAGE)))
     part = SequenceInput(list(range(count)), known, blocks, NO_NODES, slice(0))
@@ -93,7 +90,8 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
     for tensor in (storage.keys, storage.values):
         tensor[:, known + clean :] = torch.nan
     paged = paged_of([part])
-    found = triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), window)[0].cpu().double()
+    with in_parts(parts):
+        found = triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), window)[0].cpu().double()
     assert triton_attention.tile_queries_of(count, 3, torch.float32) == 8
     assert (found[:clean] - expected).abs().max() < 1e-5
 
@@ -158,10 +156,10 @@ def reference(
     ),
 )
 def test_attention_in_every_number_format_equals_torch(
-    name: str, dtype: torch.dtype, tolerance: float, parts: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, tolerance: float, parts: int
 ) -> None:
-    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (parts, 16))
-    check(operands(dtype, 150), ScoreOptions(), tolerance)
+    with in_parts(parts):
+        check(operands(dtype, 150), ScoreOptions(), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +174,11 @@ def test_attention_in_every_number_format_equals_torch(
         {("both", 100, 1)},
     ),
 )
-def test_what_models_add_to_attention(
-    kind: str, window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (parts, 16))
+def test_what_models_add_to_attention(kind: str, window: int | None, parts: int) -> None:
     sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
-    check(operands(torch.float32, 130, window), ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks), 1e-5)
+    options = ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks)
+    with in_parts(parts):
+        check(operands(torch.float32, 130, window), options, 1e-5)
 
 
 def test_keys_before_the_first_are_not_seen() -> None:
@@ -217,12 +214,11 @@ def test_long_texts_are_read_in_parts() -> None:
     assert parts_of(32_768, 5000)[0] == 1
 
 
-def test_a_long_text_has_parts_and_short_ones_beside_it_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_has_parts_and_short_ones_beside_it_have_one() -> None:
     """Results of parts without keys are neither written nor read: they are NaN here."""
-    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (4, 64))
-    outputs, empty = [], torch.empty
+    outputs: list[torch.Tensor] = []
 
-    def unset(*size: Any, **kind: Any) -> torch.Tensor:
+    def unset(empty: Any, *size: Any, **kind: Any) -> torch.Tensor:
         outputs.append(empty(*size, **kind).fill_(torch.nan))
         return outputs[-1]
 
@@ -239,7 +235,7 @@ def test_a_long_text_has_parts_and_short_ones_beside_it_have_one(monkeypatch: py
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     query = torch.randn((1, 6, 6, 24), generator=generator).to(tiny.DEVICE)
-    with patch.object(torch, "empty", unset):
+    with in_parts(4, 64), instead(torch, "empty", unset):
         check((parts, storage, query, None), ScoreOptions(), 1e-5)
     written = outputs[0].isfinite().all(-1).all(-1)
     assert written.sum(0).tolist() == [3, 3, 1, 1, 2, 2]

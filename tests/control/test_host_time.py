@@ -10,6 +10,7 @@ from engine.control.host_time import HostTime
 from engine.control.step_time import StepTimes
 from engine.control.step_work import StepWork
 from tests.scheduling.machine import Machine, chains
+from tests.wrong import instead
 
 DRAFTING = 1.6
 """Factor of the machine below; not the one that is believed at first."""
@@ -44,9 +45,9 @@ def test_a_contrast_of_one_request_holds_for_many_which_never_decode_plainly() -
         assert host.usual_s(work) == pytest.approx(true_s(work), rel=0.1)
 
 
-def test_one_time_for_all_steps_is_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_time, "_slopes", lambda _: np.array([1.0, 0.0]))
-    assert after_a_start(HostTime()).usual_s(plain(16)) > 1.4 * true_s(plain(16))
+def test_one_time_for_all_steps_is_found_wrong() -> None:
+    with instead(host_time, "_slopes", lambda *_: np.array([1.0, 0.0])):
+        assert after_a_start(HostTime()).usual_s(plain(16)) > 1.4 * true_s(plain(16))
 
 
 def test_steps_in_which_some_requests_draft_lie_between() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from distill import losses
 from distill.__main__ import main, parser, settings_of, shape_of, sizes_of
 from distill.heads import KINDS, new_head
 from distill.losses import LOSSES, Losses, TextBatch
-from distill.memories import BlockMemory
 from distill.target import Target
 from distill.texts import Texts, TextSizes, sample_batch
 from distill.training import Training, TrainingPlan
 from engine.models.heads.loading import head_config, load_head
 from engine.models.loading import load
 from tests.engine import tiny
+from tests.wrong import calls_of, instead
 
 VOCABULARY, LENGTH, DEPTH = 97, 24, 3
 TAPS = (1, 2, 4)
@@ -95,17 +94,18 @@ def test_losses_are_of_the_logits_that_are_served(target: Target, texts: Texts, 
 @pytest.mark.parametrize(
     ("kind", "function", "wrong"),
     [
-        ("eagle3", "memories._moved", lambda part, distance: part),  # K and V of other chains' rows
-        ("eagle3", "losses._after", lambda part: part),  # the state at the token itself
+        ("eagle3", "memories._moved", lambda _, part, _distance: part),  # K and V of other chains' rows
+        ("eagle3", "losses._after", lambda _, part: part),  # the state at the token itself
         # the context's state at the anchor, which is not known yet
-        ("dspark", "losses.BlockMemory", lambda anchors, size, causal: BlockMemory(anchors + 1, size, causal)),
+        ("dspark", "losses.BlockMemory", lambda memory, anchors, *rest: memory(anchors + 1, *rest)),
     ],
 )
 def test_wrong_rows_are_found(
     target: Target, texts: Texts, tmp_path: Path, kind: str, function: str, wrong: Any
 ) -> None:
     training = training_of(target, texts, kind, tmp_path / "checkpoint.pt")
-    with patch(f"distill.{function}", wrong):
+    module, _, name = f"distill.{function}".rpartition(".")
+    with instead(module, name, wrong):
         assert error_of_logits(training, texts) > 1e-2
 
 
@@ -125,14 +125,10 @@ def error_of_logits(training: Training, texts: Texts) -> float:
 
 def _losses_of(training: Training, batch: TextBatch, recorded: list[torch.Tensor]) -> Losses:
     """Losses, and the logits that they are of."""
-
-    def record(student: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        recorded.append(student.detach())
-        return plain(student, *others)
-
-    plain = losses.distillation_loss
-    with patch.object(losses, "distillation_loss", record), torch.no_grad():
-        return LOSSES[training.kind](training.head, batch, DEPTH, 0.5, torch.Generator().manual_seed(1))
+    with calls_of(losses, "distillation_loss") as calls, torch.no_grad():
+        found = LOSSES[training.kind](training.head, batch, DEPTH, 0.5, torch.Generator().manual_seed(1))
+    recorded += [operands[0] for operands, _ in calls]
+    return found
 
 
 def _anchors(batch: TextBatch) -> list[int]:

@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from engine.control.step_work import StepWork
 from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.request_checks import with_fixed_shape
 from engine.scheduling.sequence import Sequence
 from engine.step.engine import Engine
@@ -38,6 +36,7 @@ from tests.engine.test_output_distribution import (
 )
 from tests.grid import grid
 from tests.scheduling.machine import Machine
+from tests.wrong import by_distributions, instead
 
 __all__ = ["pair"]
 
@@ -95,19 +94,14 @@ def test_joint_distribution_of_three_tokens(
 
 def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: chains that begin with a certain token are not verified."""
-    target_distributions = verifying.target_distributions
 
-    def anticipating(rows: Any, draft: Any, logits_NV: Any) -> Any:
+    def anticipating(target_distributions: Any, rows: Any, draft: Any, logits_NV: Any) -> Any:
         if draft.layout.max_length:
             length_C = draft.chains.length_C.masked_fill(draft.chains.tokens_CL[:, 0] == 1, 0)
             object.__setattr__(draft, "chains", dataclasses.replace(draft.chains, length_C=length_C))
         return target_distributions(rows, draft, logits_NV)
 
-    # Usual steps have no distributions apart from their verdict.
-    with (
-        patch.object(verifying, "target_distributions", anticipating),
-        patch.object(verifying, "_are_plain", lambda *_: False),
-    ):
+    with by_distributions(), instead(verifying, "target_distributions", anticipating):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=4000)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
@@ -213,7 +207,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
         engine = tiny.build(TARGET, TARGET, budget=64)
         engine.scheduler.controller = Told(TIMES, 16)
         requests = [tiny.request(str(n), range(5, 5 + n), adaptive("block", 1), 80) for n in (12, 33)]
-        with patch("engine.scheduling.rows.draft_from", begins):
+        with instead("engine.scheduling.rows", "draft_from", begins):
             found = tiny.run(engine, requests)
         plain = tiny.run(tiny.build(TARGET, None), [replace(one, speculation=tiny.OFF) for one in requests])
         assert found.tokens == plain.tokens
@@ -221,7 +215,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
         # The last step of an answer emits no more than was asked for.
         return [one.num_accepted == one.draft_length for one in drafting if one.finish_reason is None]
 
-    right, wrong = run(draft_from), run(lambda sequence: sequence.num_target_computed)
+    right, wrong = run(lambda draft_from, one: draft_from(one)), run(lambda _, one: one.num_target_computed)
     assert len(right) > 20
     assert all(right)
     assert not all(wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from engine.errors import NON_FINITE
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
 from engine.step.engine import Engine
-from engine.step.report import split_prompts
 from tests.engine import tiny
+from tests.wrong import instead
 
 SHAPES = {
     "plain": Speculation(),
@@ -51,11 +52,11 @@ def run(machine: Engine, asked: list[Any]) -> tuple[dict[str, list[int]], dict[s
     return tokens, errors
 
 
-def breaking(number: float, monkeypatch: pytest.MonkeyPatch, step: int = STEP) -> None:
+def breaking(number: float, step: int = STEP) -> AbstractContextManager[Any]:
     """The target's logits of one request have such a number, once, at this step."""
     steps = 0
 
-    def broken(plan: Any, draft: Any, logits_NV: torch.Tensor) -> Any:
+    def broken(split_prompts: Any, plan: Any, draft: Any, logits_NV: torch.Tensor) -> Any:
         nonlocal steps
         steps += 1
         prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
@@ -65,22 +66,20 @@ def breaking(number: float, monkeypatch: pytest.MonkeyPatch, step: int = STEP) -
             logits_NV[(first + end) // 2, 7] = number
         return prompt_logprobs, logits_NV
 
-    monkeypatch.setattr("engine.step.engine.split_prompts", broken)
+    return instead("engine.step.engine", "split_prompts", broken)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("most_unmerged", [0, 100])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_only_the_broken_request_ends(
-    shape: str, most_unmerged: int, temperature: float, number: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_broken_request_ends(shape: str, most_unmerged: int, temperature: float, number: float) -> None:
     asked = requests(SHAPES[shape], temperature=temperature)
     expected, _ = run(engine(), asked)
     machine = engine()
     machine.eager.most_unmerged = most_unmerged
-    breaking(number, monkeypatch)
-    tokens, errors = run(machine, asked)
+    with breaking(number):
+        tokens, errors = run(machine, asked)
     assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}
     assert expected[BAD][: len(tokens[BAD])] == tokens[BAD]
     assert len(tokens[BAD]) < 20
@@ -92,13 +91,13 @@ def test_only_the_broken_request_ends(
     ("shape", "at_once"),
     [("block", True), ("bv_race", True), ("block", False), ("bv_race", False), ("tree", False)],
 )
-def test_a_draft_models_numbers_count_too(shape: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_models_numbers_count_too(shape: str, at_once: bool) -> None:
     """With NaN in the draft's distribution the rule's own sums would mean nothing."""
-    draw, num_drawn = Levels.draw, 0
+    num_drawn = 0
 
-    def broken_distribution(self: Levels, *operands: Any) -> torch.Tensor:
+    def broken_distribution(draw: Any, *operands: Any) -> Any:
         nonlocal num_drawn
-        tokens_CL, probs_NV = draw(self, *operands), operands[-1]
+        tokens_CL, probs_NV = draw(*operands), operands[-1]
         num_drawn += 1
         if num_drawn == 2:
             probs_NV[1] = float("nan")  # below the second request's root
@@ -109,38 +108,37 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool, monkeypatch
     machine = engine()
     runner = machine.draft_runner
     assert runner is not None
-    original = ModelRunner.run
     calls = 0
 
-    def broken(self: ModelRunner, *args: Any) -> torch.Tensor:
+    def broken(run: Any, of: ModelRunner, *operands: Any) -> Any:
         nonlocal calls
-        logits_NV = original(self, *args)
-        if self is runner:
+        logits_NV = run(of, *operands)
+        if of is runner:
             calls += 1
             if calls == 2:
                 logits_NV[len(logits_NV) // 4] = float("nan")  # of the second request's chains
         return logits_NV
 
-    if at_once:
-        monkeypatch.setattr(Levels, "draw", broken_distribution)
-    else:
-        monkeypatch.setattr(Levels, "takes", lambda *_: False)
-        monkeypatch.setattr(ModelRunner, "run", broken)
-    tokens, errors = run(machine, asked)
+    with ExitStack() as stack:
+        if at_once:
+            stack.enter_context(instead(Levels, "draw", broken_distribution))
+        else:
+            stack.enter_context(instead(Levels, "takes", lambda *_: False))
+            stack.enter_context(instead(ModelRunner, "run", broken))
+        tokens, errors = run(machine, asked)
     assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}
     del expected[BAD], tokens[BAD]
     assert tokens == expected
 
 
-def test_broken_keys_and_values_are_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_keys_and_values_are_wiped() -> None:
     """The next owner of the blocks answers as if nothing had been there."""
     asked = requests(SHAPES["bv_race"])
     expected, _ = run(engine(num_blocks=32), asked)
     machine = engine(num_blocks=32)
     steps = 0
-    carry_out = machine.carry_out
 
-    def poisoned(plan: Any) -> Any:
+    def poisoned(carry_out: Any, plan: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == STEP:
@@ -152,8 +150,8 @@ def test_broken_keys_and_values_are_wiped(monkeypatch: pytest.MonkeyPatch) -> No
                     runner.storage.keys[:, slots] = runner.storage.values[:, slots] = float("nan")
         return carry_out(plan)
 
-    monkeypatch.setattr(machine, "carry_out", poisoned)
-    tokens, errors = run(machine, asked)
+    with instead(machine, "carry_out", poisoned):
+        tokens, errors = run(machine, asked)
     assert list(errors) == [BAD]
     assert {name: tokens[name] for name in "023"} == {name: expected[name] for name in "023"}
     for runner in (machine.target, machine.draft_runner):
@@ -164,28 +162,28 @@ def test_broken_keys_and_values_are_wiped(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("shape", ["plain", "bv_race"])
-def test_who_shares_a_beginning_with_a_broken_request_keeps_it(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_shares_a_beginning_with_a_broken_request_keeps_it(shape: str) -> None:
     """Neighbours hold the same blocks, and who asks the same later finds them, or computes them again."""
     beginning = range(5, 45)
     asked = [tiny.request(str(i), [*beginning, 50 + i], SHAPES[shape], 20, seed=i, temperature=1.0) for i in range(3)]
     expected = {one.request_id: run(engine(), [one])[0][one.request_id] for one in asked}
     machine = engine()
     run(machine, [tiny.request("first", beginning, SHAPES[shape], 2)])
-    breaking(float("nan"), monkeypatch)
-    tokens, errors = run(machine, asked)
+    with breaking(float("nan")):
+        tokens, errors = run(machine, asked)
     assert list(errors) == [BAD]
     assert {name: tokens[name] for name in "02"} == {name: expected[name] for name in "02"}
     assert run(machine, asked)[0] == expected
 
 
-def test_a_broken_request_whose_blocks_all_belong_to_others_too_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_request_whose_blocks_all_belong_to_others_too_ends_alone() -> None:
     """Nothing of it can be wiped. Its prompt fills whole blocks, which a longer one that comes with it shares."""
     machine = engine()
     size = machine.facts.block_size
     short = tiny.request("1", range(5, 5 + 2 * size), SHAPES["plain"], 4, temperature=1.0)
     longer = tiny.request("0", range(5, 10 + 2 * size), SHAPES["plain"], 4, temperature=1.0)
     expected = run(engine(), [longer])[0]
-    breaking(float("nan"), monkeypatch, step=1)
-    tokens, errors = run(machine, [short, longer])
+    with breaking(float("nan"), step=1):
+        tokens, errors = run(machine, [short, longer])
     assert list(errors) == [BAD]
     assert tokens["0"] == expected["0"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from engine.step.profile_cache import read_profile
 from engine.step.telemetry import Stopwatch
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
+from tests.wrong import instead
 
 DRAFTS = Speculation(rule="bv_race", num_drafts=3, draft_length=3, adaptive=True)
 
@@ -202,20 +205,21 @@ def first_points() -> list[Point]:
 
 
 @pytest.fixture
-def measures_once(first_points: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+def measures_once(first_points: list[Point]) -> Iterator[None]:
     """Measuring again finds the same."""
-    monkeypatch.setattr(calibration, "measure_points", lambda *_: first_points)
+    with instead(calibration, "measure_points", lambda *_: first_points):
+        yield
 
 
-def take(monkeypatch: pytest.MonkeyPatch, kept: Any, *factors: float) -> None:
+def taking(kept: Any, *factors: float) -> AbstractContextManager[Any]:
     """Let plain steps take this multiple of the stored time: of one row, and of several."""
     plain = {work.rows: rest_s + draft_s for work, draft_s, rest_s in reversed(kept) if work == work.plain}
 
-    def steps(_: Engine, plans: list[Plan], *__: Any) -> list[tuple[float, dict[str, float]]]:
+    def steps(_right: Any, _: Engine, plans: list[Plan], *__: Any) -> list[tuple[float, dict[str, float]]]:
         ((rows,),) = {(len(plan.rows),) for plan in plans}
         return [(plain[rows] * factors[rows > 1], {"draft": 0.0})]
 
-    monkeypatch.setattr(calibration, "middle_steps", steps)
+    return instead(calibration, "middle_steps", steps)
 
 
 @pytest.mark.parametrize(
@@ -234,15 +238,15 @@ def take(monkeypatch: pytest.MonkeyPatch, kept: Any, *factors: float) -> None:
 )
 @pytest.mark.usefixtures("measures_once")
 def test_a_machine_that_is_faster_or_slower_as_a_whole_is_not_measured_again(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factors: tuple[float, float], why: str | None
+    engine: Engine, tmp_path: Path, factors: tuple[float, float], why: str | None
 ) -> None:
     """One factor corrects that; points that have changed differently are measured again, and the log says why."""
     _, kept = measured(engine, tmp_path)
-    take(monkeypatch, kept, *factors)
     config = EngineConfig(model=ModelConfig(target="t"), profile_cache=str(tmp_path))
     said: list[str] = []
     works = [StepWork(rows=1, text=33), StepWork(rows=4, text=400)]
-    seconds = measure(engine, config, DRAFTS, said.append).step_s(works)
+    with taking(kept, *factors):
+        seconds = measure(engine, config, DRAFTS, said.append).step_s(works)
     if why is None:
         assert said == ["using the measurements of an earlier start"]
         assert seconds == pytest.approx(StepTimes(kept).step_s(works) * sum(factors) / 2)
@@ -253,11 +257,10 @@ def test_a_machine_that_is_faster_or_slower_as_a_whole_is_not_measured_again(
 
 
 @pytest.mark.usefixtures("measures_once")
-def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
     _, first = measured(engine, folder)
-    with monkeypatch.context() as patched:
-        take(patched, first, 1.0, 1.0)
+    with taking(first, 1.0, 1.0):
         said, second = measured(engine, folder)
     assert said == ["using the measurements of an earlier start"]
     assert second == first

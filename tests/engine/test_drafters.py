@@ -4,7 +4,8 @@ distribution of the output."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from unittest.mock import MagicMock, patch
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from engine.request import Sampling, Speculation
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
+from tests.wrong import instead
 
 VOCABULARY = 101
 TAPS = (1, 0, 2, NORMED)
@@ -141,31 +143,29 @@ def test_the_target_s_hidden_states_are_where_a_drafter_looks(pair: tuple[Loaded
 def test_hidden_states_that_stay_where_they_were_drafted_are_found_out(
     pair: tuple[LoadedModel, LoadedModel],
 ) -> None:
-    keep = KVTensors.keep
+    def without_hidden(keep: Any, tensors: KVTensors, moves: Sequence[KVMoves]) -> None:
+        if tensors.hidden is None:
+            keep(tensors, moves)
+            return
+        before = tensors.hidden.clone()
+        keep(tensors, moves)
+        tensors.hidden.copy_(before)
 
-    def without_hidden(self: KVTensors, moves: Sequence[KVMoves]) -> None:
-        moved, self._moved = self._moved, [self.keys, self.values]
-        keep(self, moves)
-        self._moved = moved
-
-    with patch.object(KVTensors, "keep", without_hidden):
+    with instead(KVTensors, "keep", without_hidden):
         engine, texts = drafted(pair, SPECULATIONS["chains"])
     assert largest_error(engine, pair, texts) > 0.1
 
 
 def test_taps_one_layer_off_are_found_out(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    store = KVTensors.store
+    def one_off(store: Any, tensors: KVTensors, tap: int, *rest: Any) -> None:
+        store(tensors, tap if tap == NORMED else tap - 1, *rest)
 
-    def one_off(self: KVTensors, tap: int, slots: Tensor | slice, state_TD: Tensor) -> None:
-        store(self, tap if tap == NORMED else tap - 1, slots, state_TD)
+    def another_place(place_of: Any, of: CpuDecoder, number: int) -> int:
+        last = pair[0].model.config.num_hidden_layers + 1
+        found: int = place_of(of, number if number == last else (number + 1) % last)
+        return found
 
-    place_of = CpuDecoder._place_of
-
-    def another_place(self: CpuDecoder, number: int) -> int:
-        last = self._shape.num_layers + 1
-        return place_of(self, number if number == last else (number + 1) % last)
-
-    with patch.object(KVTensors, "store", one_off), patch.object(CpuDecoder, "_place_of", another_place):
+    with instead(KVTensors, "store", one_off), instead(CpuDecoder, "_place_of", another_place):
         engine, texts = drafted(pair, SPECULATIONS["chains"])
     assert largest_error(engine, pair, texts) > 0.1
 

@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -15,12 +14,12 @@ import torch
 from engine.drafting.chains import draw_chains
 from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
-from engine.models import probe
 from engine.request import Speculation
 from engine.step import building
 from engine.step.eager import target_inputs
 from engine.step.engine import Engine
 from tests.engine import tiny
+from tests.wrong import instead
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 SHAPES = {
@@ -36,9 +35,9 @@ SHAPES = {
 def _as_on_a_device() -> Iterator[None]:
     """Without what a CPU does faster: it looks at memory that no device has."""
     with (
-        patch.object(probe, "BACKENDS", probe.BACKENDS[1:]),
-        patch.object(building, "choose", lambda _: TORCH),
-        patch.object(transfer, "are_here", lambda _: False),
+        tiny.without_cpu_decoder(),
+        instead(building, "choose", lambda *_: TORCH),
+        instead(transfer, "are_here", lambda *_: False),
     ):
         yield
 
@@ -48,18 +47,13 @@ def counted_reads() -> Iterator[Counter[str]]:
     """Counts the calls that would wait for a device."""
     counts: Counter[str] = Counter()
 
-    def counting(name: str) -> object:
-        right = getattr(torch.Tensor, name)
-
-        def read(self: torch.Tensor, *args: object, **kwargs: object) -> object:
-            counts[name] += 1
-            return right(self, *args, **kwargs)
-
-        return read
+    def read(right: Any, *operands: Any, **named: Any) -> Any:
+        counts[right.__name__] += 1
+        return right(*operands, **named)
 
     with contextlib.ExitStack() as stack:
         for name in READS:
-            stack.enter_context(patch.object(torch.Tensor, name, counting(name)))
+            stack.enter_context(instead(torch.Tensor, name, read))
         yield counts
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from unittest.mock import patch
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,10 +12,9 @@ import engine.step.verify as verifying
 from engine.plan import LogitContext
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling import rows
-from engine.scheduling.rows import text_of
 from engine.scheduling.sequence import Sequence
-from engine.step.parts import verified_together
 from tests.engine import tiny
+from tests.wrong import instead
 
 RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 
@@ -75,17 +73,17 @@ def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyp
     grown = tiny.run(tiny.build(*pair, num_blocks=12, max_model_len=70), requests)
     assert grown.num_preemptions > 0
 
-    def counted_anew(sequence: Sequence) -> LogitContext | None:
+    def counted_anew(text_of: Any, sequence: Sequence) -> LogitContext | None:
         return dataclasses.replace(text, counts=None) if (text := text_of(sequence)) else None
 
-    with patch.object(rows, "text_of", counted_anew):
+    with instead(rows, "text_of", counted_anew):
         assert tiny.run(tiny.build(*pair), requests).tokens == grown.tokens
 
 
 def test_verifying_in_small_parts_changes_nothing(pair) -> None:  # type: ignore[no-untyped-def]
     requests = crowd(16)
     whole = tiny.run(tiny.build(*pair), requests)
-    with patch.object(verifying, "verified_together", partial(verified_together, most_bytes=1)):
+    with instead(verifying, "verified_together", lambda right, *operands: right(*operands, most_bytes=1)):
         assert tiny.run(tiny.build(*pair), requests).tokens == whole.tokens
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -21,6 +20,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("launches are counted in Triton's interpreter", allow_module_level=True)
+
+from functools import partial
 
 import engine.step.eager as stepping
 from analysis.device_model import (
@@ -46,13 +47,15 @@ from tests.engine import tiny
 from tests.grid import grid
 from tests.launches import counted_launches
 from tests.models.test_lean import SIZES, randomised
+from tests.wrong import instead
 
 CHAIN = Speculation(rule="block", num_drafts=1, draft_length=5)
 CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 
 
-def made_up(self: ModelRunner, prepared: Pass, _drawn_T: Tensor | None = None) -> Tensor:
-    shape = len(prepared.layout.wanted_N), self.vocab_size
+def without_model(_: Any, runner: ModelRunner, prepared: Pass, _drawn_T: Tensor | None = None) -> Tensor:
+    """Logits of a pass that launches nothing."""
+    shape = len(prepared.layout.wanted_N), runner.vocab_size
     return torch.linspace(0, 3, shape[0] * shape[1]).view(shape)
 
 
@@ -69,21 +72,18 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
         engine.run_step()
     found = []
 
-    def counted(part: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*operands: Any) -> Any:
-            with counted_launches() as launches:
-                result = part(*operands)
-            found.append(launches - Counter(linspace=launches["linspace"]))
-            return result
+    def counted(part: Any, *operands: Any) -> Any:
+        with counted_launches() as launches:
+            result = part(*operands)
+        found.append(launches - Counter(linspace=launches["linspace"]))
+        return result
 
-        return run
-
+    engine.target.kernels = TritonKernels()
     with (
-        patch.object(stepping, "draw_chains", counted(stepping.draw_chains)),
-        patch.object(stepping, "verify_chains", counted(stepping.verify_chains)),
-        patch.object(ModelRunner, "run", made_up),
-        patch.object(transfer, "are_here", lambda _: False),
-        patch.object(engine.target, "kernels", TritonKernels()),
+        instead(stepping, "draw_chains", counted),
+        instead(stepping, "verify_chains", counted),
+        instead(ModelRunner, "run", without_model),
+        instead(transfer, "are_here", lambda *_: False),
     ):
         engine.run_step()
     drafting, verification = found
@@ -108,17 +108,14 @@ def counted_step() -> Iterator[Counter[str]]:
     """All that a step launches: replays, copies in both directions, kernels and operations."""
     with counted_launches() as launches, contextlib.ExitStack() as stack:
 
-        def counting(name: str, run: Callable[..., Any], is_free: bool) -> Callable[..., Any]:
-            def once(*operands: Any) -> Any:
-                before = Counter(launches)
-                result = run(*operands)
-                if is_free:  # what is inside is part of it
-                    launches.clear()
-                    launches.update(before)
-                launches[name] += 1
-                return result
-
-            return once
+        def once(name: str, is_free: bool, run: Any, *operands: Any) -> Any:
+            before = Counter(launches)
+            result = run(*operands)
+            if is_free:  # what is inside is part of it
+                launches.clear()
+                launches.update(before)
+            launches[name] += 1
+            return result
 
         for owner, name, is_free in (
             (RecordedStep, "_replay", True),
@@ -126,8 +123,7 @@ def counted_step() -> Iterator[Counter[str]]:
             (torch, "from_numpy", False),
             (Tensor, "cpu", False),
         ):
-            wrapped = counting(name.strip("_"), getattr(owner, name), is_free)
-            stack.enter_context(patch.object(owner, name, wrapped))
+            stack.enter_context(instead(owner, name, partial(once, name.strip("_"), is_free)))
         yield launches
 
 
@@ -135,8 +131,7 @@ def counted_step() -> Iterator[Counter[str]]:
 def machine() -> Engine:
     """With recorded steps, and kernels that move accepted K/V."""
     target = tiny.llama(1, layers=1)
-    drafts = [(0, 0), (1, 5), (4, 5)]
-    with tiny.with_paged_models(), patch("engine.step.building.recorded_drafts", lambda *_: drafts):
+    with tiny.with_recorded_steps([(0, 0), (1, 5), (4, 5)]):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
     assert engine.draft_runner is not None
@@ -230,12 +225,15 @@ def test_a_layer_of_few_rows_is_ten_kernels() -> None:
     counts = []
     for num_layers in (2, 3):
         loaded = randomised(transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": num_layers}, head_dim=8), seed=3)
-        with patch.object(lean, "use_kernels", lambda *_: True):
+        with instead(lean, "use_kernels", lambda *_: True):
             decoder = LeanDecoder(loaded.model)
         shape = find_kv_shape(loaded)
         runner = ModelRunner(loaded.model, shape, 200, 4, loaded.vocab_size, decoder, paged=True)
         (step,) = runner.prepare([passes()[1][:1]])
-        with counted_launches() as launches, patch("engine.attention.triton_attention.parts_of", lambda *_: (2, 16)):
+        with (
+            counted_launches() as launches,
+            instead("engine.attention.triton_attention", "parts_of", lambda *_: (2, 16)),
+        ):
             runner.run(step)
         counts.append(launches)
     of_layer = counts[1] - counts[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from engine.request import Request, Speculation
 from engine.sampling.distribution import DistributionParameters
 from tests.engine import tiny
 from tests.heads import folders
+from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="drafting on a CPU")
 
@@ -71,12 +73,11 @@ def requests() -> list[Request]:
 class Compared:
     """Calls of a drafter's `draw`, each compared with the loop over levels."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any] = ModelDrafter) -> None:
+    def __init__(self, kind: type[Any] = ModelDrafter) -> None:
         self.num_taken = self.num_equal = self.num_drawn = 0
-        right = kind.draw
 
         def draw(
-            drafter: Any, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+            right: Any, drafter: Any, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
         ) -> tuple[Tensor, ProbsTable] | None:
             found = right(drafter, plan, layout, parameters, uniform_LC)
             if found is None:
@@ -92,7 +93,7 @@ class Compared:
             self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(distributions, table.probs_NV)
             return expected_CL, replace(table, probs_NV=distributions)
 
-        monkeypatch.setattr(kind, "draw", draw)
+        self.calls = instead(kind, "draw", draw)
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +118,14 @@ def test_one_call_gives_what_the_loop_gives(
     head_pair: tuple[Any, Any],
     kind: type[Any],
     together: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With prompts in chunks, prefixes that are shared, requests that end, and some that are preempted."""
-    compared = Compared(monkeypatch, kind)
+    compared = Compared(kind)
     pair = pair if kind is ModelDrafter else head_pair
     engine = tiny.build(*pair, num_blocks=90, budget=48, max_draft_length=5)
-    if together:
-        assert tiny.run(engine, requests()).num_accepted > 0
-    else:
-        for request in requests():
-            tiny.run(engine, [request])
+    with compared.calls:
+        for group in [requests()] if together else [[request] for request in requests()]:
+            assert tiny.run(engine, group).num_accepted > 0 or not together
     assert compared.num_taken > 20
     assert compared.num_equal == compared.num_taken
 
@@ -158,21 +156,18 @@ WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_HEADS])
-def test_a_wrong_call_is_found_out(
-    pair: tuple[Any, Any], head_pair: tuple[Any, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = numba_levels.draw_levels
-    names = right.py_func.__code__.co_varnames[: right.py_func.__code__.co_argcount]
+def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, Any], wrong: str) -> None:
+    names = inspect.signature(numba_levels.draw_levels.py_func).parameters
 
-    def spoilt(*arguments: Any) -> None:
+    def spoilt(right: Any, *arguments: Any) -> None:
         named = dict(zip(names, arguments, strict=True))
         {**WRONG, **WRONG_OF_HEADS}[wrong](named)
         right(*named.values())
 
-    monkeypatch.setattr(numba_levels, "draw_levels", spoilt)
     of_head = wrong in WRONG_OF_HEADS
-    compared = Compared(monkeypatch, EagleDrafter if of_head else ModelDrafter)
-    tiny.run(tiny.build(*(head_pair if of_head else pair), max_draft_length=5), requests())
+    compared = Compared(EagleDrafter if of_head else ModelDrafter)
+    with compared.calls, instead(numba_levels, "draw_levels", spoilt):
+        tiny.run(tiny.build(*(head_pair if of_head else pair), max_draft_length=5), requests())
     assert compared.num_equal < compared.num_taken
 
 
@@ -197,29 +192,30 @@ def test_rows_whose_distributions_need_more_take_the_loop(
     sampling: dict[str, Any],
     speculation: Speculation,
     taken: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of them is enough: all rows of its steps take it."""
-    compared = Compared(monkeypatch)
+    compared = Compared()
     engine = tiny.build(*pair, max_draft_length=5)
     others = [tiny.request("plain", range(5, 15), SHAPES["chain"], max_tokens=6, temperature=1.0)] if not taken else []
     request = tiny.request(
         "one", range(5, 25), speculation, max_tokens=6, **{"temperature": 1.0, "seed": 3, **sampling}
     )
-    tiny.run(engine, [request, *others])
+    with compared.calls:
+        tiny.run(engine, [request, *others])
     assert compared.num_equal == compared.num_taken
     assert (compared.num_taken > 0) == taken
 
 
-def test_models_of_other_vocabularies_take_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_other_vocabularies_take_the_loop() -> None:
     engine = tiny.build(tiny.llama(seed=1), tiny.llama(seed=1), max_draft_length=5)
     runner = engine.draft_runner
     assert runner is not None
     found = levels.levels_of(runner)
     assert found is not None
     runner.num_embeddings = 100
-    compared = Compared(monkeypatch)
-    tiny.run(engine, [tiny.request("a", range(5, 15), SHAPES["chain"], max_tokens=6, temperature=1.0)])
+    compared = Compared()
+    with compared.calls:
+        tiny.run(engine, [tiny.request("a", range(5, 15), SHAPES["chain"], max_tokens=6, temperature=1.0)])
     assert compared.num_taken == 0
 
 

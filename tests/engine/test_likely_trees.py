@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -16,13 +15,13 @@ from torch import Tensor
 from engine.drafting import chains, draft
 from engine.models.loading import LoadedModel
 from engine.request import Speculation
-from engine.speculation.drafting import children
 from engine.speculation.rule_facts import MOST_LIKELY
 from engine.step import verify as target
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
+from tests.wrong import by_distributions, calls_of, instead
 
 CHAINS = output_distribution.drafts("nss", 3, draft_method=MOST_LIKELY)
 TREE = output_distribution.drafts("nss", 4, draft_method=MOST_LIKELY, tree=(2, 2))
@@ -92,49 +91,41 @@ def test_trees_do_not_depend_on_the_seed(tmp_path: Path, drafter: str) -> None:
     assert any(len(trees) > 1 for trees in drafted(msgspec.structs.replace(TREE, draft_method="iid")).values())
 
 
-def look_at_the_target_s_numbers() -> AbstractContextManager[Any]:
+@contextmanager
+def look_at_the_target_s_numbers() -> Iterator[None]:
     """If the number that samples the second token is high, draft the least likely tokens."""
-    made: list[Tensor] = []
-    to_device = chains.to_device
 
-    def noted(array: Any, device: Any) -> Tensor:
-        tensor = to_device(array, device)
-        if tensor.ndim == 3:
-            made.append(tensor)
-        return tensor
-
-    def peeking(kernels: Any, method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
+    def peeking(children: Any, kernels: Any, method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
         tokens_NK = children(kernels, method, weights_NV, uniform_NK)
-        num_chains = made[-1].shape[1]
-        apart = num_chains // len(tokens_NK)
-        is_high_N = made[-1][1][::apart, 1] > 0.5
+        made = [call.result for call in calls if call.result.ndim == 3][-1]
+        apart = made.shape[1] // len(tokens_NK)
+        is_high_N = made[1][::apart, 1] > 0.5
         others_NK = (-weights_NV).topk(tokens_NK.shape[1], dim=1).indices
         return others_NK.where(is_high_N.unsqueeze(1), tokens_NK)
 
-    return patch.multiple(chains, to_device=noted, children=peeking)  # type: ignore[return-value]
+    with calls_of(chains, "to_device") as calls, instead(chains, "children", peeking):
+        yield
 
 
 def unfiltered() -> AbstractContextManager[Any]:
     """Walk by the target's distribution before its filters."""
-    node_distributions = target.node_distributions
 
-    def without_filters(rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any) -> Any:
+    def without_filters(node_distributions: Any, rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any) -> Any:
         return node_distributions(rows, nodes, logits_NV, replace(parameters, values={}))
 
-    return patch.object(target, "node_distributions", without_filters)
+    return instead(target, "node_distributions", without_filters)
 
 
 def another_parent() -> AbstractContextManager[Any]:
     """Walk on below the node of a neighbouring chain."""
-    of = draft.NodeTable.of
 
-    def moved(trees: Any, layout: Any) -> Any:
+    def moved(of: Any, trees: Any, layout: Any) -> Any:
         table = of(trees, layout)
         node_CX = table.node_CX.clone()
         node_CX[:, 1] = node_CX.view(-1, 4, node_CX.shape[1]).roll(2, 1)[..., 1].flatten()
         return replace(table, node_CX=node_CX)
 
-    return patch.object(draft.NodeTable, "of", moved)
+    return instead(draft.NodeTable, "of", moved)
 
 
 WRONG: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
@@ -148,7 +139,7 @@ WRONG: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, sampling = WRONG[name]
     pair = pair_of("model", tmp_path)
-    with patch("engine.step.verify._are_plain", lambda *_: False), wrong():
+    with by_distributions(), wrong():
         counts = output_distribution.sample(pair, TREE, output_distribution.SAMPLINGS[sampling], num_answers=4000)
     assert (
         output_distribution.g_test(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from engine.errors import ConfigError, LoadError, PolydraftError
 from engine.models.files import check_source
 from engine.models.weight_files import check_weight_files
+from tests.wrong import instead
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n"
 PAGE = "<!DOCTYPE html>\n<html><body>404</body></html>"
@@ -93,10 +94,14 @@ def test_a_tokenizer_that_was_not_fetched_is_named(model: Path) -> None:
         check_source(str(model), is_model=False)
 
 
+def forbidden(*_: Any, **__: Any) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
 def test_a_file_of_another_user_is_named(model: Path) -> None:
     """The tests may run as a user who may read everything."""
     with (
-        patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")),
+        instead(Path, "open", forbidden),
         pytest.raises(ConfigError, match=r"config\.json: cannot be read \(Permission denied\); let the user"),
     ):
         check_source(str(model))

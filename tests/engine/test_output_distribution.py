@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -27,9 +26,10 @@ from engine.kernels.torch_kernels import TORCH
 from engine.models.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.sampling.distribution import DistributionParameters, distribution
-from engine.speculation.verification import RULES, Rule
+from engine.speculation.verification import RULES, Verify
 from tests.engine import tiny
 from tests.grid import grid
+from tests.wrong import instead, wrong_rule
 
 VOCABULARY = 4
 PROMPT = (1, 3, 0, 2, 2)
@@ -288,14 +288,9 @@ def reused_uniform(chains: Chains, target: ProbsTable, noise: ChainNoise) -> Cha
     ("wrong", "name", "num_drafts"), [(always_longest, "bv_race", 4), (reused_uniform, "token", 1)]
 )
 def test_a_wrong_rule_is_rejected(
-    pair: tuple[LoadedModel, LoadedModel], wrong: object, name: str, num_drafts: int
+    pair: tuple[LoadedModel, LoadedModel], wrong: Verify, name: str, num_drafts: int
 ) -> None:
-    rules = {**RULES, name: Rule(name, wrong, RULES[name].acceptance)}  # type: ignore[arg-type]
-    with (
-        patch("engine.step.parts.RULES", rules),
-        patch("engine.step.verify._are_plain", lambda *_: False),  # whose rules are compiled
-        patch("engine.drafting.draft.RULES", rules),
-    ):
+    with wrong_rule(name, wrong):
         counts = sample(pair, drafts(name, num_drafts), SAMPLINGS["plain"])
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
@@ -310,12 +305,11 @@ def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel,
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
     from engine.drafting import numbers
-    from engine.sampling.noise import uniform
 
-    def by_index(seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
+    def by_index(uniform, seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
         return uniform(seed, position + depth, purpose, chain)
 
-    with patch.object(numbers, "uniform", by_index), patch.object(numbers, "usable", lambda *_, **__: False):
+    with instead(numbers, "uniform", by_index), instead(numbers, "usable", lambda *_, **__: False):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
@@ -327,7 +321,7 @@ def test_penalties_that_forget_the_nodes_path_are_rejected(pair: tuple[LoadedMod
     right = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
     assert g_test(right, distribution_of_text) > ALPHA
     for forgetful in ("engine.step.verify", "engine.drafting.chains"):
-        with patch(f"{forgetful}.node_distributions", tiny.distributions_at_the_root):
+        with instead(forgetful, "node_distributions", tiny.distributions_at_the_root):
             counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
         # Drafting without the penalties is no bias: any draft distribution will do that is also verified with.
         assert (g_test(counts, distribution_of_text) > ALPHA) == ("drafting" in forgetful)
@@ -355,9 +349,7 @@ def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) 
 @pytest.mark.parametrize("name", grid(["greedy_block", "spectr_gbv 3"], {"spectr_gbv 3"}))
 def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Greedy block verification without the change that it owes the next positions."""
-    import engine.step.report as reading
-
-    with patch.object(reading, "_shifts", lambda *_: ()):
+    with instead("engine.step.report", "_shifts", lambda *_: ()):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
 from torch import Tensor
 
 from engine.errors import NOTHING_LEFT
-from engine.kernels import torch_block
 from engine.kernels.protocol import Chains
 from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
@@ -22,6 +20,7 @@ from engine.speculation.verification import RULES, node
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution, tiny
 from tests.engine.test_output_distribution import ALPHA, drafts, exact_distribution, g_test
+from tests.wrong import instead
 
 VOCABULARY = 8
 """More tokens than usual: several drafts of a node then differ."""
@@ -66,7 +65,7 @@ SPECHUB_TREE = drafts("spechub", 4, tree=(2, 2))
 def test_a_node_of_a_tree_finds_its_own_children(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The second child of a tree's root leads a later chain than the second."""
     assert p_value(pair, SPECHUB_TREE) > ALPHA
-    with patch.object(node, "packed", lambda *drafted: drafted):
+    with instead(node, "packed", lambda _, *drafted: drafted):
         assert p_value(pair, SPECHUB_TREE) < ALPHA
 
 
@@ -101,10 +100,10 @@ def test_equal_greedy_children_are_rejected(pair: tuple[LoadedModel, LoadedModel
     from engine.kernels.draw import categorical
     from engine.speculation import drafting
 
-    def drawn(weights_NV: Tensor, uniform_N: Tensor, _: Tensor) -> Tensor:
+    def drawn(_right: Any, weights_NV: Tensor, uniform_N: Tensor, _: Tensor) -> Tensor:
         return categorical(weights_NV, uniform_N).unsqueeze(1)
 
-    with patch.object(drafting, "_drawn_or", drawn):
+    with instead(drafting, "_drawn_or", drawn):
         assert p_value(pair, drafts("greedy", 3), top_k=2, logit_bias=((0, 3.0),)) < ALPHA
 
 
@@ -124,15 +123,14 @@ def test_rules_that_change_later_targets_beside_a_draft_window(
 
 def test_a_window_that_moves_below_a_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: the draft model forgets the beginning of the text from step to step."""
-    submit = Engine.submit
 
-    def windowed(engine: Engine, request: Request) -> None:
+    def windowed(submit: Any, engine: Engine, request: Request) -> None:
         facts, rules = engine.facts, engine.facts.rules
         forgetful = {name: msgspec.structs.replace(rule, changes_targets=False) for name, rule in rules.items()}
         engine.facts = msgspec.structs.replace(facts, rules=forgetful)
         submit(engine, request)
 
-    with patch.object(Engine, "submit", windowed):
+    with instead(Engine, "submit", windowed):
         assert p_value(pair, drafts("greedy_block", 1, length=5), 4000, draft_window=2) < ALPHA
 
 
@@ -172,16 +170,15 @@ def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedM
 
 def test_chains_of_another_request_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: a chain keeps its number when those before it have gone, and chain 0 of the batch fills in."""
-    right = torch_block.chain_table
 
-    def shifted(chains: Chains) -> tuple[Tensor, Tensor]:
-        chain_BK, exists_BK = right(chains)
+    def shifted(chain_table: Any, chains: Chains) -> tuple[Tensor, Tensor]:
+        chain_BK, exists_BK = chain_table(chains)
         chain_BK = chain_BK.clone()
         chain_BK[:, 0] = 0
         return chain_BK, exists_BK
 
     engine = tiny.build(*pair, max_copied_tokens=8)
-    with patch.object(node, "chain_table", shifted):
+    with instead(node, "chain_table", shifted):
         requests = [one for seed in range(16) for one in neighbours("greedy", seed)]
         failed = tiny.run(engine, requests, can_fail=True).failed
     assert {error.code for error in failed.values()} == {NOTHING_LEFT}

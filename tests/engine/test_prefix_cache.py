@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling import store
 from engine.scheduling.outcome import read_logprobs
 from engine.step.engine import Engine
 from tests.engine import tiny
+from tests.wrong import instead
 
 SHAPES = {
     "off": tiny.OFF,
@@ -56,16 +56,16 @@ def test_an_answer_is_the_same_whoever_computed_its_prompt(first: str, second: s
     assert accepted[0] == accepted[1], "the draft model drafted something else"
 
 
-def test_keys_that_forget_what_came_before_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_forget_what_came_before_are_found_out() -> None:
     """The wrong variant: equal blocks behind unequal texts."""
     first, second = tiny.prompts(101, [8, 8])
     tail = tiny.prompts(101, [20], seed=5)[0]
     fresh = answer(engine(), "x", second + tail, SHAPES["bv_race"])
-    monkeypatch.setattr("engine.scheduling.sequence.next_key", lambda _, tokens: store.next_key(b"", tokens))
-    shared = engine()
-    answer(shared, "v", second, SHAPES["bv_race"])
-    answer(shared, "w", first + tail, SHAPES["bv_race"])
-    assert answer(shared, "x", second + tail, SHAPES["bv_race"]).tokens != fresh.tokens
+    with instead("engine.scheduling.sequence", "next_key", lambda next_key, _, tokens: next_key(b"", tokens)):
+        shared = engine()
+        answer(shared, "v", second, SHAPES["bv_race"])
+        answer(shared, "w", first + tail, SHAPES["bv_race"])
+        assert answer(shared, "x", second + tail, SHAPES["bv_race"]).tokens != fresh.tokens
 
 
 def test_requests_admitted_together_share_what_is_being_computed() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
 from engine.kernels.triton_kernels import TritonKernels
 from engine.models.runner import ModelRunner
-from engine.plan import Plan
+from engine.plan import Plan, Row
 from engine.request import Request, Speculation, TextDraft
 from engine.step import building
 from engine.step.engine import Engine
@@ -36,6 +36,7 @@ from engine.step.recorded.steps import RecordedStep, RecordedSteps
 from tests.engine import tiny
 from tests.engine.test_host_reads import counted_reads
 from tests.grid import grid
+from tests.wrong import calls_of, instead
 
 RECORDED = [(0, 0), (1, 2), (1, 5), (2, 3), (4, 3)]
 stands_in = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="stands in for a device")
@@ -52,25 +53,12 @@ def chains(num_drafts: int, length: int, **more: Any) -> Speculation:
 
 
 @contextlib.contextmanager
-def recorded(drafts: list[tuple[int, int]] = RECORDED) -> Iterator[None]:
-    """Engines built meanwhile have recorded steps of these shapes."""
-    with tiny.with_paged_models(), patch("engine.step.building.recorded_drafts", lambda *_: drafts):
-        yield
-
-
-@contextlib.contextmanager
 def noted() -> Iterator[list[StepShape | None]]:
     """The shapes that steps run as; None for steps that are not recorded."""
     shapes: list[StepShape | None] = []
-    find = RecordedSteps.find
-
-    def noting(self: RecordedSteps, plan: Plan) -> RecordedStep | None:
-        found = find(self, plan)
-        shapes.append(None if found is None else found.shape)
-        return found
-
-    with patch.object(RecordedSteps, "find", noting):
+    with calls_of(RecordedSteps, "find") as calls:
         yield shapes
+    shapes += [None if found is None else found.shape for _, found in calls]
 
 
 def machines(**options: Any) -> tuple[Engine, Engine]:
@@ -79,7 +67,7 @@ def machines(**options: Any) -> tuple[Engine, Engine]:
     draft = tiny.perturbed(target, 2, 0.05)
     plain = tiny.build(target, draft, **options)
     plain.recorded.serves = False  # on a device it has some
-    with recorded():
+    with tiny.with_recorded_steps(RECORDED):
         return plain, tiny.build(target, draft, **options)
 
 
@@ -203,11 +191,16 @@ def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine]
     assert {one.distributions for one in shapes if one} == {LAWS[1]}
 
 
+def drafting_row(machine: Engine) -> Row:
+    """The row of a request that drafts one chain."""
+    with calls_of(RecordedSteps, "find") as calls:
+        tiny.run(machine, asked(1, lambda _: chains(1, 2), temperature=1.0))
+    (row,) = calls[2].operands[1].rows
+    return row
+
+
 def test_text_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
-    plans: list[Plan] = []
-    with patch.object(RecordedSteps, "find", lambda _, plan: plans.append(plan)):
-        tiny.run(both[1], asked(1, lambda _: chains(1, 2), temperature=1.0))
-    (row,) = plans[2].rows
+    row = drafting_row(both[1])
     assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, LAWS[0])
     for change in (
         {"text_drafts": (TextDraft("prompt_lookup", (5, 6)),)},
@@ -226,11 +219,7 @@ def test_text_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Eng
 
 def test_a_draft_model_that_only_reads_computes_its_keys(both: tuple[Engine, Engine]) -> None:
     """A request that drafts nothing in this step, whose draft model keeps up with the text."""
-    plans: list[Plan] = []
-    with patch.object(RecordedSteps, "find", lambda _, plan: plans.append(plan)):
-        tiny.run(both[1], asked(1, lambda _: chains(1, 2), temperature=1.0))
-    (row,) = plans[2].rows
-    reading = msgspec.structs.replace(row, fanout=())
+    reading = msgspec.structs.replace(drafting_row(both[1]), fanout=())
     slot = reading.block_ids[reading.draft_first_index // 8] * 8 + reading.draft_first_index % 8
     found = []
     for machine in both:
@@ -285,13 +274,13 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int
     plain, machine = machines()
     requests = asked(3, lambda _: chains(*shape), temperature=1.0)
     expected = tiny.run(plain, requests).tokens
-    runner, calls, run = (machine.draft_runner if is_draft else machine.target), 0, ModelRunner.run_on_device
+    runner, calls = (machine.draft_runner if is_draft else machine.target), 0
 
-    def broken(self: ModelRunner, *operands: Any) -> torch.Tensor:
+    def broken(run: Any, of: ModelRunner, *operands: Any) -> torch.Tensor:
         nonlocal calls
-        logits_NV = run(self, *operands)
-        calls += self is runner
-        if calls == 2 and self is runner:
+        logits_NV: torch.Tensor = run(of, *operands)
+        calls += of is runner
+        if calls == 2 and of is runner:
             logits_NV[len(logits_NV) // 4] = torch.nan  # of the second of four
         return logits_NV
 
@@ -299,7 +288,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int
         machine.submit(one)
     errors: dict[str, Any] = {}
     answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
-    with patch.object(ModelRunner, "run_on_device", broken):
+    with instead(ModelRunner, "run_on_device", broken):
         while machine.scheduler.has_work:
             result = machine.run_step()
             errors |= dict(result.failed)
@@ -348,13 +337,12 @@ def test_the_comparison_finds_wrong_numbers(both: tuple[Engine, Engine], wrong: 
     name, change = WRONG[wrong]
     wishes = [chains(4, 3), chains(1, 2), tiny.OFF, chains(2, 3)]
     requests = asked(4, lambda i: wishes[i], temperature=1.0)
-    right = inputs.tables_of
 
-    def spoilt(*operands: Any) -> Any:
+    def spoilt(right: Any, *operands: Any) -> Any:
         tables = right(*operands)
         return tables._replace(**{name: change(getattr(tables, name))})
 
-    with patch.object(inputs, "tables_of", spoilt), pytest.raises((AssertionError, IndexError)):
+    with instead(inputs, "tables_of", spoilt), pytest.raises((AssertionError, IndexError)):
         compared(both, requests)
 
 
@@ -373,26 +361,25 @@ def test_the_comparison_finds_wrong_distributions(both: tuple[Engine, Engine], w
         tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.5 + i, top_p=0.7, seed=i)
         for i in range(3)
     ]
-    right = StepInputs.of
 
-    def spoilt(self: StepInputs, rows: Any) -> Any:
-        result = right(self, rows)
-        if self.shape.num_drafts:
-            WRONG_LAWS[wrong](self._views)
+    def spoilt(of: Any, step: StepInputs, rows: Any) -> Any:
+        result = of(step, rows)
+        if step.shape.num_drafts:
+            WRONG_LAWS[wrong](step._views)
         return result
 
-    with patch.object(StepInputs, "of", spoilt), pytest.raises((AssertionError, IndexError)):
+    with instead(StepInputs, "of", spoilt), pytest.raises((AssertionError, IndexError)):
         compared(both, requests)
 
 
 @stands_in
 def test_what_is_recorded_looks_at_no_number() -> None:
     """A recording repeats what was launched, whatever the host would have decided from a step's numbers."""
-    with patch.object(building, "choose", lambda _: TORCH):
+    with instead(building, "choose", lambda *_: TORCH):
         machine = machines()[1]
     with (
-        patch.object(transfer, "are_here", lambda _: False),
-        patch("engine.attention.triton_attention.attend_paged", lambda _p, _s, _l, query, *_: query.transpose(1, 2)),
+        instead(transfer, "are_here", lambda *_: False),
+        instead("engine.attention.triton_attention", "attend_paged", lambda *operands: operands[4].transpose(1, 2)),
         torch.inference_mode(),
     ):
         for step in machine.recorded.steps.values():
@@ -408,14 +395,13 @@ def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine,
     machine = both[1]
     requests = asked(3, lambda _: chains(2, 3), temperature=1.0)
     seen: dict[StepShape, set[tuple[int, ...]]] = {}
-    right = RecordedStep._logits
 
-    def noting(self: RecordedStep, *operands: Any) -> torch.Tensor:
-        tensors = [*self._views.values(), self._result, self._logits_NV, self._probs_NV, self._chains.tokens_CL]
-        seen.setdefault(self.shape, set()).add(tuple(one.data_ptr() for one in tensors))
-        return right(self, *operands)
+    def noting(logits: Any, step: RecordedStep, *operands: Any) -> Any:
+        parts = [*vars(step).values(), *step._views.values(), *vars(step._chains).values()]
+        seen.setdefault(step.shape, set()).add(tuple(one.data_ptr() for one in parts if isinstance(one, torch.Tensor)))
+        return logits(step, *operands)
 
-    with patch.object(RecordedStep, "_logits", noting):
+    with instead(RecordedStep, "_logits", noting):
         tiny.run(machine, requests)
     assert len(seen) > 1
     assert all(len(pointers) == 1 for pointers in seen.values())
@@ -480,6 +466,16 @@ def recorded_again(machine: Engine, graphs: FakeGraphs | None = None, most_pages
     return found
 
 
+@contextlib.contextmanager
+def serving(machine: Engine, steps: RecordedSteps) -> Iterator[None]:
+    """Let an engine serve with other recorded steps, temporarily."""
+    own, machine.recorded = machine.recorded, steps
+    try:
+        yield
+    finally:
+        machine.recorded = own
+
+
 @stands_in
 def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
     graphs = FakeGraphs()
@@ -487,7 +483,7 @@ def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
     shapes = menu(RECORDED, 4)
     assert list(replayed.steps) == shapes
     assert len(graphs.recordings) == sum(3 if shape.num_drafts else 2 for shape in shapes)
-    with patch.object(both[1], "recorded", replayed):
+    with serving(both[1], replayed):
         served = compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
     assert sum(one.num_replays for one in graphs.recordings) == sum(
         3 if shape.num_drafts else 2 for shape in served if shape is not None
@@ -499,9 +495,12 @@ def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
 def test_an_operation_that_cannot_be_recorded_stops_the_start(both: tuple[Engine, Engine], ends_badly: bool) -> None:
     """The line that names it is not that of the end of the recording, which fails after it."""
     graphs = FakeGraphs(runs=True, ends_badly=ends_badly)
-    error = RuntimeError("this operation cannot be recorded")
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("this operation cannot be recorded")
+
     with (
-        patch.object(steps, "bits", MagicMock(side_effect=error)),
+        instead(steps, "bits", failing),
         pytest.raises(LoadError, match=r"steps\.py, line \d+ \(found = .*bits.*\): this operation") as found,
     ):
         recorded_again(both[1], graphs)
@@ -515,7 +514,7 @@ def test_a_failure_outside_the_project_is_named_too() -> None:
 @stands_in
 def test_an_operator_may_leave_graphs_out() -> None:
     target, graphs = tiny.llama(1, layers=1), FakeGraphs(bytes_each=1)
-    with recorded([(0, 0)]), patch.object(building, "graphs_on", lambda _: graphs):
+    with tiny.with_recorded_steps([(0, 0)]), instead(building, "graphs_on", lambda *_: graphs):
         for is_eager in (False, True):
             config = EngineConfig(model=ModelConfig(target="t", enforce_eager=is_eager))
             machine = building.assemble(config, target, None)
@@ -530,11 +529,10 @@ def test_the_pool_gets_what_graphs_leave(is_sized: bool) -> None:
     given size needs no trial.
     """
     target, graphs, pools = tiny.llama(1, layers=1), FakeGraphs(free_bytes=1 << 20, bytes_each=1000), []
-    right = RecordedSteps.record
 
-    def noting(self: RecordedSteps, runners: Any, *more: Any) -> None:
+    def noting(record: Any, steps: RecordedSteps, runners: Any, *more: Any) -> None:
         pools.append(runners[0].storage.keys.shape[1] // runners[0].block_size - 1)
-        right(self, runners, *more)
+        record(steps, runners, *more)
         graphs.left = 1 << 20 if len(pools) == 1 else graphs.left  # the trial's graphs are gone
 
     config = EngineConfig(
@@ -543,9 +541,9 @@ def test_the_pool_gets_what_graphs_leave(is_sized: bool) -> None:
         cache=CacheConfig(num_blocks=80 if is_sized else 0),
     )
     with (
-        recorded([(0, 0)]),
-        patch.object(building, "graphs_on", lambda _: graphs),
-        patch.object(RecordedSteps, "record", noting),
+        tiny.with_recorded_steps([(0, 0)]),
+        instead(building, "graphs_on", lambda *_: graphs),
+        instead(RecordedSteps, "record", noting),
     ):
         machine = building.assemble(config, target, None)
     num_shapes = machine.recorded.num_recorded
@@ -608,26 +606,17 @@ def test_a_recording_that_fails_gives_the_stream_back(monkeypatch: pytest.Monkey
 @stands_in
 def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, Engine]) -> None:
     """Non-finite numbers of rows that are not computed would go through all layers."""
-    attention = pytest.importorskip("engine.attention.triton_attention")
-    outputs: list[torch.Tensor] = []
-    attend_paged, empty = attention.attend_paged, torch.empty
 
-    def unset(*size: Any, **kind: Any) -> torch.Tensor:
-        found = empty(*size, **kind)
+    def unset(empty: Any, *size: Any, **kind: Any) -> torch.Tensor:
+        found: torch.Tensor = empty(*size, **kind)
         return found.fill_(torch.nan) if found.is_floating_point() else found
 
-    def attend(*operands: Any) -> torch.Tensor:
-        outputs.append(attend_paged(*operands))
-        return outputs[-1]
-
-    with (
-        patch.object(attention, "attend_paged", attend),
-        patch.object(torch, "empty", unset),
-    ):
+    attention = pytest.importorskip("engine.attention.triton_attention")
+    with calls_of(attention, "attend_paged") as attended, instead(torch, "empty", unset):
         shapes = [one for one in compared(both, asked(3, lambda i: chains(2, 3 - i), temperature=1.0)) if one]
     assert {one.sequences for one in shapes} >= {4}
-    assert outputs
-    assert all(output.isfinite().all() for output in outputs)
+    assert attended
+    assert all(output.isfinite().all() for _, output in attended)
 
 
 @stands_in
@@ -637,12 +626,12 @@ def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> N
     some = recorded_again(both[1], graphs)
     assert 0 < some.num_recorded < len(menu(RECORDED, 4))
     assert graphs.left == 500  # three recordings of 50 after the last look, at 650
-    with patch.object(both[1], "recorded", some):
+    with serving(both[1], some):
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 
 
 def test_a_text_of_more_blocks_than_the_table_has_runs_as_it_is(both: tuple[Engine, Engine]) -> None:
-    with patch.object(both[1], "recorded", recorded_again(both[1], most_pages=2)):
+    with serving(both[1], recorded_again(both[1], most_pages=2)):
         shapes = compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
     assert None in shapes[1:]
     assert any(shapes)
@@ -653,14 +642,13 @@ def test_rows_without_use_read_no_text(both: tuple[Engine, Engine]) -> None:
     machine = both[1]
     wishes = [chains(2, 3), tiny.OFF, chains(1, 2)]
     seen: list[dict[str, Any]] = []
-    right = StepInputs.of
 
-    def noting(self: StepInputs, rows: Any) -> Any:
-        result = right(self, rows)
-        seen.append({name: self._views[f"counts {name}"].tolist() for name in range(len(self.passes))})
+    def noting(of: Any, step: StepInputs, rows: Any) -> Any:
+        result = of(step, rows)
+        seen.append({name: step._views[f"counts {name}"].tolist() for name in range(len(step.passes))})
         return result
 
-    with patch.object(StepInputs, "of", noting):
+    with instead(StepInputs, "of", noting):
         tiny.run(machine, asked(3, lambda i: wishes[i], temperature=1.0))
     assert {0: [1, 0, 1], 1: [2, 0, 1], 2: [2, 0, 0], 3: [7, 1, 3]} in [
         {name: counts[:3] for name, counts in one.items()} for one in seen

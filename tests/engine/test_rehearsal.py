@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from engine.control.controller import Controller
@@ -15,6 +13,7 @@ from engine.step.calibration import measure_points
 from engine.step.engine import Engine
 from engine.step.rehearsal import rehearse
 from tests.engine import tiny
+from tests.wrong import calls_of
 
 ADAPTIVE = Speculation(rule="bv_race", num_drafts=3, draft_length=3, adaptive=True)
 
@@ -42,17 +41,12 @@ def test_the_first_request_is_compared_with_plain_steps_as_they_are_served(engin
     assert engine.run_step().stats.plain_s == expected_s
 
 
-def test_a_rehearsal_serves_plain_steps_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_serves_plain_steps_too(engine: Engine) -> None:
     """Otherwise the host time of steps that draft would be taken for that of plain ones."""
-    seen = Counter[tuple[bool, bool]]()
-
-    def observe(self: HostTime, work: StepWork, seconds: float) -> None:
-        assert seconds > 0
-        seen[work.drafting > 0, work.prompt > 0] += 1
-
-    monkeypatch.setattr(HostTime, "observe", observe)
-    rehearse(engine, ADAPTIVE)
-    assert min(seen[True, False], seen[False, False]) > 0
+    with calls_of(HostTime, "observe") as calls:
+        rehearse(engine, ADAPTIVE)
+    assert all(seconds > 0 for (_, _, seconds), _ in calls)
+    assert {(work.drafting > 0, work.prompt > 0) for (_, work, _), _ in calls} >= {(True, False), (False, False)}
 
 
 def test_a_rehearsal_leaves_no_request_and_no_text(engine: Engine) -> None:

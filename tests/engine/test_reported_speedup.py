@@ -23,6 +23,7 @@ from engine.step.telemetry import Pace, Telemetry
 from tests.engine import tiny
 from tests.scheduling.machine import Machine, sequence
 from tests.server.test_statistics import outcome
+from tests.wrong import instead
 
 MACHINE = Machine(read_s=0.0002, prompt_s=0.0003)
 HOST_S, DRAFTING_HOST_S = 0.0015, 0.0024
@@ -36,13 +37,13 @@ STALL_S = 0.03
 class Served:
     """Steps of a request, or of several, on a clock that the machine above moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, mean_s: float = 0.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mean_s: float = 0.0, machine: Machine = MACHINE) -> None:
         """mean_s: seconds of work after which another process runs; 0 is none."""
-        self.now, self.worked_s, self.mean_s = 0.0, 0.0, mean_s
+        self.now, self.worked_s, self.mean_s, self.machine = 0.0, 0.0, mean_s, machine
         monkeypatch.setattr("engine.step.telemetry.time", SimpleNamespace(perf_counter=lambda: self.now))
         self.reader, other = sequence(0), sequence(1)
         self.scheduler: Any = SimpleNamespace(
-            times=StepTimes(MACHINE.points()),
+            times=StepTimes(machine.points()),
             controller=None,
             has_work=True,
             running=[self.reader, other].__getitem__,
@@ -68,7 +69,7 @@ class Served:
         """Carry out a step in which every row that emits gets this many tokens; the last row is counted."""
         self.scheduler.last_plan = plan = Plan(tuple(rows))
         work = StepWork.of(plan)
-        draft_s, rest_s = MACHINE.parts_s(work)
+        draft_s, rest_s = self.machine.parts_s(work)
         host_s = DRAFTING_HOST_S if work.drafting else HOST_S
         began = self.now
         self.telemetry.begin_step()
@@ -84,9 +85,9 @@ class Served:
         if counted:
             self.taken_s += self.now - began
             # The same prompt tokens and the first token of each row in one step, the other tokens in further ones.
-            further_s = (num_tokens - 1) * (MACHINE.step_s(work.plain) + HOST_S)
+            further_s = (num_tokens - 1) * (self.machine.step_s(work.plain) + HOST_S)
             alone = replace(work.plain, prompt=work.prompt, prompt_text=work.prompt_text)
-            plain_s = MACHINE.step_s(alone) + HOST_S + (further_s if work.rows else 0.0)
+            plain_s = self.machine.step_s(alone) + HOST_S + (further_s if work.rows else 0.0)
             self.plain_s += plain_s * (1 + STALL_S / self.mean_s if self.mean_s else 1.0)
         if rows[-1].emits:
             emitted = replace(outcome(num_tokens, num_tokens - 1), reading_s=self.reader.take_reading())
@@ -134,9 +135,9 @@ def test_drafts_that_never_stop_report_the_speedup(monkeypatch: pytest.MonkeyPat
 
 def test_the_host_time_of_drafting_steps_is_not_plain_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for it, answers report 6 % too much; so they did."""
-    monkeypatch.setattr(host_time, "_slopes", lambda _: np.array([1.0, 0.0]))
     served = Served(monkeypatch)
-    decode(served)
+    with instead(host_time, "_slopes", lambda *_: np.array([1.0, 0.0])):
+        decode(served)
     assert served.error > 0.05
 
 
@@ -145,11 +146,10 @@ def test_stalls_would_have_delayed_plain_decoding_too(monkeypatch: pytest.Monkey
     served = Served(monkeypatch, mean_s=0.1)
     decode(served, num_steps=3000)
     assert abs(served.error) < 0.03
-    with monkeypatch.context() as patched:
-        patched.setattr(Pace, "ratio", 1.0)
-        served = Served(patched, mean_s=0.1)
+    served = Served(monkeypatch, mean_s=0.1)
+    with instead(Pace, "observe", lambda *_: None):  # its ratio stays 1
         decode(served, num_steps=3000)
-        assert served.error < -0.2
+    assert served.error < -0.2
 
 
 def read_a_prompt(served: Served, others: int) -> None:
@@ -183,20 +183,19 @@ def read_prompts_of_others(served: Served) -> None:
 
 def test_prompts_count_as_they_would_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first 64 tokens of a pass are free here. Drafts use most of them up, and plain decoding would not."""
-    monkeypatch.setattr("tests.engine.test_reported_speedup.MACHINE", Machine(free_tokens=64))
-    served = Served(monkeypatch)
+    served = Served(monkeypatch, machine=Machine(free_tokens=64))
     read_prompts_of_others(served)
     assert abs(served.error) < 0.03
-    monkeypatch.setattr(StepWork, "without_drafts", property(lambda work: work))
-    served = Served(monkeypatch)
-    read_prompts_of_others(served)
+    served = Served(monkeypatch, machine=Machine(free_tokens=64))
+    with instead(StepWork, "without_drafts", lambda _, work: work):
+        read_prompts_of_others(served)
     assert served.error > 0.5, "a prompt after drafts is not one after plain rows"
 
 
 def test_without_the_steps_before_the_first_token_too_much_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sequence, "take_reading", lambda _: (0.0, 0.0))
     served = Served(monkeypatch)
-    read_a_prompt(served, 2)
+    with instead(Sequence, "take_reading", lambda *_: (0.0, 0.0)):
+        read_a_prompt(served, 2)
     assert served.error > 0.1
 
 
@@ -217,13 +216,13 @@ def test_an_engine_hands_over_the_steps_before_the_first_token() -> None:
     assert engine.run_step().outcomes[0].reading_s == (0, 0)
 
 
-def test_a_request_may_fail_while_its_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_may_fail_while_its_prompt_is_read() -> None:
     """Its grammar's process may be killed in any step; the others of the step go on."""
     engine = tiny.build(tiny.llama(seed=1), None, budget=32)
     engine.scheduler.times = StepTimes(MACHINE.points())
     engine.submit(*[tiny.request(name, tiny.prompts(101, [length])[0]) for name, length in (("0", 9), ("1", 70))])
-    monkeypatch.setattr(engine.following, "failed", lambda _: [("1", BROKEN)])
-    step = engine.run_step()
+    with instead(engine.following, "failed", lambda *_: [("1", BROKEN)]):
+        step = engine.run_step()
     assert [outcome.request_id for outcome in step.outcomes] == ["0"]
     assert step.failed == [("1", BROKEN)]
     assert step.stats.num_running == 1

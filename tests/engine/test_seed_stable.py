@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -15,6 +14,7 @@ from engine.request import Request, Speculation
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.stable import race, uniform_rows, winners_only
 from tests.engine import tiny
+from tests.wrong import instead
 
 TARGET = tiny.llama(seed=1)
 DRAFT = tiny.perturbed(TARGET, seed=2, amount=0.05)
@@ -67,11 +67,11 @@ def test_clocks_of_the_step_instead_of_the_place_are_found_out() -> None:
     """The wrong variant: clocks named by where the step began."""
     from engine.sampling import node_distributions
 
-    def by_step(probs_NV: torch.Tensor, samplings: Any, indices: Any) -> torch.Tensor:
+    def by_step(race: Any, probs_NV: torch.Tensor, samplings: Any, indices: Any) -> torch.Tensor:
         return race(probs_NV, samplings, [min(indices)] * len(indices))
 
     plain, _ = tokens_of(tiny.OFF, seed_stable=True)
-    with patch.object(node_distributions, "race", by_step):
+    with instead(node_distributions, "race", by_step):
         assert tokens_of(SHAPES["block"], seed_stable=True)[0] != plain
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from analysis.__main__ import main
 from engine.errors import LoadError
 from engine.request import Speculation
-from engine.speculation.verification import RULES, Rule
+from engine.speculation.verification import RULES
 from engine.step.distribution_check import check_distribution, check_power, make_prompt, run_to_end, short_check
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_distribution import always_longest
-
-WRONG = Rule("bv_race", always_longest, RULES["bv_race"].acceptance)
+from tests.wrong import wrong_rule
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +39,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture
 def wrong_race() -> Iterator[None]:
     """The score race, chosen by length: it looks at the tokens it chooses between."""
-    rules = {**RULES, "bv_race": WRONG}
-    with patch("engine.step.parts.RULES", rules), patch("engine.step.verify._are_plain", lambda *_: False):
+    with wrong_rule("bv_race", always_longest):
         yield
 
 

@@ -8,7 +8,7 @@ emission with the chain it comes from. What the rules decide is tested elsewhere
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine.drafting import numbers as numbers_module
 from engine.drafting.draft import Draft, method_of, with_tokens
 from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
 from engine.kernels.torch_kernels import TORCH
@@ -37,6 +36,7 @@ from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.sampling.test_distribution import reference
 from tests.sampling.test_edits import VOCABULARY, by_hand
+from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="the same by hand is computed on a CPU")
 
@@ -335,12 +335,11 @@ def known(draft: Draft) -> Draft:
 
 
 @pytest.fixture
-def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
+def checked(plain: tuple[Any, Any]) -> Iterator[Checked]:
     """An engine that is built now has its steps checked."""
     one = Checked(*plain)
-    decide, observe = eager.verify_chains, report.observe_gap
 
-    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
+    def verifying_checked(decide: Any, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
         one.plan(plan)
         verdict = decide(plan, draft, logits_NV)
         if draft is not None:
@@ -349,7 +348,7 @@ def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
         return verdict
 
     def observing_checked(
-        plan: Plan, draft: Draft, logits_NV: Tensor, verdict: StepVerdict, step: int, _: float
+        observe: Any, plan: Plan, draft: Draft, logits_NV: Tensor, verdict: StepVerdict, step: int, _: float
     ) -> StepVerdict:
         one.logprobs(plan, verdict)
         for number in range(10 * step, 10 * step + 5):
@@ -357,9 +356,8 @@ def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
             one.gap(plan, known(draft), number, verdict, found)
         return verdict
 
-    monkeypatch.setattr(eager, "verify_chains", verifying_checked)
-    monkeypatch.setattr(report, "observe_gap", observing_checked)
-    return one
+    with instead(eager, "verify_chains", verifying_checked), instead(report, "observe_gap", observing_checked):
+        yield one
 
 
 def requests() -> list[Request]:
@@ -418,32 +416,35 @@ def test_penalties_count_drafted_tokens_where_they_are(checked: Checked, specula
 
 
 @pytest.mark.parametrize("module", ["engine.drafting.chains", "engine.step.verify"])
-def test_distributions_that_forget_a_node_s_path_are_found_out(
-    checked: Checked, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{module}.node_distributions", tiny.distributions_at_the_root)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+@pytest.mark.usefixtures("checked")
+def test_distributions_that_forget_a_node_s_path_are_found_out(module: str) -> None:
+    with (
+        instead(module, "node_distributions", tiny.distributions_at_the_root),
+        pytest.raises(AssertionError, match="Not equal to tolerance"),
+    ):
         run_all()
 
 
 @pytest.mark.parametrize("most_unmerged", [0, 1000])
-def test_penalties_of_another_node_s_path_are_found_out(
-    checked: Checked, most_unmerged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = verify._tokens_above
-
-    def of_the_neighbour(*operands: Any) -> Tensor | None:
+@pytest.mark.usefixtures("checked")
+def test_penalties_of_another_node_s_path_are_found_out(most_unmerged: int) -> None:
+    def of_the_neighbour(paths: Any, *operands: Any) -> Tensor | None:
         path_ND = paths(*operands)
         return None if path_ND is None else path_ND.roll(1, 0)
 
-    monkeypatch.setattr(verify, "_tokens_above", of_the_neighbour)
     engine = build()
     engine.eager.most_unmerged = most_unmerged
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+    with (
+        instead(verify, "_tokens_above", of_the_neighbour),
+        pytest.raises(AssertionError, match="Not equal to tolerance"),
+    ):
         tiny.run(engine, [penalised()])
 
 
-def test_numbers_of_another_purpose_are_found_out(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers_module, "_PURPOSES", numbers_module._PURPOSES + 1)
-    with pytest.raises(AssertionError):
+@pytest.mark.usefixtures("checked")
+def test_numbers_of_another_purpose_are_found_out() -> None:
+    with (
+        instead("engine.drafting.chains", "draw_numbers", lambda right, *names: np.roll(right(*names), 1, 0)),
+        pytest.raises(AssertionError),
+    ):
         run_all()

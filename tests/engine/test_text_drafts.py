@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -17,13 +16,14 @@ from engine.control.step_time import StepTimes
 from engine.errors import RequestError
 from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
-from engine.sampling.noise import Purpose, uniform
+from engine.sampling.noise import Purpose
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, drafts, g_test, pair
 from tests.grid import grid
 from tests.scheduling.machine import Machine
+from tests.wrong import calls_of, instead
 
 __all__ = ["pair"]
 
@@ -66,7 +66,7 @@ def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel
 @pytest.mark.parametrize("name", grid(["bv_race", "block"], {"bv_race"}))
 def test_forgetting_what_was_refused_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """The wrong variant: after a refused text draft the rule works with the whole distribution."""
-    with patch.object(verifying, "refuse", lambda *_: None):
+    with instead(verifying, "refuse", lambda *_: None):
         counts = sample(pair, SHAPES[name], SAMPLINGS["plain"], prediction=PREDICTION)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
@@ -74,10 +74,10 @@ def test_forgetting_what_was_refused_is_rejected(pair: tuple[LoadedModel, Loaded
 def test_one_number_for_the_copy_and_the_draw_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: what refused the text draft draws the token, too."""
 
-    def shared(seed: Any, position: Any, purpose: Purpose, chain: Any = 0, depth: Any = 0) -> np.ndarray:
+    def shared(uniform: Any, seed: Any, position: Any, purpose: Purpose, chain: Any = 0, depth: Any = 0) -> np.ndarray:
         return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.TEXT_DRAFT else purpose, chain, depth * 0)
 
-    with patch.object(verifying, "uniform", shared):
+    with instead(verifying, "uniform", shared):
         counts = sample(pair, SHAPES["text drafts alone"], SAMPLINGS["plain"], prediction=PREDICTION)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
@@ -143,11 +143,11 @@ def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
         engine.scheduler.controller = controller = Controller(StepTimes(Machine(node_s=1e-6).points()), 5)
         one = tiny.request("x", PROMPT_TOKENS, with_text_drafts(adaptive, *names), 60)
         predicted = tuple(plain) if "prediction" in names else ()
-        with patch.object(controller, "observe", wraps=controller.observe) as observed:
+        with calls_of(controller, "observe") as observed:
             run = tiny.run(engine, [msgspec.structs.replace(one, prediction=predicted)])
         taken = [sum(part.num_accepted for part in outcome.text_draft_counts) for outcome in run.outcomes["x"]]
-        assert observed.call_count <= taken.count(0)
-        seen[names] = observed.call_count
+        assert len(observed) <= taken.count(0)
+        seen[names] = len(observed)
     assert seen["model",] > 5
     assert seen["model", "prediction"] < seen["model",]
 

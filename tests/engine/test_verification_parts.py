@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -9,13 +10,13 @@ import numpy as np
 import pytest
 
 import engine.step.verify as verifying
-from engine.kernels.choosing import choose
 from engine.plan import Row
 from engine.request import Request, Sampling, Speculation
 from engine.speculation.verification import RULES, OverAcceptance
 from engine.speculation.verification.longest_match import verify_certain
 from engine.step.parts import verified_together
 from tests.engine import tiny
+from tests.wrong import by_distributions, instead
 
 PLAIN, BLOCK = tiny.OFF, Speculation(rule="block", num_drafts=1, draft_length=3)
 ONE, RACE = (Speculation(rule="bv_race", num_drafts=count, draft_length=3) for count in (1, 3))
@@ -31,19 +32,18 @@ def requests(*speculations: Speculation, temperature: float = 1.0) -> list[Reque
     ]
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture
+def counts() -> Iterator[list[int]]:
     """Verifications by step."""
     counts: list[int] = []
 
-    def counting(*arguments: Any) -> list[Any]:
-        found = list(verified_together(*arguments))
+    def counting(verified_together: Any, *operands: Any) -> list[Any]:
+        found = list(verified_together(*operands))
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(verifying, "verified_together", counting)
-    # One kernel would decide about all rows of some steps.
-    monkeypatch.setattr(type(choose(tiny.DEVICE)), "takes_logits", lambda *_: False)
-    return counts
+    with by_distributions(), instead(verifying, "verified_together", counting):
+        yield counts
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ((PLAIN, BLOCK, RACE, GREEDY), 2),
     ],
 )
-def test_rows_share_a_verification(
-    together: tuple[Speculation, ...], most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = counted(monkeypatch)
+def test_rows_share_a_verification(together: tuple[Speculation, ...], most: int, counts: list[int]) -> None:
     run = tiny.run(tiny.build(TARGET, DRAFT), requests(*together))
     assert max(counts) == most
     for name, one in enumerate(together):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from engine.models import probe
 from engine.models.loading import LoadedModel, adopt
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling.node_distributions import NodePaths, node_distributions
+from engine.sampling.node_distributions import NodePaths
 from engine.scheduling.outcome import Outcome
 from engine.step import building
 from engine.step.building import assemble
 from engine.step.engine import Engine
+from tests.wrong import instead
 
 # The whole suite runs on this device; `gpu` runs set it to cuda.
 DEVICE = torch.device(os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu"))
@@ -139,15 +139,16 @@ def build(
 @contextlib.contextmanager
 def with_drafts_of_another_distribution() -> Iterator[None]:
     """The wrong variant: drafts are not drawn from the distributions that they are verified with, on any path."""
-    kernels, right = type(choose(DEVICE)), Levels.draw
 
-    def flattened(distribution: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    def flattened(_: Any, distribution: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         return categorical(distribution[row] ** 0.3, uniform)
 
-    def bent(self: Levels, passes: Any, layout: Any, parameters: Any, uniform_LC: torch.Tensor, *more: Any) -> Any:
-        return right(self, passes, layout, parameters, uniform_LC**2, *more)
+    def bent(
+        draw: Any, levels: Levels, passes: Any, layout: Any, parameters: Any, uniform_LC: torch.Tensor, *more: Any
+    ) -> Any:
+        return draw(levels, passes, layout, parameters, uniform_LC**2, *more)
 
-    with patch.object(kernels, "draw", staticmethod(flattened)), patch.object(Levels, "draw", bent):
+    with instead(type(choose(DEVICE)), "draw", flattened), instead(Levels, "draw", bent):
         yield
 
 
@@ -156,9 +157,21 @@ def with_paged_models() -> Iterator[None]:
     """Engines built meanwhile run their passes and steps as on a device, with nothing recorded."""
     with contextlib.ExitStack() as stack:
         for module in (building, probe):
-            stack.enter_context(patch.object(module, "is_replayed", lambda *_: True))
-            stack.enter_context(patch.object(module, "has_kernel", lambda _: True))
-        stack.enter_context(patch.object(probe, "BACKENDS", probe.BACKENDS[1:]))
+            stack.enter_context(instead(module, "is_replayed", lambda *_: True))
+            stack.enter_context(instead(module, "has_kernel", lambda *_: True))
+        stack.enter_context(without_cpu_decoder())
+        yield
+
+
+def without_cpu_decoder() -> contextlib.AbstractContextManager[Any]:
+    """Let engines built meanwhile choose among the backends that a device has."""
+    return instead(building, "probe_ways", lambda probe_ways, *operands: probe_ways(*operands, probe.BACKENDS[1:]))
+
+
+@contextlib.contextmanager
+def with_recorded_steps(drafts: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Engines built meanwhile have recorded steps of these shapes, with nothing recorded."""
+    with with_paged_models(), instead(building, "recorded_drafts", lambda *_: drafts):
         yield
 
 
@@ -218,7 +231,7 @@ def prompts(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[list
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def distributions_at_the_root(rows: Sequence[Row], nodes: NodePaths, *operands: Any) -> Any:
+def distributions_at_the_root(right: Callable[..., Any], rows: Sequence[Row], nodes: NodePaths, *operands: Any) -> Any:
     """A wrong variant of `node_distributions`: the tokens above a node are forgotten."""
     forgetful = NodePaths(nodes.row_N, np.zeros_like(nodes.depth_N), lambda: [()] * len(nodes.row_N), lambda: None)
-    return node_distributions(rows, forgetful, *operands)
+    return right(rows, forgetful, *operands)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import pytest
+from typing import Any
 
 from engine.errors import GRAMMAR_UNAVAILABLE, RequestError
 from engine.grammar.following import Following
 from engine.request import GRAMMAR, Request, Sampling
+from tests.wrong import instead
 
 
 class Slow:
@@ -77,7 +77,7 @@ def test_requests_wait_for_their_grammars_in_turn() -> None:
     assert not source.open[3].is_read, "it is ended"
 
 
-def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_that_cannot_be_started_wait_for_others_to_end() -> None:
     """No more files or processes: the engine continues, and a request that waits alone is refused."""
     source = Slow()
     following = Following(source, 9)  # type: ignore[arg-type]
@@ -85,22 +85,20 @@ def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pyt
     def ask(name: str) -> None:
         following.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
 
-    def refuse(_: str) -> Slow:
+    def refuse(*_: Any) -> None:
         raise OSError("too many open files")
 
     ask("a")
     following.ready()
-    start = source.start
-    monkeypatch.setattr(source, "start", refuse)
-    ask("b")
-    assert following.ready() == ([], [])
-    assert following.num_waiting == 2
-    following.end("a")
-    ((name, error),) = following.ready()[1]
+    with instead(source, "start", refuse):
+        ask("b")
+        assert following.ready() == ([], [])
+        assert following.num_waiting == 2
+        following.end("a")
+        ((name, error),) = following.ready()[1]
     assert name == "b"
     assert "too many open files" in str(error)
     assert (error.param, error.code) == (GRAMMAR, GRAMMAR_UNAVAILABLE)
-    monkeypatch.setattr(source, "start", start)
     for number in range(9):
         ask(str(number))
     following.ready()

@@ -305,3 +305,8 @@ def load(written: Written, of: LoadedModel) -> LoadedModel:
     assert config is not None
     check_target(config, of.model.config, of.name)
     return adopt_head(load_head(config, None, of.model), of)
+
+
+def refused(_load_pair: Any, *_: Any) -> None:
+    """Stand in for reading weights, which a test must not reach."""
+    raise AssertionError("weights are read")

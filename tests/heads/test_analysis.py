@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from analysis.draft_logits import draft_logits
 from analysis.pair import laws_along
 from demo.bench_pair import write_tokenizer
 from engine.request import Speculation
-from engine.speculation.verification import RULES, Rule
 from engine.step.distribution_check import check_distribution, check_power, make_prompt, short_check
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.heads import folders, oracles
+from tests.wrong import wrong_rule
 
 RACE = Speculation(rule="bv_race", num_drafts=3, draft_length=2)
 
@@ -53,8 +52,7 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
     assert "passed" in lines[-1]
     prompt = make_prompt(engine, seed=1)
     assert check_power(engine, prompt, 2000, 1.0).rejected
-    wrong = {**RULES, "bv_race": Rule("bv_race", output_distribution.always_longest, RULES["bv_race"].acceptance)}
-    with patch("engine.step.parts.RULES", wrong), patch("engine.step.verify._are_plain", lambda *_: False):
+    with wrong_rule("bv_race", output_distribution.always_longest):
         assert check_distribution(engine, "wrong", RACE, prompt, 4000, 1.0).rejected
 
 

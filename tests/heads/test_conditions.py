@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
 from tests.heads.recording import SPECULATIONS
+from tests.wrong import calls_of, instead
 
 Pair = tuple[LoadedModel, LoadedModel]
 SMALL = {"vocabulary": output_distribution.VOCABULARY, "taps": (0, 1, 2)}
@@ -90,9 +90,9 @@ def test_output_has_the_target_s_distribution(
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp"}))
 def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Callable[[str], Pair], kind: str) -> None:
     prompt = tuple(np.random.default_rng(1).integers(0, 4, 21).tolist())
-    with patch.object(Scheduler, "check_invariants", autospec=True, side_effect=Scheduler.check_invariants) as checked:
+    with calls_of(Scheduler, "check_invariants") as checked:
         found = p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS["plain"], prompt=prompt)
-    assert checked.call_args[0][0].num_cache_hits > 1000
+    assert checked[-1].operands[0].num_cache_hits > 1000
     assert found > output_distribution.ALPHA
 
 
@@ -120,7 +120,7 @@ def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
     pairs: Callable[[str], Pair], kind: str, sampling: str
 ) -> None:
     """Penalties and grammars then see the text alone."""
-    with patch("engine.step.verify.node_distributions", tiny.distributions_at_the_root):
+    with instead("engine.step.verify", "node_distributions", tiny.distributions_at_the_root):
         assert p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS[sampling]) < output_distribution.ALPHA
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from tests.grid import grid
 from tests.heads import folders
 from tests.heads.recording import VOCABULARY
 from tests.heads.test_eagle import HEADS
+from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
 BLOCK_SIZE = 4
@@ -79,13 +79,12 @@ def test_a_decoder_with_other_numbers_is_not_used(
     target: LoadedModel, tmp_path: Path, wrong: Callable[[HeadDecoder], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     head = folders.load(folders.write_eagle(tmp_path / "head"), target)
-    right = HeadDecoder.__init__
 
-    def spoilt(self: HeadDecoder, *of: Any) -> None:
-        right(self, *of)
-        wrong(self)
+    def spoilt(made: Any, decoder: HeadDecoder, *of: Any) -> None:
+        made(decoder, *of)
+        wrong(decoder)
 
-    with patch.object(HeadDecoder, "__init__", spoilt):
+    with instead(HeadDecoder, "__init__", spoilt):
         assert isinstance(backends(target, head)[1], TorchHead)
     assert "runs without the CPU decoder" in caplog.text
 
@@ -147,7 +146,7 @@ def test_answers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, n
     found = []
     for is_decoded in (True, False):
         head = folders.load(written, target)
-        with patch.object(decoder, "may_decode", lambda _, is_decoded=is_decoded: is_decoded):
+        with instead(decoder, "may_decode", lambda *_, is_decoded=is_decoded: is_decoded):
             engine = tiny.build(target, head)
         assert engine.draft_runner is not None
         assert engine.draft_runner.fast_ways["fast decoder"] == is_decoded

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from engine.models.cpu_decoder import CpuDecoder
 from engine.models.heads.head import Head
 from engine.models.loading import LoadedModel
 from engine.plan import Emission, Row
-from engine.sampling.node_distributions import node_distributions
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as Running
 from tests.engine import test_output_distribution as output_distribution
@@ -25,6 +24,7 @@ from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
 from tests.heads.recording import SPECULATIONS, VOCABULARY, Recorder, largest_error, served
+from tests.wrong import instead
 
 HEADS: dict[str, dict[str, Any]] = {
     "speculators": {},
@@ -100,46 +100,51 @@ def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: 
 
 
 def test_texts_are_read_in_passes_of_bounded_size(target: LoadedModel, written: folders.Written) -> None:
-    limited = reading.readings
-
-    def in_pieces(rows: Any, ends_wanted: bool) -> Any:
-        return limited(rows, ends_wanted, most_rows=7)
-
-    with patch.object(eagle, "readings", in_pieces):
+    with instead(eagle, "readings", lambda readings, rows, ends_wanted: readings(rows, ends_wanted, most_rows=7)):
         recorder, texts = served(target, written, SPECULATIONS["chains"])
     assert errors(target, written, recorder, texts) < 1e-3
 
 
-def one_layer_off(place_of: Callable[..., int]) -> Callable[..., int]:
+def one_layer_off(place_of: Any, decoder: CpuDecoder, number: int) -> int:
     """Shift the layer at which a CPU's decoder stores the state that enters a layer."""
-    return lambda self, number: place_of(self, number + 1)
+    return int(place_of(decoder, number + 1))
 
 
-def of_another_token(before: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda part, block_size: np.roll(before(part, block_size), 1)
+def of_another_token(before: Any, *operands: Any) -> Any:
+    return np.roll(before(*operands), 1)
 
 
-def keeping_drafts(append: Callable[..., Any]) -> Callable[..., Any]:
-    def wrong(self: Scheduler, sequence: Running, row: Row, emission: Emission) -> Any:
-        sequence.num_draft_computed += emission.num_draft_kept
-        return append(self, sequence, row, emission)
-
-    return wrong
+def of_the_first_parent(parents: Any, *operands: Any) -> Any:
+    return parents(*operands) * 0
 
 
-WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "states of one layer before": (CpuDecoder, "_place_of", one_layer_off),
-    "states of another token": (reading, "_slots_before", of_another_token),
-    "states of another parent": (eagle, "parents", lambda right: lambda rows, depth: right(rows, depth) * 0),
-    "accepted rows as they were drafted": (Scheduler, "_append", keeping_drafts),
-    "no map of tokens": (Head, "target_ids", lambda _: property(lambda self: None, lambda self, value: None)),
+def keeping_drafts(append: Any, scheduler: Scheduler, sequence: Running, row: Row, emission: Emission) -> Any:
+    sequence.num_draft_computed += emission.num_draft_kept
+    return append(scheduler, sequence, row, emission)
+
+
+@contextmanager
+def without_map(head: type[Head]) -> Iterator[None]:
+    """Take the numbers of a head's tokens for the target's."""
+    head.target_ids = property(lambda _: None, lambda *_: None)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del head.target_ids
+
+
+WRONG: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "states of one layer before": lambda: instead(CpuDecoder, "_place_of", one_layer_off),
+    "states of another token": lambda: instead(reading, "_slots_before", of_another_token),
+    "states of another parent": lambda: instead(eagle, "parents", of_the_first_parent),
+    "accepted rows as they were drafted": lambda: instead(Scheduler, "_append", keeping_drafts),
+    "no map of tokens": lambda: without_map(Head),
 }
 
 
 @pytest.mark.parametrize("name", grid(WRONG, {"accepted rows as they were drafted"}))
 def test_wrong_variants_are_found_out(target: LoadedModel, written: folders.Written, name: str) -> None:
-    owner, attribute, wrong = WRONG[name]
-    with patch.object(owner, attribute, wrong(getattr(owner, attribute, None)), create=True):
+    with WRONG[name]():
         recorder, texts = served(target, written, SPECULATIONS["chains"])
     assert errors(target, written, recorder, texts) > 1e-2
 
@@ -163,12 +168,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Loaded
 def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
     """The table of draft distributions is filtered, and the tokens come from what it was before."""
 
-    def unfiltered(rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any, probs_NV: Tensor) -> Any:
+    def unfiltered(
+        node_distributions: Any, rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any, probs_NV: Tensor
+    ) -> Any:
         node_distributions(rows, nodes, logits_NV, parameters, probs_NV)
         return logits_NV.softmax(-1), logits_NV
 
     filtered = output_distribution.SAMPLINGS["filtered"]
-    with patch.object(chains, "node_distributions", unfiltered), patch.object(Levels, "takes", lambda *_: False):
+    with instead(chains, "node_distributions", unfiltered), instead(Levels, "takes", lambda *_: False):
         counts = output_distribution.sample(small, output_distribution.SPECULATIONS["bv_race 4"], filtered)
     assert (
         output_distribution.g_test(counts, output_distribution.exact_distribution(small[0], filtered))

@@ -6,12 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from engine.attention.tensors import NORMED
 from engine.config import MTP, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -28,7 +26,8 @@ from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
 from tests.heads.recording import SPECULATIONS, VOCABULARY, Recorder, largest_error, served
-from tests.heads.test_eagle import keeping_drafts, of_another_token
+from tests.heads.test_eagle import keeping_drafts, of_another_token, of_the_first_parent
+from tests.wrong import instead
 
 Pair = tuple[LoadedModel, folders.Written]
 
@@ -54,33 +53,25 @@ def test_logits_are_those_of_transformers_whatever_came_before(pair: Pair, name:
     assert errors(pair, recorder, texts) < 1e-3
 
 
-def before_the_norm(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda model, tap, observe: hook(model, len(taps.layers_of(model)) if tap == NORMED else tap, observe)
+def before_the_norm(hook: Any, model: Any, tap: int, observe: Any) -> Any:
+    return hook(model, len(taps.layers_of(model)) if tap == NORMED else tap, observe)
 
 
-def joined_the_other_way(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def wrong(self: Mtp, *rows: Any) -> Tensor:
-        cat = torch.cat
-        with patch.object(torch, "cat", lambda parts, dim=0: cat(parts[::-1] if dim == -1 else parts, dim)):
-            return forward(self, *rows)
-
-    return wrong
+def joined_the_other_way(forward: Any, module: Mtp, *rows: Any) -> Any:
+    with instead(torch, "cat", lambda cat, parts, dim=0: cat(parts[::-1] if dim == -1 else parts, dim)):
+        return forward(module, *rows)
 
 
-def without_norm(_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def without_norm(forward: Any, module: Mtp, *rows: Any) -> Any:
     """Feed back and read the state before the module's norm."""
-
-    def wrong(self: Mtp, *rows: Any) -> Tensor:
-        with patch.object(self.norm, "forward", lambda state: state):
-            return _forward(self, *rows)
-
-    return wrong
+    with instead(module.norm, "forward", lambda _, state: state):
+        return forward(module, *rows)
 
 
-WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "states before the final norm": (taps, "_hook", before_the_norm),
     "states of another token": (reading, "_slots_before", of_another_token),
-    "states of another parent": (eagle, "parents", lambda right: lambda rows, depth: right(rows, depth) * 0),
+    "states of another parent": (eagle, "parents", of_the_first_parent),
     "accepted rows as they were drafted": (Scheduler, "_append", keeping_drafts),
     "state before embedding": (Mtp, "forward", joined_the_other_way),
     "states without the module's norm": (Mtp, "forward", without_norm),
@@ -89,8 +80,7 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", grid(WRONG, {"states before the final norm", "states of another token"}))
 def test_wrong_variants_are_found_out(pair: Pair, name: str) -> None:
-    owner, attribute, wrong = WRONG[name]
-    with patch.object(owner, attribute, wrong(getattr(owner, attribute))):
+    with instead(*WRONG[name]):
         recorder, texts = served(*pair, SPECULATIONS["chains"])
     assert errors(pair, recorder, texts) > 1e-2
 
@@ -142,7 +132,7 @@ def test_targets_without_a_served_module_are_refused_before_weights_are_read(
     tmp_path: Path, edits: dict[str, Any], reason: str
 ) -> None:
     written = folders.write_mtp(tmp_path / "target")
-    with patch("engine.step.building.load_pair", side_effect=AssertionError("weights are read")):
+    with instead("engine.step.building", "load_pair", folders.refused):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config_of(written))
         with pytest.raises(ConfigError, match="leave out --draft-revision"):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from engine.drafting import one_pass, reading
@@ -21,6 +20,8 @@ from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
 from tests.heads.recording import SPECULATIONS, VOCABULARY, Oracle, Recorder, largest_error, served
+from tests.heads.test_eagle import of_another_token, of_the_first_parent, one_layer_off
+from tests.wrong import calls_of, instead
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 FLAT = {"layout": "z-lab"}
@@ -148,51 +149,42 @@ def test_tokens_accepted_from_text_drafts_are_read_too(target: LoadedModel, tmp_
     assert largest_error(target, written, expected, recorder, texts, most=25) < 1e-3
 
 
-def one_layer_off(place_of: Callable[..., int]) -> Callable[..., int]:
-    """Shift the layer at which a CPU's decoder stores the state that enters a layer."""
-    return lambda self, number: place_of(self, number + 1)
+def draft_row_before(of_depth: Any, drafter: OnePassDrafter, depth: int) -> Any:
+    return of_depth(drafter, depth) - int(depth > 0)
 
 
-def of_another_token(before: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda part, block_size: np.roll(before(part, block_size), 1)
+def without_previous(below: Any, sampler: Any, draft_row_N: Any, previous_N: Any, parent_N: Any) -> Any:
+    return below(sampler, draft_row_N, previous_N * 0, parent_N)
 
 
-def draft_row_before(of_depth: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, depth: of_depth(self, depth) - int(depth > 0)
+def all_causal(nodes: Any, tokens: Any, _is_causal: bool) -> Any:
+    return nodes(tokens, True)
 
 
-def without_previous(below: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, draft_row_N, previous_N, parent_N: below(self, draft_row_N, previous_N * 0, parent_N)
-
-
-def all_causal(nodes: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tokens, is_causal: nodes(tokens, True)
-
-
-WRONG: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
+WRONG: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "states of one layer before": ("dflash, z-lab", CpuDecoder, "_place_of", one_layer_off),
     "states of another token": ("dflash, z-lab", reading, "_slots_before", of_another_token),
     "another draft row": ("dflash, z-lab", OnePassDrafter, "_of_depth", draft_row_before),
     "a block that is causal": ("dflash, z-lab", one_pass, "mask_nodes", all_causal),
     "no token before": ("dspark", samplers.Markov, "below", without_previous),
-    "memory of another parent": ("dspark, recurrent", one_pass, "parents", lambda right: lambda *of: right(*of) * 0),
+    "memory of another parent": ("dspark, recurrent", one_pass, "parents", of_the_first_parent),
     "no predecessor": ("dflash2", samplers.Selected, "below", without_previous),
-    "no convolution": ("dflash2", dflash.Convolution, "convolve", lambda _: lambda self, side, kernel, state: state),
+    "no convolution": ("dflash2", dflash.Convolution, "convolve", lambda *operands: operands[-1]),
 }
 
 
 @pytest.mark.parametrize("name", grid(WRONG, {"no token before", "memory of another parent"}))
 def test_wrong_variants_are_found_out(target: LoadedModel, tmp_path: Path, name: str) -> None:
-    head, owner, attribute, wrong = WRONG[name]
+    head, *variant = WRONG[name]
     written = write(tmp_path / "head", head, scale=0.3)
-    with patch.object(owner, attribute, wrong(getattr(owner, attribute))):
+    with instead(*variant):
         recorder, texts = served(target, written, SPECULATIONS["chains"])
     assert largest_error(target, written, oracle(written, target), recorder, texts, most=30) > 1e-2
 
 
-def in_the_pool(block_ids: Callable[..., Any]) -> Callable[..., Any]:
+def in_the_pool(_block_ids: Any, _: BlockDrafter, row: Any, _number: int) -> tuple[int, ...]:
     """Blocks reach into those of others instead of spare ones."""
-    return lambda self, row, number: (*row.block_ids, *range(4))
+    return (*row.block_ids, *range(4))
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -201,8 +193,7 @@ def test_blocks_that_reach_beyond_a_text_s_own_leave_the_others_alone(
 ) -> None:
     written = write(tmp_path / "head", "dflash, z-lab", size=14, scale=0.3)
     one_chain = Speculation(rule="block", num_drafts=1, draft_length=3)
-    block_ids = BlockDrafter._block_ids
-    with patch.object(BlockDrafter, "_block_ids", in_the_pool(block_ids) if is_wrong else block_ids):
+    with instead(BlockDrafter, "_block_ids", in_the_pool) if is_wrong else nullcontext():
         recorder, texts = served(target, written, one_chain)
     error = largest_error(target, written, oracle(written, target), recorder, texts, most=30)
     assert (error > 1e-2) == is_wrong
@@ -215,15 +206,12 @@ def test_several_chains_cost_no_further_pass(target: LoadedModel, tmp_path: Path
         engine = tiny.build(target, folders.load(written, target))
         assert engine.draft_runner is not None
         runner = type(engine.draft_runner)
-        with (
-            patch.object(runner, "store", autospec=True, side_effect=runner.store) as store,
-            patch.object(runner, "block", autospec=True, side_effect=runner.block) as block,
-        ):
+        with calls_of(runner, "store") as stored, calls_of(runner, "block") as blocks:
             found = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0, max_tokens=20)])
         # One pass reads the text, and one drafts; the prompt's step only reads.
         num_drafting = sum(outcome.num_nodes > 0 for outcome in found.outcomes["a"])
-        assert block.call_count == num_drafting
-        passes.append(store.call_count - num_drafting)
+        assert len(blocks) == num_drafting
+        passes.append(len(stored) - num_drafting)
     assert passes[0] == passes[1] <= 3
 
 
@@ -239,20 +227,21 @@ def small() -> LoadedModel:
 def test_verifying_with_the_distribution_of_another_path_is_rejected(small: LoadedModel, tmp_path: Path) -> None:
     """Tokens that depend on the one before, verified as if they did not."""
     from engine.drafting import chains
-    from engine.sampling.node_distributions import node_distributions
 
     written = write(
         tmp_path / "head", "dspark", vocabulary=output_distribution.VOCABULARY, taps=(0, 1, 2), draft_vocabulary=3
     )
     pair = small, folders.load(written, small)
 
-    def of_the_first_node(rows: Any, nodes: Any, logits_NV: Any, parameters: Any, probs_NV: Any) -> Any:
+    def of_the_first_node(
+        node_distributions: Any, rows: Any, nodes: Any, logits_NV: Any, parameters: Any, probs_NV: Any
+    ) -> Any:
         drawn_from, order = node_distributions(rows, nodes, logits_NV, parameters)
         same = logits_NV[:1].expand_as(logits_NV)
         node_distributions(rows, nodes, same.contiguous(), parameters, probs_NV)
         return drawn_from, order
 
-    with patch.object(chains, "node_distributions", of_the_first_node):
+    with instead(chains, "node_distributions", of_the_first_node):
         counts = output_distribution.sample(
             pair, output_distribution.SPECULATIONS["bv_race 4"], output_distribution.SAMPLINGS["plain"]
         )

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from engine.step.calibration import measure_points
 from tests.engine import tiny
 from tests.heads import folders
 from tests.scheduling.machine import Machine
+from tests.wrong import instead
 
 Edit = dict[str, Any]
 
@@ -84,11 +84,10 @@ def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
     assert isinstance(backend, HeadDecoder)
     assert engine.facts.memory_plan["draft_weights"] == others + of_rotation + backend.weight_bytes
     speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
-    with patch("engine.step.calibration._BUDGET_S", 0.002):
-        points = measure_points(engine, speculation)
+    points = measure_points(engine, speculation)
     assert all(draft_s > 0 for work, draft_s, _ in points if work.drafting)
     engine.scheduler.controller = controller = Controller(StepTimes(Machine().points()), 16)
-    with patch.object(controller, "fanout", lambda sequence: (4, 1, 1)):
+    with instead(controller, "fanout", lambda *_: (4, 1, 1)):
         run = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0)])
     assert any(outcome.draft_length == 3 for outcome in run.outcomes["a"])
     assert run.outcomes["a"][0].draft_length == 0
@@ -147,7 +146,7 @@ def test_wrong_pairs_are_refused_before_weights_are_read(
     target: Path, tmp_path: Path, layout: str, edits: Edit, reason: str
 ) -> None:
     written = folders.write_eagle(tmp_path / "head", layout=layout)
-    with patch("engine.step.building.load_pair", side_effect=AssertionError("weights are read")):
+    with instead("engine.step.building", "load_pair", folders.refused):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config_of(target, written.folder))
         edit(written.folder, **edits)
@@ -175,7 +174,7 @@ def test_wrong_block_heads_are_refused_before_weights_are_read(
 ) -> None:
     written = folders.write_block(tmp_path / "head", kind=kind, layout=layout)
     config = config_of(target, written.folder, speculation=SpeculationConfig(draft_length=3))
-    with patch("engine.step.building.load_pair", side_effect=AssertionError("weights are read")):
+    with instead("engine.step.building", "load_pair", folders.refused):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config)
         edit(written.folder, **edits)

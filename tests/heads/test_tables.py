@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -31,6 +30,7 @@ from tests.grid import grid
 from tests.heads import folders
 from tests.sampling.test_distribution import reference
 from tests.speculation import test_served_steps as served
+from tests.wrong import instead
 
 KINDS: dict[str, Callable[..., folders.Written]] = {
     "peagle": lambda *of, **more: folders.write_eagle(*of, kind="peagle", **more),
@@ -89,7 +89,7 @@ def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path,
     engine.target.storage.hidden.normal_()
     plan = mixed_plan(engine)
     at_once = engine.eager.draw(plan)
-    with patch.object(type(engine.drafter), "draw", lambda *_: None):
+    with instead(type(engine.drafter), "draw", lambda *_: None):
         by_level = engine.eager.draw(plan)
     assert at_once is not None
     assert by_level is not None
@@ -175,7 +175,7 @@ def test_packed_weights_give_the_same_logits(tmp_path: Path, kind: str, shares: 
     else:
         written = folders.write_block(tmp_path / "head", kind=kind)
     head = folders.load(written, target)
-    with patch.object(building, "find_spec", lambda _: None):  # without Numba
+    with instead(building, "find_spec", lambda *_: None):  # without Numba
         engine = tiny.build(target, head, num_blocks=120)
     assert engine.draft_runner is not None
     assert not engine.draft_runner.fast_ways["fast decoder"]
@@ -212,31 +212,20 @@ def test_output_of_trees_has_the_target_s_distribution(tmp_path: Path, kind: str
     assert sampled(tmp_path, kind, TREE, sampling) > output_distribution.ALPHA
 
 
-def of_another_row(draw_from: Any) -> Any:
-    def wrong(*of: Any) -> Any:
-        tokens_CL, distributions = draw_from(*of)
-        return tokens_CL, replace(distributions, row_CX=distributions.row_CX.flip(1))
-
-    return wrong
+def of_another_row(draw_from: Any, *of: Any) -> Any:
+    tokens_CL, distributions = draw_from(*of)
+    return tokens_CL, replace(distributions, row_CX=distributions.row_CX.flip(1))
 
 
-def without_filters(draw_from: Any) -> Any:
-    def wrong(tables: Any, draft_rows: Any, parameters: Any, *of: Any) -> Any:
-        tokens_CL, distributions = draw_from(tables, draft_rows, parameters, *of)
-        plain = tables.logits_SPX[:, 0].softmax(-1)
-        return tokens_CL, replace(distributions, probs_NV=plain)
-
-    return wrong
+def without_filters(draw_from: Any, tables: Any, *of: Any) -> Any:
+    tokens_CL, distributions = draw_from(tables, *of)
+    return tokens_CL, replace(distributions, probs_NV=tables.logits_SPX[:, 0].softmax(-1))
 
 
-def one_number_for_all(draw_from: Any) -> Any:
+def one_number_for_all(draw_from: Any, tables: Any, draft_rows: Any, parameters: Any, uniform_LC: Any, *of: Any) -> Any:
     """Chains that are not independent, raced as if they were."""
-
-    def wrong(tables: Any, draft_rows: Any, parameters: Any, uniform_LC: Any, *of: Any) -> Any:
-        first_C = torch.arange(uniform_LC.shape[1]) // 4 * 4
-        return draw_from(tables, draft_rows, parameters, uniform_LC[:, first_C], *of)
-
-    return wrong
+    first_C = torch.arange(uniform_LC.shape[1]) // 4 * 4
+    return draw_from(tables, draft_rows, parameters, uniform_LC[:, first_C], *of)
 
 
 WRONG = {
@@ -249,6 +238,6 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, kind, sampling = WRONG[name]
-    with patch.object(one_pass, "draw_from", wrong(one_pass.draw_from)):
+    with instead(one_pass, "draw_from", wrong):
         found = sampled(tmp_path, kind, output_distribution.SPECULATIONS["bv_race 4"], sampling, num_answers=4000)
     assert found < output_distribution.ALPHA

@@ -18,6 +18,7 @@ from engine.kernels.protocol import ChainVerdict, Kernels
 from engine.kernels.torch_kernels import TORCH, TorchKernels
 from tests.engine import tiny
 from tests.grid import grid
+from tests.wrong import instead
 
 DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
@@ -111,9 +112,7 @@ def test_moves_one_after_the_other_are_found() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_wrong_operation_is_replaced(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_operation_is_replaced(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Some(TorchKernels):
         by_tiles = True
 
@@ -125,8 +124,8 @@ def test_a_wrong_operation_is_replaced(
         def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
             return TORCH.draw(probs_NV, row_C, uniform_C)
 
-    monkeypatch.setattr(choosing, "_compiled", lambda _: Some())
-    found = choose.__wrapped__(DEVICE)
+    with instead(choosing, "_compiled", lambda *_: Some()):
+        found = choose.__wrapped__(DEVICE)
     assert isinstance(found, Some)
     assert not found.by_tiles
     reason = "it cannot be compiled" if fails else "results differ from those of plain operations"

@@ -15,6 +15,7 @@ from engine.kernels import numba_block
 from tests.engine import tiny
 from tests.grid import grid
 from tests.speculation.test_served_rules import ALPHA, fits_of
+from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 
@@ -57,6 +58,6 @@ def kernels_with(module: str, old: str, new: str) -> ModuleType:
 
 @pytest.mark.parametrize("wrong", grid(WRONG, {"the shortest prefix", "a surplus without its weight"}))
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
-    race = kernels_with(*WRONG[wrong]).race
-    with patch.object(numba_block, "race", race):
+    kernels = kernels_with(*WRONG[wrong])
+    with instead(numba_block, "race", lambda _, *operands: kernels.race(*operands)):
         assert min(found.p_value for found in fits_of("bv_race", "iid", "chains", 0)) < ALPHA

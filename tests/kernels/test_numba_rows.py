@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,10 +20,11 @@ from engine.sampling.distribution import DistributionParameters, distribution  #
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 from tests.sampling.test_distribution import reference  # noqa: E402
+from tests.wrong import calls_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 KERNELS = NumbaKernels()
-WIDTH = 2 * numba_rows._TILE + 77
+WIDTH = 2 * numba_rows.TILE + 77
 
 
 def both(logits: Tensor, *samplings: Sampling) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,8 @@ def test_distributions_are_those_of_the_plain_path() -> None:
     """Masked tokens, masked tiles, tiny and large temperatures, filters, a row with one token in the last place."""
     logits = random_logits(7)
     logits[1, ::2] = -torch.inf
-    logits[2, : numba_rows._TILE] = -torch.inf
-    logits[3, numba_rows._TILE :] = -torch.inf
+    logits[2, : numba_rows.TILE] = -torch.inf
+    logits[3, numba_rows.TILE :] = -torch.inf
     logits[5, -1] = 90.0
     temperatures = (1, 1, 0.7, 1e-38, 50, 0.3, 0)
     found, plain = both(logits, *(Sampling(temperature=t, top_p=0.9 if t == 50 else 1) for t in temperatures))
@@ -124,7 +124,7 @@ def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
     distributions = torch.zeros(3, WIDTH)
     distributions[0, -1] = 1.0
     distributions[1, [5, WIDTH - 2]] = 0.5
-    distributions[2, numba_rows._TILE - 1 : numba_rows._TILE + 1] = torch.tensor([1e-38, 1.0])
+    distributions[2, numba_rows.TILE - 1 : numba_rows.TILE + 1] = torch.tensor([1e-38, 1.0])
     ends = torch.tensor([0, 2.0**-54, 1 - 2.0**-53], dtype=torch.float64)
 
     def draw(row: int) -> list[int]:
@@ -133,10 +133,10 @@ def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
 
     assert draw(0) == [WIDTH - 1] * 3
     assert draw(1) == [5, 5, WIDTH - 2]
-    assert draw(2) == [numba_rows._TILE - 1, numba_rows._TILE, numba_rows._TILE]
+    assert draw(2) == [numba_rows.TILE - 1, numba_rows.TILE, numba_rows.TILE]
 
 
-@pytest.mark.parametrize("width", [1, 5, numba_rows._TILE, numba_rows._TILE + 1, 2 * numba_rows._TILE])
+@pytest.mark.parametrize("width", [1, 5, numba_rows.TILE, numba_rows.TILE + 1, 2 * numba_rows.TILE])
 def test_a_draw_stays_in_its_row(width: int) -> None:
     """The last token has all mass; and of a row without any the first is drawn, as of one that is no distribution."""
     distributions = torch.zeros(3, width)
@@ -149,7 +149,7 @@ def test_a_draw_stays_in_its_row(width: int) -> None:
 def test_a_number_on_the_border_of_a_tile_belongs_to_the_next() -> None:
     """Cumulative mass must exceed it."""
     distribution = torch.zeros(1, WIDTH)
-    border = numba_rows._TILE + 4
+    border = numba_rows.TILE + 4
     distribution[0, [3, border]] = 0.5
     uniforms = torch.tensor([0.5 - 2.0**-53, 0.5], dtype=torch.float64)
     assert KERNELS.draw(distribution, torch.zeros(2, dtype=torch.long), uniforms).tolist() == [3, border]
@@ -173,10 +173,10 @@ def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
     distributions = (random_logits(3) / 3).softmax(1)
     rows, uniform = torch.tensor([2, 0, 2, 1]), torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64)
     expected = categorical(distributions[rows], uniform)
-    with patch.object(numba_rows, "_draw", wraps=numba_rows._draw) as kernel:
+    with calls_of(numba_rows, "_draw") as calls:
         for one, count in ((distributions, 1), (distributions.double(), 1), (distributions.T.contiguous().T, 1)):
             assert torch.equal(KERNELS.draw(one, rows, uniform), expected)
-            assert kernel.call_count == count
+            assert len(calls) == count
 
 
 def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,18 +13,25 @@ triton_nucleus = pytest.importorskip("engine.kernels.triton_nucleus")
 
 from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
+from engine.kernels.triton_rows import SOFTMAX_TILE  # noqa: E402
 from engine.request import Sampling  # noqa: E402
 from engine.sampling.distribution import DistributionParameters, distribution  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
+from tests.wrong import instead  # noqa: E402
 
-WIDTH = 128 + 69
+WIDTH = triton_nucleus.TILE + 69
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles of a narrow row: the interpreter takes its time."""
-    monkeypatch.setattr(triton_nucleus, "_TILE", 128)
+def fewer_digits(rounds: int) -> AbstractContextManager[Any]:
+    """Take the edge that was known before the last rounds."""
+
+    def wrong(searched: Any, *operands: Any, **named: Any) -> Any:
+        lowest, sums = searched(*operands, **named)
+        lowest[-1] = lowest[rounds]
+        return lowest, sums
+
+    return instead(triton_nucleus, "_searched", wrong)
 
 
 def distributions() -> torch.Tensor:
@@ -66,17 +75,17 @@ def test_rows_with_gaps_between_them() -> None:
     assert torch.equal(triton_nucleus.nucleus(apart_NV, top_p_N), triton_nucleus.nucleus(probs_NV, top_p_N))
 
 
-def test_an_edge_that_is_known_to_fewer_digits_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edge_that_is_known_to_fewer_digits_is_found_out() -> None:
     probs_NV = distributions()
     top_p_N = torch.full((len(probs_NV),), 0.5, device=tiny.DEVICE)
     right = triton_nucleus.nucleus(probs_NV, top_p_N)
-    monkeypatch.setattr(triton_nucleus, "_ROUNDS", 3)
-    assert not torch.equal(triton_nucleus.nucleus(probs_NV, top_p_N) > 0, right > 0)
+    with fewer_digits(3):
+        assert not torch.equal(triton_nucleus.nucleus(probs_NV, top_p_N) > 0, right > 0)
 
 
 def rows_with_ties() -> torch.Tensor:
-    """[rows, 9] logits: with ties of every size, with masked tokens, and with neighbours one unit in the last place
-    apart that the division by a temperature may make equal.
+    """Return nine logits in several tiles of each row: with ties of every size, with masked tokens, and with neighbours
+    one unit in the last place apart that the division by a temperature may make equal.
     """
     one = torch.tensor(3.0)
     near = [one]
@@ -89,27 +98,22 @@ def rows_with_ties() -> torch.Tensor:
         [1, -torch.inf, 1, -torch.inf, 0, 0, 2, 2, 2],
     ]
     apart = [torch.tensor(4.0), *near[:8]]  # distances from the first differ in their last bits
-    return torch.cat([torch.tensor(rows, dtype=torch.float32), torch.stack(near)[None], torch.stack(apart)[None]])
+    some = torch.cat([torch.tensor(rows, dtype=torch.float32), torch.stack(near)[None], torch.stack(apart)[None]])
+    logits_NV = torch.full((len(some), SOFTMAX_TILE + 1), -torch.inf)
+    logits_NV[:, :: SOFTMAX_TILE // 8] = some
+    return logits_NV
 
 
 def every_k(step: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return every row with every k (or some), in turns at other temperatures and min-p."""
     logits_NV = rows_with_ties()
-    cases = list(product(range(len(logits_NV)), range(logits_NV.shape[1] + 2)))[::step]
+    cases = list(product(range(len(logits_NV)), range(11)))[::step]
     row, top_k = zip(*cases, strict=True)
     temperature_N = torch.tensor([0.6, 1.0, 1.7, 0.9]).repeat(len(row))[: len(row)]
     min_p_N = torch.tensor([0.0, 0.2, 0.0, 1.0, 0.0]).repeat(len(row))[: len(row)]
     return logits_NV[list(row)], temperature_N, min_p_N, torch.tensor(top_k)
 
 
-@pytest.fixture
-def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ties lie in several tiles of a row of nine."""
-    monkeypatch.setattr(triton_nucleus, "_TILE", 8)
-    monkeypatch.setattr(triton_nucleus.triton_rows, "_LAW_TILE", 8)
-
-
-@pytest.mark.usefixtures("_tiny_tiles")
 @pytest.mark.parametrize("step", grid([4, 1], {4}))
 def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
     """All k of rows of nine tokens, with ties (or every fourth)."""
@@ -123,7 +127,6 @@ def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
     assert ((kept > top_k_N) & (top_k_N > 0)).any(), "ties at the edge are kept"
 
 
-@pytest.mark.usefixtures("_tiny_tiles")
 def test_all_filters_of_a_request_together() -> None:
     """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others keep."""
     logits_NV = rows_with_ties()[[0, 1, 2, 3, 4, 2, 2, 2]]
@@ -136,21 +139,20 @@ def test_all_filters_of_a_request_together() -> None:
     assert torch.allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("_tiny_tiles")
 @pytest.mark.parametrize(
     "wrong", grid(["distances are approximate", "fewer digits", "one token more"], {"distances are approximate"})
 )
-def test_wrong_edges_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_edges_are_found_out(wrong: str) -> None:
     logits_NV, temperature_N, min_p_N, top_k_N = every_k(step=4)
     expected = TORCH.truncated(logits_NV, temperature_N, min_p_N, top_k_N, 99)
     if wrong == "distances are approximate":
         logits_NV = logits_NV.half().float()
-    elif wrong == "fewer digits":
-        monkeypatch.setattr(triton_nucleus, "_ROUNDS", 5)
-    else:
+    elif wrong == "one token more":
         top_k_N = torch.where(top_k_N > 0, top_k_N + 1, 0)
     operands = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
-    assert not torch.equal(triton_nucleus.truncated(*operands, 99).cpu() > 0, expected > 0)
+    with fewer_digits(5) if wrong == "fewer digits" else nullcontext():
+        found = triton_nucleus.truncated(*operands, 99).cpu()
+    assert not torch.equal(found > 0, expected > 0)
 
 
 def test_rows_that_ask_for_nothing_are_softmax_to_the_bit() -> None:

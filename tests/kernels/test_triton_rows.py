@@ -29,6 +29,7 @@ from engine.speculation.verification.race import verify_block, verify_bv_race  #
 from engine.speculation.verification.token import verify_token  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
+from tests.wrong import calls_of, instead  # noqa: E402
 
 DEVICE = tiny.DEVICE
 KERNELS = TritonKernels()
@@ -45,11 +46,11 @@ def random_distribution(chance: np.random.Generator, num_rows: int, spread: floa
 def test_distributions_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
     """Masked tokens, a tiny temperature, a row whose first tile is masked altogether, rows with gaps between them."""
     chance = np.random.default_rng(1)
-    width = 2 * triton_rows._LAW_TILE + 77
+    width = 2 * triton_rows.SOFTMAX_TILE + 77
     logits = torch.from_numpy(9 * chance.standard_normal((6, width + 3))).to(DEVICE, dtype)[:, :width]
     logits[1, ::2] = -torch.inf
-    logits[2, : triton_rows._LAW_TILE] = -torch.inf
-    logits[3, triton_rows._LAW_TILE :] = -torch.inf
+    logits[2, : triton_rows.SOFTMAX_TILE] = -torch.inf
+    logits[3, triton_rows.SOFTMAX_TILE :] = -torch.inf
     logits[5, -1] = 50.0
     samplings = [Sampling(temperature=t, top_p=p) for t, p in ((1, 1), (1, 1), (0.7, 1), (1e-3, 1), (5, 1), (0.3, 0.9))]
     parameters = DistributionParameters.of(samplings, DEVICE, KERNELS)
@@ -60,23 +61,21 @@ def test_distributions_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
     assert torch.equal(separate, KERNELS.softmax(logits, parameters.temperature_N)), "rows that do not lie in one piece"
 
 
-def test_filters_of_logits_take_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonKernels, "softmax", None)
+def test_filters_of_logits_need_no_softmax() -> None:
     logits = torch.randn(1, 50, device=DEVICE)
-    for sampling in (Sampling(top_k=3), Sampling(min_p=0.1)):
-        assert distribution(logits, DistributionParameters.of([sampling], DEVICE, KERNELS)).sum() == pytest.approx(
-            1.0, abs=1e-5
-        )
+    with calls_of(TritonKernels, "softmax") as calls:
+        for sampling in (Sampling(top_k=3), Sampling(min_p=0.1)):
+            found = distribution(logits, DistributionParameters.of([sampling], DEVICE, KERNELS))
+            assert found.sum() == pytest.approx(1.0, abs=1e-5)
+    assert not calls
 
 
-def test_a_greedy_row_leaves_the_others_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_row_leaves_the_others_to_the_kernels() -> None:
     logits = torch.from_numpy(np.random.default_rng(8).standard_normal((3, WIDTH))).float().to(DEVICE)
     samplings = [Sampling(temperature=0), Sampling(temperature=0.7), Sampling(temperature=1.2, top_p=0.5)]
     parameters = DistributionParameters.of(samplings, DEVICE, KERNELS)
-    calls = []
-    softmax = triton_rows.softmax
-    monkeypatch.setattr(triton_rows, "softmax", lambda *operands: calls.append(1) or softmax(*operands))
-    found = distribution(logits, parameters)
+    with calls_of(triton_rows, "softmax") as calls:
+        found = distribution(logits, parameters)
     assert torch.allclose(found, distribution(logits, replace(parameters, kernels=TORCH)), rtol=2e-5, atol=1e-9)
     assert len(calls) == 1
     assert found[0].max() == found[0, logits[0].argmax()] == 1
@@ -138,7 +137,7 @@ def chains_of(
 
 
 @pytest.mark.parametrize(("verify", "num_chains"), [(verify_token, 1), (verify_block, 1), (verify_bv_race, 3)])
-def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_decide_the_same(verify: object, num_chains: int) -> None:
     assert callable(verify)
     chance = np.random.default_rng(3)
     chains, target = chains_of(chance, 12, num_chains, 3)
@@ -149,8 +148,8 @@ def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pyt
     found = verify(chains, target, noise)
     assert all(torch.equal(getattr(found, part), getattr(plain, part)) for part in parts)
     # The wrong variant leaves the draft distribution out.
-    monkeypatch.setattr(triton_kernels, "Surplus", lambda probs_NV, row_C, *_: Surplus(probs_NV, row_C))
-    assert not torch.equal(verify(chains, target, noise).next_token_B, plain.next_token_B)
+    with instead(triton_kernels, "Surplus", lambda surplus, probs_NV, row_C, *_: surplus(probs_NV, row_C)):
+        assert not torch.equal(verify(chains, target, noise).next_token_B, plain.next_token_B)
     assert 0 < int(plain.accepted_B.sum()) < int(chains.length_C.sum())
 
 
@@ -189,17 +188,15 @@ def test_rows_that_do_not_speculate_draw_from_their_distribution() -> None:
     assert torch.equal(found.next_token_B, categorical(distributions, uniform))
 
 
-def test_a_row_is_drawn_from_by_the_kernels_or_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_drawn_from_by_the_kernels_or_without_them() -> None:
     """Rows may come in another order; distributions that are not contiguous are drawn from without kernels."""
     distributions = random_distribution(np.random.default_rng(6), 3)
     rows = torch.tensor([2, 0, 2, 1], device=DEVICE)
     uniform = torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64, device=DEVICE)
     expected = categorical(distributions[rows], uniform)
-    calls = []
-    right = Surplus.draw
-    monkeypatch.setattr(Surplus, "draw", lambda *operands: calls.append(1) or right(*operands))
-    assert torch.equal(KERNELS.draw(distributions, rows, uniform), expected)
-    assert torch.equal(KERNELS.draw(distributions.T.contiguous().T, rows, uniform), expected)
+    with calls_of(Surplus, "draw") as calls:
+        assert torch.equal(KERNELS.draw(distributions, rows, uniform), expected)
+        assert torch.equal(KERNELS.draw(distributions.T.contiguous().T, rows, uniform), expected)
     assert len(calls) == 1
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import pytest
 from tqdm import tqdm
 
@@ -11,6 +9,7 @@ from loadtest import bench
 from loadtest.client import RunResult
 from loadtest.report import versions_markdown
 from loadtest.workload import Prompt, random_prompts
+from tests.wrong import instead
 
 
 @pytest.mark.parametrize("num_prompts", [None, 3])
@@ -27,13 +26,13 @@ def test_no_answer_is_counted_twice(num_prompts: int | None) -> None:
     )
     asked: dict[str, list[tuple[str, int]]] = {arm: [] for arm in options.arms}
 
-    def noted(_: object, prompts: list[Prompt], _concurrency: int, arm: str) -> RunResult:
+    def noted(_right: object, _: object, prompts: list[Prompt], _concurrency: int, arm: str) -> RunResult:
         if all("seed" in prompt.body for prompt in prompts):  # else a run to warm up
             asked[arm] += [(str(prompt.body["prompt"]), prompt.body["seed"]) for prompt in prompts]
         return RunResult(1.0, 8, ())
 
     prompts = random_prompts(16, num_prompts or options.num_prompts)
-    with patch.object(bench._Bench, "run_arm", noted), patch.object(bench, "_speculation", lambda _: {}):
+    with instead(bench._Bench, "run_arm", noted), instead(bench, "_speculation", lambda *_: {}):
         bench._Bench("", "", options, 1.0).cell(prompts, 4, tqdm(disable=True))
     assert len(set(asked["off"])) == len(asked["off"]) == 3 * 8
     assert num_prompts or len({prompt for prompt, _ in asked["off"]}) == 3 * 8
@@ -47,7 +46,7 @@ def test_the_version_before_is_compared_with_its_own_runs() -> None:
     results = {
         arm: [RunResult(1.0 + arm.startswith("before "), tokens, ()) for tokens in (100, 200, 400)] for arm in arms
     }
-    with patch.object(bench, "_speculation", lambda _: {}):
+    with instead(bench, "_speculation", lambda *_: {}):
         found = bench.compared(results)
     for arm in ("off", "adaptive", "block:1x2"):
         assert found["arms"][arm]["ratio_to_before"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
@@ -61,7 +60,7 @@ def test_the_version_before_is_compared_with_its_own_runs() -> None:
 
 def test_an_arm_of_the_version_before_runs_on_its_daemon() -> None:
     options = bench.BenchOptions(["dialogues"], [1], 1, 8, [1.0], [0], bench.of_both_versions(bench.arms_of([], 1, 2)))
-    with patch.object(bench, "_model_of", lambda url: f"model of {url}"):
+    with instead(bench, "_model_of", lambda _, url: f"model of {url}"):
         one = bench._Bench("now", "then", options, 1.0)
         assert one._served("off") == ("now", "model of now")
         assert one._served("before off") == ("then", "model of then")

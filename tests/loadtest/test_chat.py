@@ -17,6 +17,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from loadtest.chat import Terminal, main
 from loadtest.chat_client import ChatError, Conversation, client_of, served_model
 from loadtest.origin import ACCEPTED, OWN, UNKNOWN, Origins
+from tests.wrong import instead
 
 
 def step(tokens: list[str], num_accepted: int) -> dict[str, Any]:
@@ -128,10 +129,12 @@ def test_what_has_arrived_stays_and_what_was_refused_goes(conversation: Conversa
     assert len(conversation.messages) == 2
 
 
-def test_a_model_cannot_move_the_cursor(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Conversation, "ask", lambda *_: iter([("a\x1b[2J\x9b1A\r\x07b\n", OWN, False)]))
-    written = io.StringIO()
-    with create_app_session(output=Vt100_Output(written, lambda: Size(24, 80), term="xterm")):
+def test_a_model_cannot_move_the_cursor(conversation: Conversation) -> None:
+    written, pieces = io.StringIO(), [("a\x1b[2J\x9b1A\r\x07b\n", OWN, False)]
+    with (
+        instead(Conversation, "ask", lambda *_: iter(pieces)),
+        create_app_session(output=Vt100_Output(written, lambda: Size(24, 80), term="xterm")),
+    ):
         Terminal(conversation)._answer("x")
     text = written.getvalue()
     assert "a\ufffd[2J\ufffd1A\ufffd\ufffdb" in text

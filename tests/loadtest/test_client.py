@@ -11,36 +11,35 @@ import pytest
 from loadtest import client
 from loadtest.client import Sample, closed_loop
 from loadtest.workload import Prompt
+from tests.wrong import instead
 
 
-def test_a_rate_counts_what_came_while_all_requests_were_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rate_counts_what_came_while_all_requests_were_open() -> None:
     """Two workers, answers of 2, 7 and 2 tokens: when the two short ones have ended, three of the long one."""
 
-    async def stream_one(_: Any, path: str, body: dict[str, Any], receive: Callable[[int], None]) -> Sample:
-        del path
+    async def stream_one(_: Any, _http: Any, _path: str, body: Any, receive: Callable[[int], None]) -> Sample:
         for _turn in range(body["length"]):
             await asyncio.sleep(0)
             receive(1)
         return Sample(body["length"], 0.0, 0.0, None)
 
-    monkeypatch.setattr(client, "_stream_one", stream_one)
     prompts = [Prompt("/v1/completions", {"length": length}) for length in (2, 7, 2)]
-    result = asyncio.run(closed_loop("http://nowhere", "model", prompts, 2, {}))
+    with instead(client, "_stream_one", stream_one):
+        result = asyncio.run(closed_loop("http://nowhere", "model", prompts, 2, {}))
     assert result.num_tokens == 7
     assert [sample.num_tokens for sample in result.samples] == [2, 7, 2], "in the order of the prompts"
 
 
-def test_more_workers_than_prompts_do_not_end_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_prompts_do_not_end_the_run_at_once() -> None:
     """A run of one prompt counts the whole answer, whatever the concurrency."""
 
-    async def stream_one(_: Any, path: str, body: dict[str, Any], receive: Callable[[int], None]) -> Sample:
-        del path, body
+    async def stream_one(_: Any, _http: Any, _path: str, _body: Any, receive: Callable[[int], None]) -> Sample:
         await asyncio.sleep(0)
         receive(3)
         return Sample(3, 0.0, 0.0, None)
 
-    monkeypatch.setattr(client, "_stream_one", stream_one)
-    result = asyncio.run(closed_loop("http://nowhere", "model", [Prompt("/v1/completions", {})], 8, {}))
+    with instead(client, "_stream_one", stream_one):
+        result = asyncio.run(closed_loop("http://nowhere", "model", [Prompt("/v1/completions", {})], 8, {}))
     assert result.num_tokens == 3
 
 
@@ -49,12 +48,12 @@ def test_the_daemons_key_is_sent(monkeypatch: pytest.MonkeyPatch, keys: str, sen
     monkeypatch.setenv("POLYDRAFT_API_KEY", keys)
     seen: list[str | None] = []
 
-    async def stream_one(http: httpx.AsyncClient, *_: Any) -> Sample:
+    async def stream_one(_: Any, http: httpx.AsyncClient, *_request: Any) -> Sample:
         seen.append(http.headers.get("Authorization"))
         return Sample(1, 0.0, 0.0, None)
 
-    monkeypatch.setattr(client, "_stream_one", stream_one)
-    asyncio.run(closed_loop("http://nowhere", "model", [Prompt("/v1/completions", {})], 1, {}))
+    with instead(client, "_stream_one", stream_one):
+        asyncio.run(closed_loop("http://nowhere", "model", [Prompt("/v1/completions", {})], 1, {}))
     assert seen == [sent]
 
 

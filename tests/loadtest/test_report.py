@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +12,7 @@ from loadtest.client import RunResult, Sample
 from loadtest.report import markdown, rules_markdown
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import random_prompts
+from tests.wrong import instead
 
 
 def test_a_paired_ratio_removes_what_both_arms_share() -> None:
@@ -91,11 +91,11 @@ def test_tables_name_what_the_prompts_are() -> None:
 def test_the_command_line_measures_what_it_says(extra: list[str]) -> None:
     wanted: list[BenchOptions] = []
 
-    def run(url: str, options: BenchOptions) -> dict[str, object]:
+    def run(_: object, _url: str, options: BenchOptions) -> None:
         wanted.append(options)
         raise RuntimeError("enough")
 
-    with patch("loadtest.bench.run", run):
+    with instead("loadtest.bench", "run", run):
         assert cli.main(["--url", "http://localhost:1", *extra]) == 1
     (options,) = wanted
     assert options.ramp == (() if extra == ["--short"] else (1, 4, 16, 64, 16, 4, 1))

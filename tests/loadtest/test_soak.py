@@ -7,12 +7,12 @@ import json
 import random
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 import pytest
 
 from loadtest import soak
+from tests.wrong import instead
 
 
 @pytest.mark.slow
@@ -40,12 +40,10 @@ def test_requests_that_fail_are_faults(response: Any, fault: str) -> None:
             raise response
         return httpx.Response(response.status_code, text=response.text)
 
-    client = httpx.AsyncClient
-
-    def unreal(**options: Any) -> httpx.AsyncClient:
+    def unreal(client: Any, **options: Any) -> httpx.AsyncClient:
         return client(**options, transport=httpx.MockTransport(answer))
 
-    with patch.object(httpx, "AsyncClient", unreal):
+    with instead(httpx, "AsyncClient", unreal):
         faults = asyncio.run(soak.batch("http://nowhere", "model", 3, 2, random.Random(1)))
     assert len(faults) == 3
     assert all(fault in one for one in faults)

@@ -6,23 +6,23 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 from loadtest import start
+from tests.wrong import instead
 
 
 def test_versions_alternate_and_keep_their_caches(tmp_path: Path) -> None:
     started: list[tuple[str, str, str]] = []
 
     @contextmanager
-    def daemon(arguments: Sequence[str], prefix: Sequence[str]) -> Iterator[str]:
+    def daemon(_: object, arguments: Sequence[str], prefix: Sequence[str]) -> Iterator[str]:
         code, kernels = (word.partition("=")[2] for word in prefix[-2:])
         assert Path(arguments[-1]).parent.is_dir()
         started.append((code, kernels, arguments[-1]))
         yield "http://daemon"
 
     numbers = {"polydraft_engine_process_resident_memory_bytes": 3 << 20, "process_resident_memory_bytes": 2 << 20}
-    with patch.object(start, "running_daemon", daemon), patch.object(start, "metric", lambda _, name: numbers[name]):
+    with instead(start, "running_daemon", daemon), instead(start, "metric", lambda *of: numbers[of[-1]]):
         output = tmp_path / "start.json"
         assert start.main(["--starts", "2", "--other", str(tmp_path), "--output", str(output)]) == 0
     (own, _, _), (other, _, _) = started[:2]

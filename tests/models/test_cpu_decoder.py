@@ -7,8 +7,7 @@ import itertools
 import math
 import mmap
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from engine.models.runner import ModelRunner
 from tests.attention.test_groups import passes
 from tests.engine import tiny
 from tests.models.test_lean import LEAN, SIZES, randomised
+from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
 PAGE = 4
@@ -176,14 +176,15 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "llama, odd sizes"])
 @pytest.mark.parametrize("bits", [8, 16, 32])
-def test_results_do_not_depend_on_memory(name: str, bits: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_memory(name: str, bits: int, shift: int) -> None:
     """Weights and working memory at any alignment, filled with NaN before, and next to memory that is not there."""
     loaded = randomised(MODELS[name], seed=5)
     if bits == 16:
         loaded.model.to(torch.bfloat16)
     expected = numbers(loaded, CpuDecoder(loaded.model, bits))
-    monkeypatch.setattr(cpu_weights, "aligned", _at_the_end_of_a_page(shift))
-    found = numbers(loaded, CpuDecoder(loaded.model, bits))
+    piece = _at_the_end_of_a_page(shift)
+    with instead(cpu_weights, "aligned", lambda _, *size, **named: piece(*size, **named)):
+        found = numbers(loaded, CpuDecoder(loaded.model, bits))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -233,20 +234,6 @@ def test_the_model_may_lose_its_own_weights() -> None:
     assert torch.equal(torch.cat([runs.forward([sequences[i] for i in step]) for step in STEPS]), before[0])
 
 
-@contextmanager
-def pages_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[StepLayout], dict[str, Any]]) -> Iterator[None]:
-    """Give passes wrong facts about their keys."""
-    right = runner.build
-
-    def wrong(*operands: Any) -> StepLayout:
-        pages = right(*operands)
-        return replace(pages, **change(pages))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runner, "build", wrong)
-        yield
-
-
 WRONG_PAGES: dict[str, Callable[[StepLayout], dict[str, Any]]] = {
     "a query sees the token behind it": lambda p: {"limits": np.minimum(p.limits + 1, p.num_keys.max())},
     "a query does not see itself": lambda p: {"limits": np.maximum(p.limits - 1, 1)},
@@ -258,10 +245,15 @@ WRONG_PAGES: dict[str, Callable[[StepLayout], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_PAGES)
-def test_wrong_keys_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_keys_are_found_out(wrong: str) -> None:
     loaded = randomised(MODELS["llama"], seed=5)
     expected = numbers(loaded, TransformersBackend(loaded.model))
-    with pages_changed(monkeypatch, WRONG_PAGES[wrong]):
+
+    def changed(build: Any, *operands: Any) -> StepLayout:
+        pages = build(*operands)
+        return replace(pages, **WRONG_PAGES[wrong](pages))
+
+    with instead(runner, "build", changed):
         assert not agree(numbers(loaded, CpuDecoder(loaded.model)), expected)
 
 
@@ -295,20 +287,19 @@ def test_wrong_models_are_found_out(wrong: str) -> None:
     assert not agree(numbers(loaded, decoder), numbers(loaded, TransformersBackend(loaded.model)))
 
 
-def test_a_decoder_with_wrong_numbers_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_with_wrong_numbers_does_not_serve() -> None:
     """A checkpoint in bfloat16 then runs through torch in float32."""
-    put = CpuDecoder._put_constants
 
-    def wrong(self: CpuDecoder, model: Any) -> None:
-        put(self, model)
-        self._arrays[numba_table.FREQUENCIES] *= 1.01
+    def wrong(made: Any, decoder: CpuDecoder, *operands: Any) -> None:
+        made(decoder, *operands)
+        decoder._arrays[numba_table.FREQUENCIES] *= 1.01
 
     loaded = randomised(MODELS["llama"], seed=5)
     loaded.model.to(torch.bfloat16)
     shape = find_kv_shape(loaded)
     assert isinstance(probe_ways(loaded, shape).backend, CpuDecoder)
-    monkeypatch.setattr(CpuDecoder, "_put_constants", wrong)
-    backend = probe_ways(loaded, shape).backend
+    with instead(CpuDecoder, "__init__", wrong):
+        backend = probe_ways(loaded, shape).backend
     assert not isinstance(backend, CpuDecoder)
     assert backend.kv_dtype == torch.float32
 
@@ -333,8 +324,8 @@ def test_cores_are_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += seconds[decoder.cores[0]][num_rows]
 
     monkeypatch.setattr(cpu_decoder.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(TEAM, "grow", lambda most: most)
-    decoder.tune(run, 3)
+    with instead(TEAM, "grow", lambda _, most: most):
+        decoder.tune(run, 3)
     assert decoder.cores == (1, 2)
     num_runs = itertools.count()
 
@@ -342,9 +333,10 @@ def test_cores_are_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         run(num_rows)
         clock[0] += 9.0 * (next(num_runs) % 3 > 0) * (decoder.cores[0] > 1)  # another process often has the core
 
-    decoder.tune(run_disturbed, 3)
+    with instead(TEAM, "grow", lambda _, most: most):
+        decoder.tune(run_disturbed, 3)
     assert decoder.cores == (1, 2)
     decoder.cores = 1, 1
-    monkeypatch.setattr(TEAM, "grow", lambda most: 0)
-    decoder.tune(run, 3)
+    with instead(TEAM, "grow", lambda *_: 0):
+        decoder.tune(run, 3)
     assert decoder.cores == (1, 1)

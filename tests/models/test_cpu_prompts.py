@@ -20,6 +20,7 @@ from engine.models.runner import ModelRunner
 from tests.engine import tiny
 from tests.models.test_cpu_decoder import MODELS
 from tests.models.test_lean import randomised
+from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
 PAGE = 16
@@ -53,16 +54,15 @@ def test_prompts_have_the_numbers_of_transformers(name: str) -> None:
     assert agree(logits_of(loaded, CpuDecoder(loaded.model)), logits_of(loaded, TransformersBackend(loaded.model)))
 
 
-def test_results_do_not_depend_on_the_rows_that_attend_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_rows_that_attend_together() -> None:
     """To the bit, on one core and on several."""
     loaded = randomised(MODELS["llama"], seed=5)
     decoder = CpuDecoder(loaded.model)
     assert decoder._rows_together(CHUNKS[0][1]) == 64
     found = [logits_of(loaded, decoder)]
     for most_rows in (1, 16, 100):
-        monkeypatch.setattr(decoder, "_rows_together", lambda _, most=most_rows: most)
-        found.append(logits_of(loaded, decoder))
-    monkeypatch.undo()
+        with instead(decoder, "_rows_together", lambda *_, most=most_rows: most):
+            found.append(logits_of(loaded, decoder))
     if TEAM.grow(2) == 2:
         decoder.cores = 3, 3
         found += [logits_of(loaded, decoder) for _ in range(3)]
@@ -85,25 +85,21 @@ def test_passes_with_much_work_have_more_cores() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["rows are left out", "keys beyond the first tile are left out"])
-def test_wrong_parts_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_parts_are_found_out(wrong: str) -> None:
     loaded = randomised(MODELS["llama"], seed=5)
     expected = logits_of(loaded, TransformersBackend(loaded.model))
-    parts_of = cpu_decoder.parts_of
-
-    def without_last_rows(*operands: Any) -> Any:
-        return parts_of(*operands) - [0, 0, 1]
 
     class OfFirstTile(CpuDecoder):
         def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: Any, wanted_N: Tensor) -> Tensor:
             metadata.layout.num_keys[:] = np.minimum(metadata.layout.num_keys, TILE)
             return super().logits(token_ids_T, positions_T, metadata, wanted_N)
 
-    decoder = CpuDecoder(loaded.model)
     if wrong == "rows are left out":
-        monkeypatch.setattr(cpu_decoder, "parts_of", without_last_rows)
+        with instead(cpu_decoder, "parts_of", lambda parts_of, *operands: parts_of(*operands) - [0, 0, 1]):
+            found = logits_of(loaded, CpuDecoder(loaded.model))
     else:
-        decoder = OfFirstTile(loaded.model)
-    assert not agree(logits_of(loaded, decoder), expected)
+        found = logits_of(loaded, OfFirstTile(loaded.model))
+    assert not agree(found, expected)
 
 
 @pytest.mark.parametrize("middle", [-300.0, 0.0, 300.0])

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -20,9 +20,12 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.config_check import check_settings
 from engine.errors import SERVER_FAULTS, ConfigError, LoadError, RequestError
 from engine.models import probe, runner
+from engine.models.backend import TransformersBackend
 from engine.models.loading import LoadedModel, check_config, choose_device, load
 from engine.step.building import assemble, build_engine
 from tests.engine import tiny
+from tests.heads import folders
+from tests.wrong import calls_of, instead
 
 SMALL = {
     "vocab_size": 64,
@@ -116,7 +119,7 @@ def test_what_is_wrong_is_found_before_weights_are_read(
     (tmp_path / "bare" / "model.safetensors").unlink()
     config = engine_config(target, str(tmp_path / draft) if draft else None, **parts)
     fault = "weights are read"
-    with patch("engine.step.building.load_pair", side_effect=AssertionError(fault)):
+    with instead("engine.step.building", "load_pair", folders.refused):
         with pytest.raises((ConfigError, LoadError), match=reason) as refusal:
             build_engine(config)
         assert "\n" not in str(refusal.value)
@@ -238,6 +241,10 @@ def test_a_half_empty_target_config_is_not_a_model(tmp_path: Path) -> None:
         build_engine(engine_config(str(tmp_path)))
 
 
+NOT_FINITE = (runner.ModelRunner, "forward", lambda forward, *operands: forward(*operands) * torch.nan)
+WITHOUT_COMPACTION = (runner.ModelRunner, "keep", lambda *_: None)
+
+
 @pytest.mark.parametrize("fault", ["causal", "positions", "compaction", "window", "not finite"])
 @pytest.mark.filterwarnings("ignore")
 def test_the_probe_catches_a_wrong_path(fault: str) -> None:
@@ -250,9 +257,8 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
     loaded = tiny.load_model(config, seed=1)
     shape = probe.find_kv_shape(loaded)
     assert probe.probe(loaded, shape) < 0.05
-    visible, place = groups._visible, inputs.place
 
-    def causal(batch, numbers, is_row_BQ, num_keys):  # type: ignore[no-untyped-def]
+    def causal(visible, batch, numbers, is_row_BQ, num_keys):  # type: ignore[no-untyped-def]
         """Nodes see those of other branches that lie before them."""
         found = visible(batch, numbers, is_row_BQ, num_keys)
         (number,) = numbers
@@ -261,30 +267,29 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
         found[0, known : known + size, end:] = np.tri(size, dtype=np.bool_)
         return found
 
-    def flat(end, offset, depth):  # type: ignore[no-untyped-def]
+    def flat(place, end, offset, depth):  # type: ignore[no-untyped-def]
         """Tree nodes numbered one after the other instead of by their depth."""
         return place(end, offset, offset + 1)
 
-    bias, forward = groups.Group.bias, runner.ModelRunner.forward
-    patches = {
-        "not finite": patch.object(runner.ModelRunner, "forward", lambda self, *rest: forward(self, *rest) * torch.nan),
-        "causal": patch.object(groups, "_visible", causal),
-        "positions": patch.object(inputs, "place", flat),
-        "compaction": patch.object(runner.ModelRunner, "keep", lambda self, moves: None),
-        "window": patch.object(groups.Group, "bias", lambda self, window, *rest: bias(self, None, *rest)),
+    faults: dict[str, Any] = {
+        "not finite": NOT_FINITE,
+        "causal": (groups, "_visible", causal),
+        "positions": (inputs, "place", flat),
+        "compaction": WITHOUT_COMPACTION,
+        "window": (groups.Group, "bias", lambda bias, group, _window, *rest: bias(group, None, *rest)),
     }
-    with patches[fault], pytest.raises(LoadError, match="differ from plain transformers"):
+    with instead(*faults[fault]), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)
 
 
 def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> None:
     """They make the same passes together: rank 0 alone would wait for the others in the passes that only they make."""
-    name, from_pretrained = saved(tmp_path), transformers.AutoModelForCausalLM.from_pretrained
+    name = saved(tmp_path)
 
-    def whole(name: str, tp_plan: str | None = None, **more: Any) -> Any:
+    def whole(from_pretrained: Any, name: str, tp_plan: str | None = None, **more: Any) -> Any:
         return from_pretrained(name, **more)
 
-    with patch.object(transformers.AutoModelForCausalLM, "from_pretrained", whole):
+    with instead(transformers.AutoModelForCausalLM, "from_pretrained", whole):
         share = load(name, None, "float32", torch.device("cpu"), split=True)
     others = load(name, None, "float32", torch.device("cpu"))
     on_cuda = MagicMock()
@@ -365,26 +370,28 @@ def test_faults_of_models_in_bfloat16_are_found(caplog: pytest.LogCaptureFixture
     """Also if they only warn, and numbers that are not finite are refused even then."""
     loaded = in_bfloat16(3)
     shape = probe.find_kv_shape(loaded)
-    with patch.object(probe, "_in_float32", wraps=probe._in_float32) as widened:
+    with calls_of(probe, "_in_float32") as widened:
         assert 0 < probe.probe(loaded, shape) < 0.9
-    assert widened.call_count == 1
-    without_compaction = patch.object(runner.ModelRunner, "keep", lambda self, moves: None)
-    with without_compaction, pytest.raises(LoadError, match="differ from plain transformers"):
+    assert len(widened) == 1
+    with instead(*WITHOUT_COMPACTION), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)
     assert not caplog.records
     config = ModelConfig(target="t", dtype="bfloat16", probe="warn")
-    with without_compaction, patch.object(probe, "BACKENDS", probe.BACKENDS[-1:]), patch.object(probe, "_compute_as"):
-        probe.probe_ways(loaded, shape, config=config)
+    served = probe.BackendOption("plain", lambda _: True, lambda model, _: TransformersBackend(model.bfloat16()))
+    with instead(*WITHOUT_COMPACTION):
+        probe.probe_ways(loaded, shape, config=config, backends=[served])
     assert "served all the same, as --probe warn asks" in caplog.text
-    forward = runner.ModelRunner.forward
-    not_finite = patch.object(runner.ModelRunner, "forward", lambda self, *rest: forward(self, *rest) * torch.nan)
-    with not_finite, pytest.raises(LoadError, match="differ from plain transformers"):
+    with instead(*NOT_FINITE), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape, only_warns=True)
+
+
+def without_memory(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no memory")
 
 
 def test_a_model_that_cannot_run_in_float32_is_compared_without(caplog: pytest.LogCaptureFixture) -> None:
     loaded = in_bfloat16(3)
-    with caplog.at_level("INFO"), patch.object(probe.nn, "Parameter", side_effect=RuntimeError("no memory")):
+    with caplog.at_level("INFO"), instead(probe.nn, "Parameter", without_memory):
         assert 0 < probe.probe(loaded, probe.find_kv_shape(loaded)) < 1
     assert "probed without float32: no memory" in caplog.text
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}

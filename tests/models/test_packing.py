@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.models.probe import find_kv_shape, probe
 from tests.engine import tiny
 from tests.models.test_architectures import CONFIGS
 from tests.models.test_lean import randomised
+from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="weights are packed on a CPU only")
 
@@ -43,23 +45,22 @@ def test_packing_gives_the_plain_weights_up() -> None:
     assert loaded.weight_bytes + packed_bytes < 1.6 * plain_bytes
 
 
-def test_wrong_packed_numbers_keep_a_weight_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = packing._onednn_linear
-    monkeypatch.setattr(packing, "_onednn_linear", lambda rows, packed, bias=None: right(rows, packed, bias) * 1.01)
+def test_wrong_packed_numbers_keep_a_weight_plain() -> None:
     product = PackedLinear(torch.randn(16, 8))
-    assert pack([product]) == 0
+    with instead(packing, "_onednn_linear", lambda linear, *operands: linear(*operands) * 1.01):
+        assert pack([product]) == 0
     assert product.weight.shape == (16, 8)
 
 
-def test_without_the_operator_a_weight_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(weight: torch.Tensor) -> torch.Tensor:
+def test_without_the_operator_a_weight_stays_plain() -> None:
+    def missing(*_: Any) -> None:
         raise AttributeError("no such operator")
 
     product = PackedLinear(torch.randn(16, 8))
     expected = product(torch.ones(1, 3, 8))
-    monkeypatch.setattr(packing, "_reorder", missing)
-    assert pack([product]) == 0
-    assert torch.equal(product(torch.ones(1, 3, 8)), expected)
+    with instead(packing, "_reorder", missing):
+        assert pack([product]) == 0
+        assert torch.equal(product(torch.ones(1, 3, 8)), expected)
 
 
 def test_a_model_that_does_not_run_packed_becomes_plain_again() -> None:

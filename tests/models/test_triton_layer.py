@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from tests.attention.test_groups import passes  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 from tests.models.test_lean import LEAN, randomised  # noqa: E402
+from tests.wrong import instead  # noqa: E402
 
 PAGE = 4
 TAPS = (0, 2, 3, NORMED)
@@ -31,7 +30,7 @@ Numbers = tuple[torch.Tensor, ...]
 
 def numbers(loaded: Any, by_kernels: bool) -> Numbers:
     """Logits of a step of single tokens and trees behind prompts; all keys, values and hidden states."""
-    with patch.object(lean, "use_kernels", lambda *_: by_kernels):
+    with instead(lean, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model)
     shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
     runner = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder, paged=by_kernels)
@@ -53,26 +52,26 @@ def test_models_get_the_numbers_of_the_plain_operations(name: str) -> None:
     assert agree(numbers(loaded, True), numbers(loaded, False))
 
 
-def swapped(operation: Callable[..., Any]) -> Callable[..., Any]:
+def swapped(operation: Any, joined: Any, rotation: Any, *rest: Any) -> Any:
     """Cosines for sines."""
-    return lambda joined, rotation, *rest: operation(joined, rotation[::-1], *rest)
+    return operation(joined, rotation[::-1], *rest)
 
 
-def shifted(operation: Callable[..., Any]) -> Callable[..., Any]:
+def shifted(
+    operation: Any, joined: Any, rotation: Any, positions: Any, norms: Any, eps: float, slots: Any, layer: Any
+) -> Any:
     """K/V one slot further on."""
-    return lambda joined, rotation, positions, norms, eps, slots, layer: operation(
-        joined, rotation, positions, norms, eps, (slots + 1) % len(layer[0]), layer
-    )
+    return operation(joined, rotation, positions, norms, eps, (slots + 1) % len(layer[0]), layer)
 
 
-def without_norms(operation: Callable[..., Any]) -> Callable[..., Any]:
+def without_norms(operation: Any, joined: Any, rotation: Any, positions: Any, _norms: Any, *rest: Any) -> Any:
     """Queries and keys as they come."""
-    return lambda joined, rotation, positions, _norms, *rest: operation(joined, rotation, positions, None, *rest)
+    return operation(joined, rotation, positions, None, *rest)
 
 
-def at_the_next(operation: Callable[..., Any]) -> Callable[..., Any]:
+def at_the_next(operation: Any, joined: Any, rotation: Any, positions: Any, *rest: Any) -> Any:
     """Angles of the next positions."""
-    return lambda joined, rotation, positions, *rest: operation(joined, rotation, positions + 1, *rest)
+    return operation(joined, rotation, positions + 1, *rest)
 
 
 WRONG = {
@@ -80,19 +79,18 @@ WRONG = {
     "the next position": ("rotate_and_write", at_the_next),
     "shifted": ("rotate_and_write", shifted),
     "without norms": ("rotate_and_write", without_norms),
-    "norm of nothing": ("norm", lambda f: lambda hidden, weight, eps: f(hidden, torch.ones_like(weight), eps)),
-    "up and gate": ("gate", lambda f: lambda joined: f(joined.roll(joined.shape[1] // 2, 1))),
+    "norm of nothing": ("norm", lambda norm, hidden, weight, eps: norm(hidden, torch.ones_like(weight), eps)),
+    "up and gate": ("gate", lambda gate, joined: gate(joined.roll(joined.shape[1] // 2, 1))),
 }
 
 
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
 def test_wrong_kernels_are_found_out(wrong: str) -> None:
     """The comparison finds them, and so does the trial at start, which would keep the plain operations."""
-    name, spoil = WRONG[wrong]
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
     assert fused_layer.find_fault(tiny.DEVICE, torch.float32) is None
-    with patch.object(triton_layer, name, spoil(getattr(triton_layer, name))):
+    with instead(triton_layer, *WRONG[wrong]):
         assert not agree(numbers(loaded, True), expected)
         assert fused_layer.find_fault(tiny.DEVICE, torch.float32) is not None
 
@@ -102,7 +100,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
     """A layer adds to what was there before it."""
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
-    with patch.object(lean._Linear, "add_to", lambda self, sums, rows: sums.copy_(self(rows))):
+    with instead(lean._Linear, "add_to", lambda _, product, sums, rows: sums.copy_(product(rows))):
         assert not agree(numbers(loaded, True), expected)
 
 
@@ -110,8 +108,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
 def test_biases_that_are_left_out_are_found_out() -> None:
     loaded = randomised(LEAN["llama, biases"], seed=5)
     expected = numbers(loaded, False)
-    without = lambda self, rows: linear(rows, self.weight_NK)  # noqa: E731
-    with patch.object(lean._Linear, "__call__", without):
+    with instead(lean._Linear, "__call__", lambda _, product, rows: linear(rows, product.weight_NK)):
         assert not agree(numbers(loaded, True), expected)
 
 

@@ -19,6 +19,7 @@ from engine.request import Sampling
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.edits import Bools, NodeContext, edit, has_dead_end
 from engine.text_counts import TextCounts
+from tests.wrong import calls_of
 
 VOCABULARY = 12
 
@@ -168,15 +169,14 @@ def test_what_is_prepared_for_a_request_edits_as_what_is_made_anew() -> None:
     assert torch.equal(torch.cat(one_by_one), expected)
 
 
-def test_masks_of_a_request_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    right = FixedEdits._new_mask
-    monkeypatch.setattr(FixedEdits, "_new_mask", lambda self, *args: made.append(args) or right(self, *args))
+def test_masks_of_a_request_are_made_once() -> None:
     sampling = Sampling(allowed_token_ids=(2, 3, 5), bad_words=((5,), (3, 4)))
     text = replace(TEXTS[0], fixed=FixedEdits(sampling, ()))
-    for _ in range(3):
-        edit(torch.zeros(len(PATHS), VOCABULARY), [NodeContext(sampling, text, len(path), path) for path in PATHS])
-    assert made == [(VOCABULARY, False)]
+    places = [NodeContext(sampling, text, len(path), path) for path in PATHS]
+    with calls_of(FixedEdits, "_new_mask") as calls:
+        for _ in range(3):
+            edit(torch.zeros(len(PATHS), VOCABULARY), places)
+    assert [operands[1:] for operands, _ in calls] == [(VOCABULARY, False)]
 
 
 def test_masks_that_nodes_share_cannot_be_written_to() -> None:

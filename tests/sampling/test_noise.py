@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from scipy.stats import chi2, kstest
 from engine.request import Sampling
 from engine.sampling.noise import GOLDEN, MIX_1, MIX_2, Purpose, choice_seed, hash_words, uniform
 from engine.sampling.stable import race, uniform_rows
+from tests.wrong import instead
 
 COUNT = 40_000
 
@@ -76,14 +76,12 @@ def test_wrong_kernel_is_not_used(wrong: str) -> None:
     from engine.drafting import numbers
     from engine.sampling import numba_noise
 
-    right = numba_noise.uniform
-
-    def changed(seed_C: Any, position_C: Any, purpose_P: Any, rank_C: Any, length: int) -> Any:
+    def changed(right: Any, seed_C: Any, position_C: Any, purpose_P: Any, rank_C: Any, length: int) -> Any:
         position_C, purpose_P = (position_C + 1, purpose_P) if wrong == "shifted" else (position_C, purpose_P[::-1])
         return right(seed_C, position_C, np.ascontiguousarray(purpose_P), rank_C, length)
 
     assert numbers.fault_in_numbers(torch.device("cpu")) is None
-    with patch.object(numba_noise, "uniform", changed):
+    with instead(numba_noise, "uniform", changed):
         assert numbers.fault_in_numbers(torch.device("cpu")) == "numbers differ"
 
 

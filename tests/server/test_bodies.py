@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import ctypes
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +16,46 @@ import httpx
 import pytest
 
 from engine.api import RequestError
-from server.http import bodies, errors
+from server.http import errors
 from server.http.bodies import nests_too_deeply, read_json
 from server.http.openapi import Application
 from server.openai import routes as generate_routes
-from tests.server.test_body_costs import _NO_SERVER
+from tests.server.test_body_costs import NO_SERVER
+
+OBJECTS, TEXTS, VALUES, DEEPEST = 1 << 14, 1 << 17, 1 << 20, 100
+"""Bounds of a body."""
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that small bodies exceed: 4 objects and lists, 3 strings, 5 values behind the first, 3 levels."""
-    for name, most in {"_MOST_OBJECTS": 4, "_MOST_TEXTS": 3, "_MOST_VALUES": 5, "_DEEPEST": 3}.items():
-        monkeypatch.setattr(bodies, name, most)
+def objects(count: int, before: str = "") -> str:
+    """A list that holds this many lists and objects, with itself."""
+    return f"[{before}{'[],' * (count - 2)}{{}}]"
+
+
+def numbers(count: int) -> str:
+    """A list of this many numbers after the first."""
+    return f"[{'1,' * count}1]"
+
+
+def strings(count: int) -> str:
+    """A list of this many strings."""
+    return json.dumps(["a"] * count)
+
+
+BRACKETS = "[" * OBJECTS + ",{{"
+TOO_MANY = f"the body holds more than {OBJECTS} objects and lists"
+TOO_DEEP = f"the body holds objects and lists that are nested more than {DEEPEST} deep"
+BOUNDS = {
+    "objects": (objects(OBJECTS), objects(OBJECTS + 1), TOO_MANY),
+    "strings": (strings(TEXTS), strings(TEXTS + 1), f"the body holds more than {TEXTS} strings"),
+    "values": (numbers(VALUES), numbers(VALUES + 1), f"the body holds more than {VALUES} values"),
+    "lists in lists": ("[" * DEEPEST + "]" * DEEPEST, "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), TOO_DEEP),
+    "objects in objects": ('{"a":' * 99 + "{}" + "}" * 99, '{"a":' * 100 + "{}" + "}" * 100, TOO_DEEP),
+    "brackets in a string": ('["' + BRACKETS + '"]', objects(OBJECTS + 1, '"",'), TOO_MANY),
+    # An escaped quote ends no string, and a quote after an escaped backslash ends one.
+    "an escaped quote": (r'["\"' + BRACKETS + '","a"]', objects(OBJECTS + 1, r'"\\",'), TOO_MANY),
+    "a quote after backslashes": (r'["\\\"' + BRACKETS + '"]', objects(OBJECTS + 1, r'"\\\\",'), TOO_MANY),
+}
+"""(a body at a bound, one beyond it, the error)"""
 
 
 def read(body: bytes, names: tuple[str, ...] = ("model", "prompt")) -> Any:
@@ -48,32 +77,19 @@ def refusal(body: bytes) -> RequestError:
     return caught.value
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(
-    ("allowed", "refused", "words"),
-    [
-        ("[[],[],{}]", "[[],[],[],{}]", "the body holds more than 4 objects and lists"),
-        ('["a","b","c"]', '["a","b","c","d"]', "the body holds more than 3 strings"),
-        ("[1,2,3,4,5,6]", "[1,2,3,4,5,6,7]", "the body holds more than 5 values"),
-        ("[[[1]]]", "[[[[1]]]]", "the body holds objects and lists that are nested more than 3 deep"),
-        ('[{"a":[1]}]', '[{"a":[{}]}]', "the body holds objects and lists that are nested more than 3 deep"),
-        ('["[[[[[,,,,,,{{{{{"]', '["",[],[],[],{}]', "the body holds more than 4 objects and lists"),
-        # An escaped quote ends no string, and a quote after an escaped backslash ends one.
-        (r'["\"[[[[[[","a"]', r'["\\",[],[],[],{}]', "the body holds more than 4 objects and lists"),
-        (r'["\\\"[[[[[["]', r'["\\\\",[],[],[],{}]', "the body holds more than 4 objects and lists"),
-    ],
-)
-def test_a_body_beyond_a_bound_is_refused(allowed: str, refused: str, words: str) -> None:
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_body_beyond_a_bound_is_refused(bound: str) -> None:
+    allowed, refused, words = BOUNDS[bound]
     assert read(allowed.encode()) == json.loads(allowed)
     error = refusal(refused.encode())
     assert (str(error), error.param) == (words, None)
 
 
-@pytest.mark.usefixtures("few")
 def test_the_largest_field_is_named() -> None:
-    error = refusal(b'{"model":[1,2],"prompt":[1,2,3,4,5]}')
-    assert (str(error), error.param) == ("prompt holds more than 5 values", "prompt")
-    assert refusal(b'{"model":[1,2,3,4,5],"prompt":[1,2]}').param == "model"
+    few, many = numbers(1), numbers(VALUES)
+    error = refusal(f'{{"model":{few},"prompt":{many}}}'.encode())
+    assert (str(error), error.param) == (f"prompt holds more than {VALUES} values", "prompt")
+    assert refusal(f'{{"model":{many},"prompt":{few}}}'.encode()).param == "model"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +126,7 @@ def test_routes_read_small_and_large_bodies_alike(padding: int) -> None:
     """Deep values are refused by their field before a model is made of them."""
     app = Application()
     errors.install(app)
-    app.include_router(generate_routes.build_router(_NO_SERVER))
+    app.include_router(generate_routes.build_router(NO_SERVER))
     body = b'{"model":"x","prompt":' + b"[" * 101 + b"]" * 101 + b" " * padding + b"}"
 
     async def answer() -> httpx.Response:
@@ -141,20 +157,21 @@ def test_memory_goes_back_after_large_bodies_only(monkeypatch: pytest.MonkeyPatc
             raise OSError
         return SimpleNamespace(malloc_trim=trimmed.append) if library == "glibc" else NoTrim()
 
-    monkeypatch.setattr(bodies, "_GONE_S", 0.0)
-    monkeypatch.setattr(bodies.ctypes, "CDLL", load)
+    monkeypatch.setattr(ctypes, "CDLL", load)
     app = Application()
     errors.install(app)
-    app.include_router(generate_routes.build_router(_NO_SERVER))
+    app.include_router(generate_routes.build_router(NO_SERVER))
     failures: list[Any] = []
 
     async def send(padding: int) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(context))
+        loop.call_later = lambda _, *what: loop.call_soon(*what)  # type: ignore[assignment, method-assign]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
             body = b'{"model":"x","prompt":{}}' + b" " * padding
             await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        await asyncio.sleep(0.01)
-        await asyncio.get_running_loop().shutdown_default_executor()
+        await asyncio.sleep(0)
+        await loop.shutdown_default_executor()
 
     asyncio.run(send(0))
     assert not trimmed

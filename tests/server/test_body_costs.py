@@ -37,7 +37,7 @@ OBJECTS, TEXTS, VALUES = 1 << 14, 1 << 17, 1 << 20
 MOST_ERRORS = 16
 """One for each branch of a union, and one for each field of an object, but never one for each element."""
 MODULES = (generate_routes, responses_route, messages_route, operation_routes)
-_NO_SERVER = cast(Server, SimpleNamespace(client=None, tokenizer=None))
+NO_SERVER = cast(Server, SimpleNamespace(client=None, tokenizer=None))
 WRONG: dict[str, Any] = {
     "objects": [{}] * (OBJECTS - 8),
     "lists": [[]] * (OBJECTS - 8),
@@ -58,7 +58,7 @@ WRONG: dict[str, Any] = {
 
 def routes() -> list[BodyRoute]:
     """Every route that takes a body; no handler is called."""
-    found = [route for module in MODULES for route in module.build_router(_NO_SERVER).routes]
+    found = [route for module in MODULES for route in module.build_router(NO_SERVER).routes]
     return [route for route in found if isinstance(route, BodyRoute) and route.body_field is not None]
 
 
@@ -173,7 +173,7 @@ def test_a_full_body_of_wrong_types_names_its_field(path: str) -> None:
     app = Application()
     errors.install(app)
     for module in MODULES:
-        app.include_router(module.build_router(_NO_SERVER))
+        app.include_router(module.build_router(NO_SERVER))
     field = "tokens" if path == "/detokenize" else "messages"
     if path in ("/v1/completions", "/v1/responses"):
         field = "prompt" if path == "/v1/completions" else "input"
@@ -203,7 +203,7 @@ def test_a_refused_body_is_freed_at_once() -> None:
     """Errors and frames hold each other no longer, so that no search for garbage is needed."""
     app = Application()
     errors.install(app)
-    app.include_router(generate_routes.build_router(_NO_SERVER))
+    app.include_router(generate_routes.build_router(NO_SERVER))
 
     async def refused() -> int:
         for piece in ("{}", "1", '"a"', '["a"]'):

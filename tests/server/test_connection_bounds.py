@@ -18,6 +18,7 @@ from server import daemon
 from server.http.connections import Seldom
 from server.settings import Serve
 from tests.server.memory_server import TIMEOUT_S, Server
+from tests.wrong import instead
 
 HEAD_BYTES = 1 << 16
 LINGER_S = 2.0
@@ -91,15 +92,15 @@ def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
     assert wire.statuses == [200, 200, 408], "a further byte gives no further time"
 
 
-def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> None:
     """A request on a connection that was idle for as long as load balancers keep one would be cut off."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await server.app(scope, receive, send)
 
-    monkeypatch.setattr(daemon, "build_app", lambda _: app)
     settings = Serve(model="m", max_connections=9, receive_timeout=TIMEOUT_S)
-    server.config = daemon._uvicorn_config(cast(Any, SimpleNamespace(settings=settings)))
+    with instead(daemon, "build_app", lambda *_: app):
+        server.config = daemon._uvicorn_config(cast(Any, SimpleNamespace(settings=settings)))
     wire = server.connect()
     server.send(wire, GET)
     server.pass_s(60)

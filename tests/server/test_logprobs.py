@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 import openai
@@ -23,6 +22,7 @@ from tests.server.test_edited_logits import SHAPES
 from tests.server.test_speculation_answers import CHAT, COMPLETIONS, answer_of
 from tests.server.test_statistics import outcome, stats
 from tests.server.tiny_models import TOKENIZER
+from tests.wrong import calls_of
 
 MESSAGES = [{"role": "user", "content": "A short story, please."}]
 
@@ -219,10 +219,9 @@ def test_logprobs_of_a_prompt_are_asked_of_the_engine_once() -> None:
             yield index, one, stats()
 
     async def order() -> list[tuple[int, int]]:
-        spelled = tokenizer.spell
-        with patch.object(tokenizer, "spell", side_effect=spelled) as spell:
+        with calls_of(tokenizer, "spell") as spelled:
             found = [(part[0], len(part[1].token_ids)) async for part in with_prompts(early(), [prompt], 3, tokenizer)]
-        assert spell.call_count < 4 * len(ids), "spelled for each choice"
+        assert len(spelled) < 4 * len(ids), "spelled for each choice"
         return found
 
     assert [index for index, _ in asyncio.run(order())] == [0, 2, 1, 2]

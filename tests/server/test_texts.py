@@ -25,6 +25,7 @@ from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import MODEL
 from tests.server.test_tokenizer import spacing
 from tests.server.tiny_models import TOKENIZER
+from tests.wrong import calls_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text(" \t\nab<>é\u0301ﬁＡ", max_size=60)
 
@@ -151,8 +152,9 @@ def test_a_text_that_cannot_fit_is_not_encoded(tokenizer: Tokenizer) -> None:
     """One character more than the context can hold; one less is encoded and then refused by its tokens."""
     assert tokenizer.longest_token is not None
     limit = 10 * tokenizer.longest_token
-    with patch.object(tokenizer, "encode", side_effect=AssertionError), pytest.raises(RequestError) as refused:
+    with calls_of(tokenizer, "encode") as calls, pytest.raises(RequestError) as refused:
         asyncio.run(tokenizer.run_encode("a" * (limit + 1), False, 10))
+    assert not calls
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
     assert f"{limit + 1} characters" in str(refused.value)
     with pytest.raises(RequestError, match=r"the prediction has \d+ tokens") as counted:
