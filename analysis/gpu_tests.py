@@ -18,6 +18,7 @@ from typing import Any
 
 FILES = (
     "engine/test_recorded_steps",
+    "engine/test_recording",
     "attention/test_paged_attention",
     "models/test_triton_layer",
     "kernels/test_triton_rows",

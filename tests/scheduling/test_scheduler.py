@@ -1,23 +1,16 @@
-"""The scheduler under any traffic: accounting holds, no request starves, every answer is complete."""
+"""Decisions of the scheduler: prompts and budgets, queue and preemption, windows of the draft model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
-
-import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
 from engine.control.controller import Controller, ShapeChoice
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN
-from engine.plan import Emission, Plan, Row, StepVerdict
+from engine.plan import Emission, Plan, StepVerdict
 from engine.request import Limits, Request, Speculation
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.store import BlockStore
 from tests.scheduling.machine import Machine
 
@@ -50,124 +43,6 @@ def verdict(plan: Plan, accept: int = 0, token: int = 7) -> StepVerdict:
     return StepVerdict(tuple(emissions))
 
 
-class Contents:
-    """Contents of a pool's slots: the text up to the token whose K/V was computed there last."""
-
-    def __init__(self) -> None:
-        self.text_of: dict[int, tuple[int, ...]] = {}
-
-    def compute(self, row: Row, text: Many[int], first: int, end: int) -> None:
-        for index in range(first, end):
-            self.text_of[self.slot(row, index)] = tuple(text[: index + 1])
-
-    def check(self, row: Row, text: Many[int], first: int, end: int) -> None:
-        for index in range(first, end):
-            assert self.text_of.get(self.slot(row, index)) == tuple(text[: index + 1]), "K/V of something else is read"
-
-    @staticmethod
-    def slot(row: Row, index: int) -> int:
-        return row.block_ids[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE
-
-
-class Traffic(RuleBasedStateMachine):
-    """Requests come, are aborted, and steps accept anything; the model is a count per request, and what slots hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = build()
-        self.of_target, self.of_draft = Contents(), Contents()
-        self.remaining: dict[str, int] = {}
-        self.next_name = 0
-
-    @rule(
-        length=st.integers(1, 30),
-        max_tokens=st.integers(1, 12),
-        drafts=st.integers(0, 3),
-        draft_length=st.integers(1, 4),
-        priority=st.integers(-1, 1),
-    )
-    def submit(self, length: int, max_tokens: int, drafts: int, draft_length: int, priority: int) -> None:
-        name = str(self.next_name)
-        self.next_name += 1
-        asked = request(name, length, max_tokens, priority=priority)
-        speculation = self.speculation(drafts, draft_length if drafts else 0)
-        self.scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
-        self.remaining[name] = max_tokens
-
-    def speculation(self, drafts: int, draft_length: int) -> Speculation:
-        return Speculation(num_drafts=drafts, draft_length=draft_length)
-
-    @precondition(lambda self: self.remaining)
-    @rule(index=st.integers(0, 99))
-    def abort(self, index: int) -> None:
-        name = sorted(self.remaining)[index % len(self.remaining)]
-        assert self.scheduler.abort(name)
-        del self.remaining[name]
-
-    @rule(accept=st.integers(0, 4), token=st.sampled_from([7, 7, 7, 99]))
-    def step(self, accept: int, token: int) -> None:
-        plan = self.scheduler.plan()
-        assert sum(row.num_tokens for row in plan.rows) <= self.scheduler.config.max_num_batched_tokens
-        assert bool(plan.rows) == bool(self.remaining), "work waits and no row was planned"
-        for row in plan.rows:
-            assert row.input_ids
-            capacity = len(row.block_ids) * BLOCK_SIZE
-            assert capacity >= row.end + row.num_drafts * row.draft_length
-        self.compute(plan)
-        texts = [list(self.scheduler.running(row.sequence_id).tokens) for row in plan.rows]
-        for row, text in zip(plan.rows, texts, strict=True):
-            accepted = [token] * min(accept, row.draft_length) if row.emits else []
-            self.of_target.compute(row, text + accepted, row.end, row.end + len(accepted))
-        for outcome in self.scheduler.commit(plan, verdict(plan, accept, token)):
-            assert outcome.token_ids
-            self.remaining[outcome.request_id] -= len(outcome.token_ids)
-            left = self.remaining[outcome.request_id]
-            assert left >= 0
-            if outcome.finish_reason is None:
-                assert left > 0
-            else:
-                assert outcome.finish_reason == ("stop" if token == 99 else "length")
-                del self.remaining[outcome.request_id]
-
-    def compute(self, plan: Plan) -> None:
-        """A pass writes all K/V, then it reads."""
-        texts = [self.scheduler.running(row.sequence_id).tokens for row in plan.rows]
-        ends = [row.draft_first_index + len(row.draft_input_ids) for row in plan.rows]
-        for row, text, end in zip(plan.rows, texts, ends, strict=True):
-            self.of_target.compute(row, text, row.first_index, row.end)
-            self.of_draft.compute(row, text, row.draft_first_index, end)
-        for row, text, end in zip(plan.rows, texts, ends, strict=True):
-            self.of_target.check(row, text, 0, row.first_index)
-            if row.draft_input_ids:
-                self.of_draft.check(row, text, row.draft_start, end)
-
-    @invariant()
-    def accounting_holds(self) -> None:
-        self.scheduler.check_invariants()
-
-    def teardown(self) -> None:
-        for _ in range(2000):
-            if not self.remaining:
-                break
-            self.step(2, 7)
-        assert not self.remaining, "a request never ended"
-        assert self.scheduler.blocks.num_used == 0
-
-
-class SlowPrompts(Traffic):
-    """The same on a machine without time for prompts while others decode: each is read a few tokens at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler.times = StepTimes(Machine(prompt_s=1.0).points())
-
-
-TestSlowPrompts = SlowPrompts.TestCase
-TestSlowPrompts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
 class Whims(Controller):
     """A controller with scripted choices."""
 
@@ -180,151 +55,6 @@ class Whims(Controller):
 
     def choose(self, *_: object) -> None:
         """Decide nothing."""
-
-
-class AdaptiveTraffic(Traffic):
-    """The same where what requests draft changes at any time, and with it what the draft model has to catch up on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whims = Whims()
-        self.scheduler.controller = self.whims
-
-    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4))
-    def choose(self, num_drafts: int, draft_length: int) -> None:
-        self.whims.tell(num_drafts, draft_length)
-
-    def speculation(self, drafts: int, draft_length: int) -> Speculation:
-        return Speculation(num_drafts=drafts, draft_length=draft_length, adaptive=drafts > 0)
-
-
-TestAdaptiveTraffic = AdaptiveTraffic.TestCase
-TestAdaptiveTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
-
-
-def test_what_is_published_of_an_answer_of_one_token_is_computed() -> None:
-    """Nothing is drafted for it, even if a shape is chosen; a request with the same beginning drafts after its
-    prompt.
-    """
-    traffic = AdaptiveTraffic()
-    traffic.choose(1, 1)
-    for length in (4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1):
-        traffic.submit(length, max_tokens=1 + length % BLOCK_SIZE, drafts=1, draft_length=1, priority=0)
-    traffic.step(0, 7)
-    traffic.teardown()
-
-
-def is_behind(plan: Plan) -> bool:
-    """Whether the draft model computes more than the last step emitted, or a text from which nothing is drafted."""
-    return any(
-        len(row.draft_input_ids) > max(2, len(row.input_ids)) or (row.draft_input_ids and not row.fanout)
-        for row in plan.rows
-    )
-
-
-def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
-    """If that changes, it catches up with near texts at once, and with far ones piece by piece while they decode.
-    The wrong variant never drafts for the latter again.
-    """
-    config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
-    scheduler, whims = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99})), Whims()
-    scheduler.controller = whims
-    whims.tell(0, 0)
-    for name, length in (("short", 20), ("long", 300), ("middle", 171)):
-        asked = request(name, length, 50, first=1000 * length)
-        speculation = Speculation(num_drafts=2, draft_length=2, adaptive=True)
-        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
-    plan = scheduler.plan()
-    assert [len(row.input_ids) for row in plan.rows] == [20, 300, 171]
-    assert not any(row.draft_input_ids for row in plan.rows)
-    scheduler.commit(plan, verdict(plan))
-    whims.tell(2, 2)
-    read = []
-    while True:
-        plan = scheduler.plan()
-        assert all(row.emits for row in plan.rows)
-        assert is_behind(plan)
-        short, middle, long = sorted(plan.rows, key=lambda row: row.end)
-        read.append(tuple((len(row.draft_input_ids), bool(row.fanout)) for row in (short, middle, long)))
-        assert short.fanout
-        scheduler.commit(plan, verdict(plan))
-        if long.fanout:
-            break
-    # 64 tokens a step are caught up on together; who is no further behind than its part drafts at once.
-    assert read[0] == ((21, True), (22, False), (22, False))
-    assert read[1] == ((1, True), (33, False), (33, False))
-    assert all(sum(num_read for num_read, _ in step) <= 64 + 3 for step in read)
-    drafts = [tuple(drafting for _, drafting in step) for step in read]
-    assert drafts == sorted(drafts), "who drafts goes on"
-    assert (True, True, False) in drafts
-    assert not is_behind(scheduler.plan())
-
-
-class Noting(Whims):
-    """Notes how many requests each choice is for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen_for: list[int] = []
-
-    def choose(self, adaptive: Many[Sequence], *_: object) -> None:
-        self.chosen_for.append(len(adaptive))
-
-
-@pytest.mark.parametrize(
-    ("length", "num_blocks", "max_num_seqs", "foreseen"),
-    [(12, 64, 4, 3), (60, 64, 4, 2), (12, 5, 4, 2), (12, 64, 2, 2)],
-    ids=["ends", "too long for a step", "too few blocks", "no seat"],
-)
-def test_shapes_are_chosen_for_those_too_whose_prompts_end(
-    length: int, num_blocks: int, max_num_seqs: int, foreseen: int
-) -> None:
-    """Two decode, one waits: it is a row of this step and the next where its prompt fits the step. The wrong variant
-    chooses for two wherever answers end and begin."""
-    scheduler = build(budget=48, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
-    scheduler.controller = noting = Noting()
-    speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
-    for name, num_tokens in (("one", 6), ("two", 6), ("comes", length)):
-        asked = request(name, num_tokens, 20, first=100 * len(name))
-        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
-        if name != "one":
-            plan = scheduler.plan()
-            scheduler.commit(plan, verdict(plan))
-    assert noting.chosen_for == [2, foreseen]
-    assert len(scheduler.last_plan.sampling_rows) == foreseen
-
-
-@pytest.mark.parametrize(
-    ("lengths", "changes"),
-    [
-        ((6, 6, 6, 6), {}),
-        ((100, 6, 6, 6), {}),
-        ((50, 60, 6, 6), {}),
-        ((10, 10, 10, 10), {}),
-        ((90, 8, 8, 8), {"priority": -1}),
-        ((90, 8, 8, 8), {"num_prompt_logprobs": 1}),
-    ],
-    ids=["idle", "long", "two long", "too many", "urgent", "logprobs"],
-)
-def test_shapes_are_chosen_for_exactly_those_that_emit(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
-    """Cases: prompts without a limit, because no request decodes; with long prompts, which leave the others their
-    share, or are more urgent and leave nothing, or take several steps for their logprobs; and more rows than fit a
-    step.
-    """
-    config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_tokens=16, max_num_seqs=8)
-    scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))
-    scheduler.controller = noting = Noting()
-    speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
-    emitting = []
-    for step in range(14):
-        for number in range(4 * step, 4 * step + 4) if step in (0, 4) else ():
-            asked = request(str(number), lengths[number % 4], 60, first=1000 * number)
-            asked = msgspec.structs.replace(asked, speculation=speculation, **changes if number % 4 == 0 else {})
-            scheduler.submit(asked)
-        plan = scheduler.plan()
-        emitting.append(len(plan.sampling_rows))
-        scheduler.commit(plan, verdict(plan))
-    assert noting.chosen_for == emitting
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +13,6 @@ from typing import Any, cast
 import pytest
 
 from server import daemon
-from server.http.connections import Seldom
 from server.settings import Serve
 from tests.server.memory_server import TIMEOUT_S, Server
 from tests.wrong import instead
@@ -334,83 +331,3 @@ def test_a_refusal_reads_on(server: Server) -> None:
     server.send(wire, b"nonsense\r\n")
     assert wire.statuses == [400]
     assert wire.is_read
-
-
-# -- number -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small() -> Iterator[Server]:
-    made = Server(most=3)
-    made.may_answer.clear()
-    yield made
-    made.may_answer.set()
-    made.pass_s(0)
-    made.loop.close()
-
-
-def test_the_connection_that_has_waited_longest_makes_room(small: Server, caplog: pytest.LogCaptureFixture) -> None:
-    first, second, third = (small.connect() for _ in range(3))
-    assert not caplog.records
-    small.may_answer.set()
-    small.send(first, GET)
-    assert first.statuses == [200]
-    small.may_answer.clear()
-    small.send(third, GET)
-    fourth = small.connect()
-    assert [wire.ended for wire in (first, second, third, fourth)] == ["", "aborted", "", ""]
-    assert "3 connections are open" in caplog.text
-    assert "--max-connections" in caplog.text
-    fifth = small.connect()
-    assert [wire.ended for wire in (first, third, fourth, fifth)] == ["aborted", "", "", ""]
-
-
-def test_connections_that_are_answered_are_not_closed(small: Server) -> None:
-    answering = [small.connect() for _ in range(3)]
-    for wire in answering:
-        small.send(wire, GET)
-    newest = small.connect()
-    assert newest.statuses == [503]
-    assert newest.error["type"] == "service_unavailable"
-    assert "try again soon" in newest.error["message"]
-    assert [wire.ended for wire in answering] == ["", "", ""]
-    small.pass_s(LINGER_S + 1)
-    assert newest.ended == "aborted"
-    small.may_answer.set()
-    small.pass_s(0)
-    assert [wire.statuses for wire in answering] == [[200]] * 3
-    assert small.connect().written == b""
-
-
-def test_connections_that_have_gone_are_forgotten(small: Server) -> None:
-    for _ in range(9):
-        wire = small.connect()
-        small.send(wire, b"GET")
-        wire.close()
-        small.pass_s(0)
-        assert not small.waiting.order
-    small.pass_s(TIMEOUT_S + 1)
-    assert wire.written == b"", "no timer is left"
-
-
-# -- log --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_warning_passes_once_a_minute_and_errors_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [5.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    seldom = Seldom()
-
-    def passes(level: int, message: str) -> bool:
-        return seldom.filter(logging.LogRecord("a", level, "", 0, message, (), None))
-
-    assert passes(logging.WARNING, "one")
-    assert passes(logging.WARNING, "two")
-    now[0] += 59.5
-    assert not passes(logging.WARNING, "one")
-    assert not passes(logging.INFO, "one")
-    assert passes(logging.ERROR, "one")
-    assert passes(logging.ERROR, "one")
-    now[0] += 0.5
-    assert passes(logging.WARNING, "one")
-    assert not passes(logging.WARNING, "one")

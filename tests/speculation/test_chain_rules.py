@@ -28,12 +28,7 @@ from engine.kernels.torch_kernels import TORCH
 from engine.plan import TargetShift
 from engine.speculation.target_shift import effective_laws
 from engine.speculation.verification import RULES
-from engine.speculation.verification.greedy_block import (
-    greedy_blocks,
-    next_token_weights,
-    selection_at,
-    shifts_after,
-)
+from engine.speculation.verification.greedy_block import greedy_blocks, next_token_weights, selection_at, shifts_after
 from tests.speculation.exact import (
     BLOCK_NAMES,
     GOLDEN,
@@ -119,11 +114,7 @@ def test_closed_forms_of_expected_lengths(case: dict) -> None:
         known[rule] = float((mass[reached] * lengths).sum())
         assert known[rule] == pytest.approx(expected_accepted(outcomes_of(rule, model, 1)), abs=1e-9)
     race_length, selected = (
-        float(
-            (
-                mass[reached] * bounds.expected_block_length(log_p[reached], log_q[reached], case["K"], verification)
-            ).sum()
-        )
+        float(mass[reached] @ bounds.expected_block_length(log_p[reached], log_q[reached], case["K"], verification))
         for verification in ("block", "greedy")
     )
     assert race_length == pytest.approx(case["theory"]["bv_race_formula"], abs=1e-9)
