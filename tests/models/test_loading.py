@@ -353,15 +353,20 @@ def in_bfloat16(seed: int) -> LoadedModel:
 
 def test_float32_passes_use_the_same_weights_and_leave_them() -> None:
     model, tokens = in_bfloat16(3).model, list(range(5, 25))
+    model.set_attn_implementation("eager")
     widened = copy.deepcopy(model).float()
-    widened.set_attn_implementation("eager")
-    with probe._attention(model, "eager"), torch.inference_mode():
-        plain_NV = probe._plain_forward(model, tokens)
+
+    def logits(of: Any, token_ids: list[int]) -> torch.Tensor:
+        found: torch.Tensor = of(input_ids=torch.tensor([token_ids]), use_cache=False).logits
+        return found
+
+    with torch.inference_mode():
+        plain = logits(model, tokens)
         with probe._in_float32(model):
-            assert torch.equal(probe._plain_forward(model, tokens), probe._plain_forward(widened, tokens))
-        assert torch.equal(probe._plain_forward(model, tokens), plain_NV)
+            assert torch.equal(logits(model, tokens), logits(widened, tokens))
+        assert torch.equal(logits(model, tokens), plain)
         with probe._in_float32(model), pytest.raises(IndexError):
-            probe._plain_forward(model, [1000])
+            logits(model, [1000])
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert not model.lm_head._forward_hooks
 
