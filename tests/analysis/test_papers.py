@@ -154,7 +154,7 @@ def test_closed_forms_are_those_of_the_steps_that_were_served() -> None:
         assert row["high"] + 0.08 > 1 or rule == "spectr_gbv", row
     assert rows["token"]["steps"] > 60
     assert rows["greedy_block"]["steps"] == 15 * 3
-    with instead(bounds, "expected_block_length", lambda right, p, q, _, **named: right(p, q, 1, **named)):
+    with instead(bounds, "expected_block_length", lambda right, p, q, _, *rest: right(p, q, 1, *rest)):
         assert compared()["bv_race"]["low"] > 1
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from msgspec.structs import replace
 
-from engine.api import EngineFacts, Outcome, StepResults, StepStats
+from engine.api import StepResults
 from server.flags import parse_flags
 from server.serving.metrics import ServerMetrics
 from server.settings import Serve
 from tests.deploy.debian import unpacked
+from tests.server.test_statistics import facts, outcome, stats
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -28,52 +30,10 @@ DEPLOY = ROOT / "deploy"
 def exported() -> str:
     """The text exposition after one speculative step and one answer."""
     metrics = ServerMetrics("m", compat=True)
-    metrics.ready(
-        EngineFacts(
-            vocab_size=8,
-            max_model_len=8,
-            num_blocks=8,
-            block_size=8,
-            eos_token_ids=[],
-            device="cpu",
-            dtype="float32",
-            architecture="llama",
-            has_draft=True,
-            max_copied_tokens=32,
-            rules={},
-            memory_plan={},
-        )
-    )
-    outcome = Outcome(
-        request_id="0",
-        token_ids=[1, 2],
-        finish_reason=None,
-        draft_length=2,
-        num_chains=2,
-        rule="bv_race",
-        num_nodes=3,
-        num_accepted=1,
-        num_cached=0,
-        text_draft_counts=[],
-        num_predicted=0,
-        queue_s=0.1,
-        gap=0.01,
-    )
-    stats = StepStats(
-        wall_s=0.1,
-        plain_s=0.1,
-        prompt_s=0.0,
-        phases_s={"draft": 0.1},
-        num_running=1,
-        num_waiting=1,
-        num_blocks_used=1,
-        num_cache_queries=0,
-        num_cache_hits=0,
-        num_preemptions=1,
-        num_steps=1,
-    )
-    metrics.take(outcome)
-    metrics.step(StepResults([outcome], stats))
+    metrics.ready(facts(has_draft=True, rules={}))
+    found = replace(outcome(2, 1), gap=0.01)
+    metrics.take(found)
+    metrics.step(StepResults([found], replace(stats(), num_preemptions=1)))
     metrics.watch_engine(os.getpid)
     metrics.start([3])
     metrics.tokens(2, 0.1, 0.1)

@@ -5,27 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.config import EngineConfig, EngineFacts, ModelConfig, SpeculationConfig
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.config_check import check_settings
 from engine.errors import NOTHING_LEFT, ConfigError, RequestError
 from engine.request import Limits, Request, Sampling
 from engine.scheduling.request_checks import check_defaults, check_requests, default_speculation, served_rules
 from engine.speculation.rule_facts import RULE_FACTS
+from tests.server.test_statistics import facts
 
-FACTS = EngineFacts(
-    vocab_size=1000,
-    max_model_len=100,
-    num_blocks=10,
-    block_size=16,
-    eos_token_ids=[],
-    device="cpu",
-    dtype="float32",
-    architecture="llama",
-    has_draft=True,
-    max_copied_tokens=32,
-    rules=dict(RULE_FACTS),
-    memory_plan={},
-)
+FACTS = facts(has_draft=True)
 
 
 @pytest.mark.parametrize(

@@ -12,25 +12,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from engine.api import EngineFacts, StepResults
+from engine.api import StepResults
 from server.serving.metrics import ServerMetrics, num_reached
 from tests.server.daemon_process import MODEL
-from tests.server.test_statistics import outcome, stats
+from tests.server.test_statistics import facts, outcome, stats
 
-FACTS = EngineFacts(
-    vocab_size=10,
-    max_model_len=100,
-    num_blocks=8,
-    block_size=4,
-    eos_token_ids=[2],
-    device="cpu",
-    dtype="float32",
-    architecture="llama",
-    has_draft=True,
-    max_copied_tokens=32,
-    rules={},
-    memory_plan={},
-)
+FACTS = facts(vocab_size=10, num_blocks=8, block_size=4, eos_token_ids=[2], has_draft=True, rules={})
 VLLM_NAMES = {"polydraft_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc"}
 LABELS = {"model_name", "engine"}
 PROCESS = re.compile(r"(polydraft_engine_)?process_[a-z_]+")

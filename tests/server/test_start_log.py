@@ -5,26 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.api import EngineFacts
-from engine.speculation.rule_facts import RULE_FACTS
 from server.settings import Serve
 from server.start_lines import drafting, reachable
 from tests.server.daemon_process import Daemon
+from tests.server.test_statistics import facts
 
-FACTS = EngineFacts(
-    vocab_size=100,
-    max_model_len=64,
-    num_blocks=9,
-    block_size=16,
-    eos_token_ids=[],
-    device="cpu",
-    dtype="float32",
-    architecture="llama",
-    has_draft=False,
-    max_copied_tokens=32,
-    rules=dict(RULE_FACTS),
-    memory_plan={},
-)
+FACTS = facts()
 HELP = "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"
 
 

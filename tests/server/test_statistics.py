@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import PHASES, Outcome, StepStats
+from engine.api import PHASES, EngineFacts, Outcome, StepStats
+from engine.speculation.rule_facts import RULE_FACTS
 from server.serving.statistics import Clock, SpeculationCount, answer_part
 
 LENGTH, CHAINS = 4, 3
+
+
+def facts(**known: Any) -> EngineFacts:
+    """An engine's facts, as a small one without drafts has them; `known` are others."""
+    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "architecture": "llama", "has_draft": False}
+    usual |= {"vocab_size": 1000, "max_model_len": 100, "num_blocks": 10, "block_size": 16, "eos_token_ids": []}
+    return EngineFacts(**usual | {"max_copied_tokens": 32, "rules": dict(RULE_FACTS), "memory_plan": {}} | known)
 
 
 def stats(wall_s: float = 0.01, plain_s: float | None = None, draft_s: float = 0.0, prompt_s: float = 0.0) -> StepStats:
