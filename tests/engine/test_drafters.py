@@ -157,8 +157,8 @@ def test_hidden_states_that_stay_where_they_were_drafted_are_found_out(
 
 
 def test_taps_one_layer_off_are_found_out(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    def one_off(store: Any, tensors: KVTensors, tap: int, *rest: Any) -> None:
-        store(tensors, tap if tap == NORMED else tap - 1, *rest)
+    def one_off(store: Any, tensors: KVTensors, tap: int, **state: Any) -> None:
+        store(tensors, tap if tap == NORMED else tap - 1, **state)
 
     def another_place(place_of: Any, of: CpuDecoder, number: int) -> int:
         last = pair[0].model.config.num_hidden_layers + 1

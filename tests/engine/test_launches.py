@@ -211,7 +211,7 @@ def test_the_copy_that_stores_logits_converts_them(machine: Engine) -> None:
     step = next(step for shape, step in machine.recorded.steps.items() if not shape.num_drafts)
     logits_NV = torch.linspace(-2, 3, step._logits_NV.numel()).view_as(step._logits_NV).bfloat16()
     with (
-        patch.object(ModelRunner, "run_on_device", lambda *_: logits_NV),
+        instead(ModelRunner, "run_on_device", lambda *_: logits_NV),
         torch.inference_mode(),
         counted_launches() as launches,
     ):

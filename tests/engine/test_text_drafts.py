@@ -7,23 +7,20 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-import engine.step.verify as verifying
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.errors import RequestError
 from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
-from engine.sampling.noise import Purpose
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, drafts, g_test, pair
 from tests.grid import grid
 from tests.scheduling.machine import Machine
-from tests.wrong import calls_of, instead
+from tests.wrong import calls_of
 
 __all__ = ["pair"]
 
@@ -61,25 +58,6 @@ exact_distribution = partial(output_distribution.exact_distribution, prompt=REPE
 def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = sample(pair, SHAPES[name], SAMPLINGS[sampling], prediction=PREDICTION)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
-
-
-@pytest.mark.parametrize("name", grid(["bv_race", "block"], {"bv_race"}))
-def test_forgetting_what_was_refused_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
-    """The wrong variant: after a refused text draft the rule works with the whole distribution."""
-    with instead(verifying, "refuse", lambda *_: None):
-        counts = sample(pair, SHAPES[name], SAMPLINGS["plain"], prediction=PREDICTION)
-    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
-
-
-def test_one_number_for_the_copy_and_the_draw_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """The wrong variant: what refused the text draft draws the token, too."""
-
-    def shared(uniform: Any, seed: Any, position: Any, purpose: Purpose, chain: Any = 0, depth: Any = 0) -> np.ndarray:
-        return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.TEXT_DRAFT else purpose, chain, depth * 0)
-
-    with instead(verifying, "uniform", shared):
-        counts = sample(pair, SHAPES["text drafts alone"], SAMPLINGS["plain"], prediction=PREDICTION)
-    assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
 TARGET = tiny.llama(seed=1)

@@ -306,15 +306,16 @@ def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> N
 def test_a_rank_without_memory_does_not_go_on_alone(tmp_path: Path, is_share: bool) -> None:
     """The others wait for its share of the pass that failed; a whole model tries the next backend."""
     loaded = replace(load(saved(tmp_path), None, "float32", torch.device("cpu")), is_share=is_share)
-    shape, right, tried = probe.find_kv_shape(loaded), probe.probe, []
+    shape, tried = probe.find_kv_shape(loaded), []
 
-    def short(*operands: Any, **options: Any) -> float:
+    def short(right: Any, *operands: Any, **options: Any) -> float:
         tried.append(operands)
         if len(tried) == 1:
             raise torch.cuda.OutOfMemoryError("no memory")
-        return right(*operands, **options)
+        found: float = right(*operands, **options)
+        return found
 
-    with patch.object(probe, "probe", short):
+    with instead(probe, "probe", short):
         if is_share:
             with pytest.raises(torch.cuda.OutOfMemoryError):
                 probe.probe_ways(loaded, shape)

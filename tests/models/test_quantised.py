@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.attention.attention import HOOK
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.errors import ConfigError, LoadError
-from engine.models import loading, probe, quantising, runner
+from engine.models import loading, probe, quantising
 from engine.models.kinds import is_lean
 from engine.models.loading import LoadedModel, load
 from engine.models.packing import is_plain
@@ -27,7 +26,10 @@ from engine.step.building import build_engine
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, SPECULATIONS, exact_distribution, g_test, sample
+from tests.heads import folders
 from tests.models.test_architectures import COMMON, generated
+from tests.models.test_loading import WITHOUT_COMPACTION
+from tests.wrong import instead
 
 CPU = torch.device("cpu")
 BLOCK = tiny.Speculation(rule="block", num_drafts=1, draft_length=3)
@@ -158,12 +160,11 @@ def test_a_devices_fp8_passes_the_probe_and_faults_are_found(tmp_path: Path, mon
     assert quantising.quantises_rows(loaded.model)
     right = probe.probe(loaded, shape)
     assert 0 < right < 0.9
-    with patch.object(probe, "in_float32", torch.Tensor.float):  # leaves such a weight quantised
+    with instead(probe, "in_float32", lambda _, weight: weight.float()):  # leaves such a weight quantised
         assert probe.probe(loaded, shape, only_warns=True) > 1.5 * right
-    without_compaction = patch.object(runner.ModelRunner, "keep", lambda self, moves: None)
-    with without_compaction, pytest.raises(LoadError, match="differ from plain transformers"):
+    with instead(*WITHOUT_COMPACTION), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)
-    with without_compaction, patch.object(probe, "quantises_rows", lambda _: False):
+    with instead(*WITHOUT_COMPACTION), instead(probe, "quantises_rows", lambda *_: False):
         assert probe.probe(loaded, shape, only_warns=True) < 1, "the rounded rows alone do not show it"
     assert all(quantising.is_quantised(layer.mlp.up_proj.weight) for layer in loaded.model.model.layers)
 
@@ -261,10 +262,9 @@ def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
     config = transformers.LlamaConfig(**COMMON)
     document = {**config.to_dict(), **({"quantization_config": stored} if stored else {})}
     (tmp_path / "config.json").write_text(json.dumps(document))
-    find_spec = quantising.find_spec
     with (
-        patch.object(quantising, "find_spec", lambda name: None if name == missing else find_spec(name)),
-        patch("engine.step.building.load_pair", side_effect=AssertionError("weights are read")),
+        instead(quantising, "find_spec", lambda find_spec, name: None if name == missing else find_spec(name)),
+        instead("engine.step.building", "load_pair", folders.refused),
         pytest.raises(ConfigError, match=message),
     ):
         build_engine(EngineConfig(model=ModelConfig(target=str(tmp_path), **wanted)))
