@@ -95,8 +95,32 @@ def _extent(
     return part_first, whole_stop, part_stop, end
 
 
+@triton.jit
+def _tile_of(program, starts, num_sequences, padded_queries, tile_queries: tl.constexpr):
+    """Return (sequence, number of its tile) of a program.
+
+    The tiles of sequence s begin at program `starts[s] // tile_queries + s`: there is room for all of them, and for at
+    most one program more. If every sequence has `padded_queries` rows, all have the same number of tiles.
+    """
+    tiles = tl.cdiv(padded_queries, tile_queries)
+    sequence = program // tl.maximum(tiles, 1)
+    first = sequence * tiles
+    if padded_queries == 0:
+        sequence = -1
+        for begin in range(0, num_sequences, 64):
+            one = begin + tl.arange(0, 64)
+            is_one = one < num_sequences
+            begins = tl.load(starts + one, mask=is_one, other=0) // tile_queries + one
+            sequence += tl.sum((is_one & (begins <= program)).to(tl.int32), axis=0)
+        first = tl.load(starts + sequence) // tile_queries + sequence
+    return sequence, program - first
+
+
 # These change from step to step. A kernel that is compiled for each of their variants would delay the first step of it.
-_CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "part_keys", "padded_queries", "window")
+_CHANGING = (
+    *("num_sequences", "num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "part_keys", "padded_queries"),
+    "window",
+)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -104,7 +128,7 @@ def _attend(
     query, keys, values, output, lse,
     pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
     scale, softcap, window,
-    num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts, part_keys, padded_queries,
+    num_sequences, num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts, part_keys, padded_queries,
     query_head_stride, query_token_stride,
     page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
     tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -116,8 +140,8 @@ def _attend(
 
     The first loop reads tiles of keys that all queries see, without a mask; the second reads the others.
     """
-    sequence, kv_head = tl.program_id(0), tl.program_id(1)
-    tile, part = tl.program_id(2) // num_parts, tl.program_id(2) % num_parts
+    sequence, tile = _tile_of(tl.program_id(0), starts, num_sequences, padded_queries, tile_queries)
+    kv_head, part = tl.program_id(1), tl.program_id(2)
     count, row = tl.load(counts + sequence), tl.arange(0, rows)
     # Padding rows see nothing; their result is 0, not the content of the memory.
     num_rows = tl.maximum(count, padded_queries)
@@ -192,20 +216,21 @@ def attend_paged(
     groups = num_heads // num_kv_heads
     tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)
     tile_keys, num_warps = tile_keys_of(query.dtype, max(key_dim, value_dim), window is not None)
-    num_tiles = -(-paged.most_queries // tile_queries)
-    num_parts, part_keys = parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
+    padded_queries = paged.most_queries if paged.is_padded else 0
+    num_tiles = tiles_of(len(paged.starts), num_tokens, padded_queries, tile_queries)
+    num_parts, part_keys = parts_of(paged.most_keys, num_tiles * num_kv_heads)
     is_whole = num_parts == 1 and kind.sinks is None
     dtype = query.dtype if is_whole else torch.float32
     output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=dtype, device=query.device)
     lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=query.device)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    _attend[(len(paged.starts), num_kv_heads, num_tiles * num_parts)](
+    _attend[(num_tiles, num_kv_heads, num_parts)](
         query, keys, values, output, lse,
         paged.pages, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.node_positions,
         paged.limits, paged.words, paged.positions,
         key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
-        num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1], num_parts,
-        part_keys, paged.most_queries if paged.is_padded else 0,
+        len(paged.starts), num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1],
+        paged.words.shape[1], num_parts, part_keys, padded_queries,
         query.stride(1), query.stride(2),
         page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
@@ -225,6 +250,13 @@ def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
     most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
     fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
     return min(most, 1 << (max(most_queries, fewest) - 1).bit_length())
+
+
+def tiles_of(num_sequences: int, num_tokens: int, padded_queries: int, tile_queries: int) -> int:
+    """Return the number of tiles that `_tile_of` places; padded_queries: rows of each sequence, 0 if they differ."""
+    if padded_queries:
+        return num_sequences * -(-padded_queries // tile_queries)
+    return num_tokens // tile_queries + num_sequences
 
 
 def tile_keys_of(

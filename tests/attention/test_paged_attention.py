@@ -8,6 +8,7 @@ import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -239,6 +240,61 @@ def test_a_long_text_has_parts_and_short_ones_beside_it_have_one() -> None:
         check((parts, storage, query, None), ScoreOptions(), 1e-5)
     written = outputs[0].isfinite().all(-1).all(-1)
     assert written.sum(0).tolist() == [3, 3, 1, 1, 2, 2]
+
+
+class Launches:
+    """Notes the grid of each launch of a kernel, and launches nothing."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, launched: tuple[int, ...]) -> Any:
+        self.grids.append(launched)
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(
+    ("counts", "programs", "with_work"),
+    [([1] * 63 + [512], 792, 760), ([1] * 63 + [2048], 1560, 1528), ([1] * 64, 640, 512), ([21] * 4, 72, 64)],
+)
+def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: int) -> None:
+    """A grid of sequences times the tiles of the longest had 16,384 and 65,536 programs for the first two."""
+    blocks = [list(range(-(-count // PAGE))) for count in counts]
+    paged = paged_of(
+        [SequenceInput([1] * n, 0, own, NO_NODES, slice(0)) for n, own in zip(counts, blocks, strict=True)]
+    )
+    query = torch.empty((1, 32, sum(counts), 16), dtype=torch.bfloat16, device=tiny.DEVICE)
+    storage = KVTensors(KVShape(1, 8, 16, 16), PAGE, torch.bfloat16, tiny.DEVICE)
+    launches = Launches()
+    with (
+        patch.object(triton_attention, "_attend", launches),
+        patch.object(triton_attention, "parts_of", lambda *_: (1, 128)),
+    ):
+        triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), None)
+    assert np.prod(launches.grids[0]) == programs
+    size = triton_attention.tile_queries_of(max(counts), 4, torch.bfloat16)
+    assert 8 * sum(-(-count // size) for count in counts) == with_work
+
+
+def test_every_tile_of_many_sequences_is_computed() -> None:
+    """More sequences than are searched at once, some of several tiles; a tile that is left out has other numbers."""
+    chance = np.random.default_rng(5)
+    counts = [*chance.integers(1, 4, 70).tolist(), 21, 9, 1, 40]
+    blocks = iter(chance.permutation(400).tolist())
+    parts = [
+        SequenceInput(list(range(n)), 3, [next(blocks) for _ in range(-(-(n + 3) // PAGE))], NO_NODES, slice(0))
+        for n in counts
+    ]
+    storage = KVTensors(KVShape(1, 2, 24, 40), 400 * PAGE, torch.float32, tiny.DEVICE)
+    generator = torch.Generator().manual_seed(4)
+    for tensor in (storage.keys, storage.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    query = torch.randn((1, 6, sum(counts), 24), generator=generator).to(tiny.DEVICE)
+    case = parts, storage, query, None
+    check(case, ScoreOptions(), 1e-5)
+    right = triton_attention.tiles_of
+    with patch.object(triton_attention, "tiles_of", lambda *sizes: right(*sizes) - 12), pytest.raises(AssertionError):
+        check(case, ScoreOptions(), 1e-5)
 
 
 def test_tiles_have_few_sizes() -> None:
