@@ -188,7 +188,7 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
         of_drafts = engine.scheduler.draft_prefill
         drafting = of_drafts.draft_window, of_drafts.by_head
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids, *drafting)
-        own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
+        own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammar_queue.source)
         own.recorded = engine.recorded
         speculation = speculation_of(name)
         own.scheduler.times = StepTimes(points) if speculation.adaptive else shared

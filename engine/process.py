@@ -170,7 +170,7 @@ def _wait_ms(engine: Engine) -> int:
     """Return how long to wait for a message: 0 while there is work, and a short time while a grammar is being read."""
     if engine.scheduler.has_work:
         return 0
-    return _GRAMMAR_POLL_MS if engine.following.num_waiting else _IDLE_POLL_MS
+    return _GRAMMAR_POLL_MS if engine.grammar_queue.num_waiting else _IDLE_POLL_MS
 
 
 def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
@@ -225,10 +225,10 @@ def main() -> int:
     with contextlib.suppress(Exception):  # raised again, and reported, when they are used
         import engine.step.building
         import engine.step.calibration  # noqa: F401  (while the other process reads its settings)
-    told = sys.stdin.buffer.read()
-    if not told:  # the parent has ended before it sent a `Launch`
+    message = sys.stdin.buffer.read()
+    if not message:  # the parent has ended before it sent a `Launch`
         return 0
-    launch = decode_launch(told)
+    launch = decode_launch(message)
     if launch.is_offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     mailbox = Mailbox(launch.inbox, launch.outbox)

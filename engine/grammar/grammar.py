@@ -53,7 +53,7 @@ class GrammarFailed(RequestError):
         super().__init__(f"the grammar cannot be used: {reason}", GRAMMAR, code)
 
 
-class GrammarState:
+class GrammarClient:
     """Position of a request's answer in its grammar."""
 
     def __init__(
@@ -211,7 +211,7 @@ class GrammarState:
         self._connection.close()
 
 
-class Grammars:
+class GrammarPool:
     """Starts grammars over one model's vocabulary."""
 
     def __init__(
@@ -239,7 +239,7 @@ class Grammars:
         """Process that starts the others; None until the first grammar."""
         self._control: socket.socket | None = None
 
-    def start(self, grammar: str) -> GrammarState:
+    def start(self, grammar: str) -> GrammarClient:
         """Start following a grammar. `is_ready` reports when masks can be requested, or why they cannot."""
         control = self._running()
         ours, theirs = socket.socketpair()
@@ -248,7 +248,7 @@ class Grammars:
         # The child reads the grammar after the fork; the engine does not wait for it.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_MESSAGE)
         size = self._vocabulary.vocab_size
-        return GrammarState(Connection(ours.detach()), grammar, size, self._limits, self._kill)
+        return GrammarClient(Connection(ours.detach()), grammar, size, self._limits, self._kill)
 
     def _kill(self, process_id: int) -> None:
         if self._control is not None:

@@ -110,7 +110,7 @@ from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChi
 encode = msgspec.msgpack.Encoder().encode
 
 
-class Follower:
+class GrammarMatcher:
     """Position of an answer in its grammar.
 
     Each drafted path gets a copy of the matcher (1 us). It does not roll back instead, because llguidance 1.9 does not
@@ -195,7 +195,7 @@ def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
 
 def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
     """Follow one grammar until the engine closes the connection."""
-    follower: Follower | None = None
+    matcher: GrammarMatcher | None = None
     while True:
         try:
             message = to_child.decode(connection.recv_bytes())
@@ -203,13 +203,13 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
             return
         masks: list[bytes | None] = []
         if isinstance(message, Start):
-            follower = Follower(tokenizer, message.grammar)
+            matcher = GrammarMatcher(tokenizer, message.grammar)
             _limit_time(None)
         else:
-            assert follower is not None, "a question before the grammar"
-            masks = follower.masks(message.answer, message.paths)
-        if follower.fault:
-            connection.send_bytes(encode(GaveUp(follower.fault)))
+            assert matcher is not None, "a question before the grammar"
+            masks = matcher.masks(message.answer, message.paths)
+        if matcher.fault:
+            connection.send_bytes(encode(GaveUp(matcher.fault)))
         else:
             connection.send_bytes(encode(GrammarReady() if isinstance(message, Start) else Masks(masks)))
 

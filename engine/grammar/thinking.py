@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine.config import EngineFacts
 from engine.errors import RequestError
-from engine.grammar.following import FollowedGrammar
+from engine.grammar.grammar_queue import RequestGrammar
 from engine.request import Thinking
 
 Bools = npt.NDArray[np.bool_]
@@ -45,10 +45,10 @@ class Thoughts:
         return len(self._answer) + path.index(closes) + 1 if closes in path else None
 
 
-class FollowedThoughts:
+class ThinkingGrammar:
     """Thoughts with their budget, and the grammar that holds after them, as one grammar."""
 
-    def __init__(self, thinking: Thinking, facts: EngineFacts, grammar: FollowedGrammar | None = None) -> None:
+    def __init__(self, thinking: Thinking, facts: EngineFacts, grammar: RequestGrammar | None = None) -> None:
         """Combine the thoughts of a request and its grammar."""
         self._thinking = thinking
         self._grammar = grammar
@@ -59,7 +59,7 @@ class FollowedThoughts:
             self._any = np.ones(facts.vocab_size, dtype=bool)
             self._any[[token for token in facts.eos_token_ids if token < facts.vocab_size]] = False
         self._thoughts = Thoughts(thinking, ())
-        self._num_told = 0
+        self._num_answered = 0
 
     @property
     def failure(self) -> RequestError | None:
@@ -78,7 +78,7 @@ class FollowedThoughts:
         """Pass the tokens that a step has emitted after the thoughts to the grammar's check."""
         end = self._thoughts.end(emitted)
         if self._grammar is not None and end is not None:
-            self._grammar.check_answer(emitted[max(0, end - self._num_told) :])
+            self._grammar.check_answer(emitted[max(0, end - self._num_answered) :])
 
     def end(self) -> None:
         """Stop following the grammar."""
@@ -87,16 +87,19 @@ class FollowedThoughts:
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
         """Ask which tokens may follow an answer and each path below it, as in `plan.Grammar`."""
-        self._thoughts, self._num_told = thoughts, told = Thoughts(self._thinking, answer), len(answer)
+        self._thoughts, self._num_answered = thoughts, num_answered = Thoughts(self._thinking, answer), len(answer)
         ends = [thoughts.end(path) for path in paths]
         # Thoughts are optional: the grammar may begin instead.
         begins = [not (self._thinking.is_begun or answer or path) for path in paths]
-        masks = [self._inside(told + len(path)) if end is None else None for end, path in zip(ends, paths, strict=True)]
+        masks = [
+            self._inside(num_answered + len(path)) if end is None else None
+            for end, path in zip(ends, paths, strict=True)
+        ]
         if self._grammar is None:
             return lambda: masks
         asked = [n for n, end in enumerate(ends) if end is not None or begins[n]]
         over = thoughts.end()
-        rests = [paths[n][max(0, (ends[n] or 0) - told) :] for n in asked]
+        rests = [paths[n][max(0, (ends[n] or 0) - num_answered) :] for n in asked]
         wait = self._grammar.masks(() if over is None else answer[over:], rests)
 
         def found() -> list[Bools | None]:

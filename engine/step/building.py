@@ -25,7 +25,7 @@ from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.one_pass import BlockDrafter, MaskDrafter
 from engine.errors import ConfigError
-from engine.grammar.grammar import Grammars
+from engine.grammar.grammar import GrammarPool
 from engine.kernels.choosing import choose
 from engine.kernels.protocol import Kernels
 from engine.models.heads.head import Head
@@ -138,7 +138,7 @@ def assemble(
     check_defaults(facts, config.speculation)
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
     tokenizer, revision = config.model.tokenizer_source
-    grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
+    grammars = GrammarPool(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     scheduler = _scheduler(config, target, memory.num_blocks, is_head)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
     if recordings is not None:

@@ -16,8 +16,8 @@ from engine.config import EngineFacts, SpeculationConfig
 from engine.drafting.draft import Draft
 from engine.drafting.drafter import Drafter
 from engine.errors import RequestError
-from engine.grammar.following import FollowedGrammar, Following, GrammarSource
-from engine.grammar.thinking import FollowedThoughts
+from engine.grammar.grammar_queue import GrammarQueue, GrammarSource, RequestGrammar
+from engine.grammar.thinking import ThinkingGrammar
 from engine.kernels.protocol import KVMoves
 from engine.models.runner import ModelRunner
 from engine.plan import Emission, Plan, StepVerdict
@@ -72,7 +72,7 @@ class Engine:
         self.facts = facts
         self.limits = limits
         num_followed = _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs
-        self.following = Following(grammars, num_followed, self._after_thoughts)
+        self.grammar_queue = GrammarQueue(grammars, num_followed, self._after_thoughts)
         self.telemetry = Telemetry(scheduler, target.device)
         self.eager = EagerStep(target, drafter)
         self.recorded = RecordedSteps()
@@ -131,7 +131,7 @@ class Engine:
             self._meanwhile = None
         failed = [*self._end_followed(outcomes), *self._ended]
         self._ended = []
-        learn = self.telemetry.end_step(self.following.num_waiting)
+        learn = self.telemetry.end_step(self.grammar_queue.num_waiting)
         gone = {request_id for request_id, _ in failed}
         result = StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], learn, failed)
         if meanwhile is None:
@@ -145,31 +145,31 @@ class Engine:
 
     def stats(self) -> StepStats:
         """Return the state between steps."""
-        return self.telemetry.stats(self.following.num_waiting)
+        return self.telemetry.stats(self.grammar_queue.num_waiting)
 
     def submit(self, *requests: Request) -> None:
         """Queue requests; raises RequestError if one cannot be served as asked, and then queues none."""
         check_requests(requests, self.facts, self.limits)
         for request in requests:
             if request.sampling.grammar:
-                self.following.add(request)
+                self.grammar_queue.add(request)
             else:
                 thinking = request.sampling.thinking
-                self.queue(request, FollowedThoughts(thinking, self.facts) if thinking else None)
+                self.queue(request, ThinkingGrammar(thinking, self.facts) if thinking else None)
 
     def queue_followed(self) -> tuple[list[str], Failures]:
         """Queue the requests whose grammars are ready; return (their ids, those whose grammars cannot be followed)."""
-        ready, failed = self.following.ready()
+        ready, failed = self.grammar_queue.ready()
         for request, grammar in ready:
             self.queue(request, grammar)
         return [request.request_id for request, _ in ready], failed
 
-    def _after_thoughts(self, request: Request, grammar: FollowedGrammar) -> FollowedGrammar:
+    def _after_thoughts(self, request: Request, grammar: RequestGrammar) -> RequestGrammar:
         """Return a grammar that holds after the request's thoughts, if these are followed."""
         thinking = request.sampling.thinking
-        return grammar if thinking is None else FollowedThoughts(thinking, self.facts, grammar)
+        return grammar if thinking is None else ThinkingGrammar(thinking, self.facts, grammar)
 
-    def queue(self, request: Request, grammar: FollowedGrammar | None = None) -> None:
+    def queue(self, request: Request, grammar: RequestGrammar | None = None) -> None:
         """Queue a request that is known to be valid; grammar: follows its answer."""
         speculation = request.speculation
         drafts = bool(speculation.num_drafts)
@@ -177,7 +177,7 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False if it has already ended."""
-        is_known = self.following.end(request_id) or self.scheduler.abort(request_id)
+        is_known = self.grammar_queue.end(request_id) or self.scheduler.abort(request_id)
         if not self.scheduler.has_work:
             self.telemetry.pause()
         return is_known
@@ -211,12 +211,12 @@ class Engine:
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
         """Return the requests whose grammars failed in this step; stop following these and those that ended."""
-        failed = self.following.failed((outcome.request_id, outcome.token_ids) for outcome in outcomes)
+        failed = self.grammar_queue.failed((outcome.request_id, outcome.token_ids) for outcome in outcomes)
         for request_id, _ in failed:
             self.scheduler.abort(request_id)
         for outcome in outcomes:
             if outcome.finish_reason is not None:
-                self.following.end(outcome.request_id)
+                self.grammar_queue.end(outcome.request_id)
         return failed
 
 

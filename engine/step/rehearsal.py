@@ -50,7 +50,7 @@ def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
     scheduler.times = times
     if times is not None and own.controller is not None:
         scheduler.controller = Controller(times, engine.limits.max_draft_length)
-    result = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
+    result = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammar_queue.source)
     result.recorded = engine.recorded
     return result
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.errors import DEAD_END, NOTHING_LEFT, SERVER_FAULTS, RequestError
-from engine.grammar.following import Following
+from engine.grammar.grammar_queue import GrammarQueue
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation
 from tests.engine import tiny
 
@@ -59,7 +59,7 @@ def test_no_token_after_a_dead_end_is_sent(most: int, drafts: bool) -> None:
     target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
     draft = replace(tiny.perturbed(target, 2, 0.05), eos_token_ids=target.eos_token_ids) if drafts else None
     engine = tiny.build(target, draft)
-    engine.following = Following(OneToken(most), 4)  # type: ignore[arg-type]
+    engine.grammar_queue = GrammarQueue(OneToken(most), 4)  # type: ignore[arg-type]
     speculation = Speculation(num_drafts=2, draft_length=2) if drafts else Speculation()
     engine.submit(
         Request(

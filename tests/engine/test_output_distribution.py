@@ -201,7 +201,7 @@ def sample(
         *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
     )
     engine.eager.most_unmerged = most_unmerged
-    engine.following.source = NoTokenTwice()  # type: ignore[assignment]
+    engine.grammar_queue.source = NoTokenTwice()  # type: ignore[assignment]
     # An end token that no answer has: a grammar needs one.
     engine.facts = msgspec.structs.replace(engine.facts, eos_token_ids=[VOCABULARY])
     requests = [

@@ -221,7 +221,7 @@ def test_a_request_may_fail_while_its_prompt_is_read() -> None:
     engine = tiny.build(tiny.llama(seed=1), None, budget=32)
     engine.scheduler.times = StepTimes(MACHINE.points())
     engine.submit(*[tiny.request(name, tiny.prompts(101, [length])[0]) for name, length in (("0", 9), ("1", 70))])
-    with instead(engine.following, "failed", lambda *_: [("1", BROKEN)]):
+    with instead(engine.grammar_queue, "failed", lambda *_: [("1", BROKEN)]):
         step = engine.run_step()
     assert [outcome.request_id for outcome in step.outcomes] == ["0"]
     assert step.failed == [("1", BROKEN)]

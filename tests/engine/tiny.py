@@ -203,7 +203,7 @@ def run(engine: Engine, requests: Sequence[Request], enough: int | None = None, 
         engine.submit(one)
         result.tokens[one.request_id] = []
         result.outcomes[one.request_id] = []
-    while engine.scheduler.has_work or engine.following.num_waiting:
+    while engine.scheduler.has_work or engine.grammar_queue.num_waiting:
         engine.queue_followed()
         step = engine.run_step()
         result.failed.update(step.failed)

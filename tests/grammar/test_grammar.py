@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 
 from engine.config import GrammarConfig
 from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
-from engine.grammar.grammar import Grammars, GrammarState
+from engine.grammar.grammar import GrammarClient, GrammarPool
 from engine.grammar.grammar_process import Begun, Masks, Vocabulary, _first_line, follow, read_vocabulary
 from engine.plan import LogitContext
 from engine.request import Sampling
@@ -41,13 +41,13 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 
 @pytest.fixture
-def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
-    pool = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=LIMITS)
+def grammars(vocabulary: Vocabulary) -> Iterator[GrammarPool]:
+    pool = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=LIMITS)
     yield pool
     pool.close()
 
 
-def started(grammars: Grammars, grammar: str) -> GrammarState:
+def started(grammars: GrammarPool, grammar: str) -> GrammarClient:
     """A state that is ready; raises what is wrong with the grammar."""
     state = grammars.start(grammar)
     while not state.is_ready():
@@ -55,7 +55,7 @@ def started(grammars: Grammars, grammar: str) -> GrammarState:
     return state
 
 
-def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarState:
+def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarClient:
     """The same in a thread of this process, where a debugger and the tool for mutants see what it does."""
     ours, theirs = socket.socketpair()
     tokenizer = read_vocabulary(vocabulary)
@@ -66,7 +66,7 @@ def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarState:
 
     threading.Thread(target=run, daemon=True).start()
     patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
-    state = GrammarState(Connection(ours.detach()), grammar, vocabulary.vocab_size, patient, lambda _: None)
+    state = GrammarClient(Connection(ours.detach()), grammar, vocabulary.vocab_size, patient, lambda _: None)
     while not state.is_ready():
         time.sleep(0.002)
     return state
@@ -86,7 +86,7 @@ def wait_for_end(process_id: int) -> None:
 
 
 @pytest.mark.parametrize("here", [False, True])
-def test_masks_are_the_library_s_own(grammars: Grammars, vocabulary: Vocabulary, here: bool) -> None:
+def test_masks_are_the_library_s_own(grammars: GrammarPool, vocabulary: Vocabulary, here: bool) -> None:
     """Along an answer, and below several drafted paths, some of which end or leave the grammar."""
     tokenizer = read_vocabulary(vocabulary)
     state = followed_here(vocabulary, OBJECT) if here else started(grammars, OBJECT)
@@ -121,7 +121,7 @@ def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabu
     """The library gives up on a token that its own mask has allowed: below it the answer must not seem complete."""
     tokenizer = read_vocabulary(vocabulary)
     patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
-    grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=patient)
+    grammars = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=patient)
     grammar = 'start: "[" inner "]"\ninner: a{0,400}\na: b{0,400}\nb: "x" | "xx"'
     (token,) = tokenizer.tokenize_str("x")
     state = followed_here(vocabulary, grammar) if here else started(grammars, grammar)
@@ -147,7 +147,7 @@ def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabu
     ("grammar", "reason"),
     [(CRASH, "process has ended"), (ENDLESS, "more than 500 ms"), ("start: nothing", "unknown name")],
 )
-def test_a_grammar_that_cannot_be_followed_is_refused(grammars: Grammars, grammar: str, reason: str) -> None:
+def test_a_grammar_that_cannot_be_followed_is_refused(grammars: GrammarPool, grammar: str, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as refused:
         started(grammars, grammar)
     assert refused.value.code is None, "the grammar is the cause"
@@ -155,7 +155,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: Grammars, gramma
 
 
 def test_what_the_server_cannot_follow_is_its_own_fault(
-    grammars: Grammars, vocabulary: Vocabulary, tmp_path: Path
+    grammars: GrammarPool, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
     """The process that starts the others is killed, gets no time, or has no vocabulary: the client may retry."""
     failures = []
@@ -166,12 +166,12 @@ def test_what_the_server_cannot_follow_is_its_own_fault(
         lost.masks((), [()])()
     failures.append(lost.failure)
     hasty = msgspec.structs.replace(LIMITS, patience_s=0.0)
-    waits = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
+    waits = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
     with pytest.raises(RequestError) as refused:
         waits.start(OBJECT).is_ready()
     waits.close()
     failures.append(refused.value)
-    empty = Grammars(str(tmp_path), 16, [2], limits=LIMITS)
+    empty = GrammarPool(str(tmp_path), 16, [2], limits=LIMITS)
     with pytest.raises(RequestError, match=r"tokenizer\.json") as refused:
         started(empty, OBJECT)
     empty.close()
@@ -180,7 +180,7 @@ def test_what_the_server_cannot_follow_is_its_own_fault(
 
 
 @pytest.mark.parametrize("here", [False, True])
-def test_a_dead_end_has_an_empty_mask(grammars: Grammars, vocabulary: Vocabulary, here: bool) -> None:
+def test_a_dead_end_has_an_empty_mask(grammars: GrammarPool, vocabulary: Vocabulary, here: bool) -> None:
     """At the answer's end and below a drafted path; at the beginning of an answer the grammar is refused."""
     nothing = "T\nT: /[a-c]/ & /[d-f]/"
     grammar = f'start: "a" {nothing}'
@@ -210,9 +210,9 @@ def test_a_reason_is_the_library_s_first_line(vocabulary: Vocabulary) -> None:
     assert _first_line(" \n") == "unknown error"
 
 
-def test_masks_that_take_too_long_end_their_grammar(grammars: Grammars, vocabulary: Vocabulary) -> None:
+def test_masks_that_take_too_long_end_their_grammar(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
     hasty = msgspec.structs.replace(LIMITS, mask_timeout_s=0.001)
-    other = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
+    other = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
     try:
         slow, quick = started(other, OBJECT), started(grammars, OBJECT)
         of_slow, of_quick = slow.masks((), [()] * 5000), quick.masks((), [()])
@@ -226,7 +226,7 @@ def test_masks_that_take_too_long_end_their_grammar(grammars: Grammars, vocabula
         other.close()
 
 
-def test_a_grammar_that_fails_later_harms_nobody_else(grammars: Grammars, vocabulary: Vocabulary) -> None:
+def test_a_grammar_that_fails_later_harms_nobody_else(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
     """Its own places are free from then on (its request ends), a neighbour's mask holds."""
     bad, good = started(grammars, OBJECT), started(grammars, OBJECT)
 
@@ -251,7 +251,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
     large = json.dumps({"grammars": [{"json_schema": {"enum": words}}]})
     for memory_bytes, is_enough in ((4 << 20, False), (1 << 29, True)):
         limits = GrammarConfig(start_timeout_s=60.0, memory_bytes=memory_bytes)
-        grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, [2], limits=limits)
+        grammars = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, [2], limits=limits)
         try:
             if is_enough:
                 started(grammars, large)
@@ -263,7 +263,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
             grammars.close()
 
 
-def test_nothing_is_left_behind(grammars: Grammars) -> None:
+def test_nothing_is_left_behind(grammars: GrammarPool) -> None:
     """Ended states end their processes, those that still compute too; and all end with the pool."""
     ended, busy, left = (started(grammars, OBJECT) for _ in range(3))
     numbers = [state.process_id for state in (ended, busy, left)]
@@ -277,7 +277,7 @@ def test_nothing_is_left_behind(grammars: Grammars) -> None:
     left.end()
 
 
-def test_a_grammar_that_nobody_waits_for_ends_too(grammars: Grammars) -> None:
+def test_a_grammar_that_nobody_waits_for_ends_too(grammars: GrammarPool) -> None:
     """Its request has been left before the number of its process was known."""
     grammars.start(ENDLESS).end()
     state = started(grammars, OBJECT)  # the process of the first has been forked before this one's
@@ -288,7 +288,7 @@ def test_a_grammar_that_nobody_waits_for_ends_too(grammars: Grammars) -> None:
             wait_for_end(child)
 
 
-def test_a_pool_whose_process_has_died_starts_another(grammars: Grammars) -> None:
+def test_a_pool_whose_process_has_died_starts_another(grammars: GrammarPool) -> None:
     state = started(grammars, OBJECT)
     assert grammars.process is not None
     os.kill(grammars.process.pid, signal.SIGKILL)
@@ -306,7 +306,7 @@ def test_a_token_after_a_dead_end_fails_the_answer(dead: tuple[int, ...], emitte
     paths: list[tuple[int, ...]] = [(), (5,), (5, 6)]
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as connection, Connection(theirs.detach()) as process:
-        state = GrammarState(connection, OBJECT, 16, LIMITS, lambda _: None)
+        state = GrammarClient(connection, OBJECT, 16, LIMITS, lambda _: None)
         wait = state.masks((), paths)
         process.send_bytes(msgspec.msgpack.encode(Begun(os.getpid())))
         process.send_bytes(msgspec.msgpack.encode(Masks([b"\0\0" if path == dead else b"\1\0" for path in paths])))

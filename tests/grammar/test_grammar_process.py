@@ -24,8 +24,8 @@ from engine.grammar.grammar_process import (
     Ask,
     Begun,
     Ended,
-    Follower,
     GaveUp,
+    GrammarMatcher,
     GrammarReady,
     Masks,
     Start,
@@ -248,7 +248,7 @@ def bits(mask: bytes | None) -> set[int]:
 def test_masks_are_those_of_the_grammar_after_each_path(tokenizer: LLTokenizer) -> None:
     """Allowed tokens after a path; only an end after a path that the grammar does not have; nothing after an end."""
     a, b, c = (tokenizer.tokenize_str(one)[0] for one in "abc")
-    follower = Follower(tokenizer, GRAMMAR)
+    follower = GrammarMatcher(tokenizer, GRAMMAR)
     assert follower.fault == ""
     (end,) = tokenizer.eos_tokens
     paths = [(), (a,), (a, b), (b,), (a, b, c), (a, b, end), (end,)]
@@ -264,7 +264,7 @@ def test_masks_are_those_of_the_grammar_after_each_path(tokenizer: LLTokenizer) 
 
 def test_an_answer_that_the_grammar_does_not_have_is_a_fault(tokenizer: LLTokenizer) -> None:
     a, b = (tokenizer.tokenize_str(one)[0] for one in "ab")
-    follower = Follower(tokenizer, GRAMMAR)
+    follower = GrammarMatcher(tokenizer, GRAMMAR)
     follower.masks([b, a], [()])
     assert follower.fault
     assert "\n" not in follower.fault
@@ -273,14 +273,14 @@ def test_an_answer_that_the_grammar_does_not_have_is_a_fault(tokenizer: LLTokeni
 def test_below_a_path_that_the_grammar_lacks_stand_all_ends(vocabulary: Vocabulary) -> None:
     ends = [2, 3, 17, 200]
     tokens = read_vocabulary(msgspec.structs.replace(vocabulary, eos_token_ids=ends))
-    (mask,) = Follower(tokens, GRAMMAR).masks([], [tokens.tokenize_str("b")])
+    (mask,) = GrammarMatcher(tokens, GRAMMAR).masks([], [tokens.tokenize_str("b")])
     assert bits(mask) == set(ends)
 
 
 def test_a_dead_end_is_a_fault_at_the_beginning_alone(tokenizer: LLTokenizer) -> None:
     nothing = "T\nT: /[a-c]/ & /[d-f]/"
-    assert Follower(tokenizer, f"start: {nothing}").fault == "it allows no answer at all"
-    follower = Follower(tokenizer, f'start: "a" {nothing}')
+    assert GrammarMatcher(tokenizer, f"start: {nothing}").fault == "it allows no answer at all"
+    follower = GrammarMatcher(tokenizer, f'start: "a" {nothing}')
     (a,) = tokenizer.tokenize_str("a")
     here, below = follower.masks([], [(), (a,)])
     assert bits(here) == {a}
@@ -299,7 +299,7 @@ def test_below_a_limit_of_the_library_an_answer_must_not_end(tokenizer: LLTokeni
     while matcher.deep_copy().consume_tokens([x]):
         matcher.consume_tokens([x])
         answer.append(x)
-    follower = Follower(tokenizer, grammar)
+    follower = GrammarMatcher(tokenizer, grammar)
     here, *below = follower.masks(answer, [(), (x,), (x, x)])
     assert here is not None
     assert x in bits(here)

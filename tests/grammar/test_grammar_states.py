@@ -20,7 +20,7 @@ import pytest
 from engine.config import GrammarConfig
 from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
 from engine.grammar import grammar as module
-from engine.grammar.grammar import GrammarState
+from engine.grammar.grammar import GrammarClient
 from engine.grammar.grammar_process import Ask, Begun, Ended, GaveUp, GrammarReady, Masks, Start, encode, to_child
 from engine.request import GRAMMAR
 
@@ -40,8 +40,8 @@ class Process:
         self.own = Connection(theirs.detach())
         self.connection = Connection(ours.detach())
 
-    def state(self) -> GrammarState:
-        return GrammarState(self.connection, "a grammar", VOCABULARY, LIMITS, self.killed.append)
+    def state(self) -> GrammarClient:
+        return GrammarClient(self.connection, "a grammar", VOCABULARY, LIMITS, self.killed.append)
 
     def cpu(self, clock: int) -> float:
         if self.has_gone:
@@ -70,7 +70,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 
 
 @pytest.fixture
-def ready(process: Process) -> GrammarState:
+def ready(process: Process) -> GrammarClient:
     """A state whose process has read the grammar."""
     state = process.state()
     process.send(Begun(PROCESS), GrammarReady())
@@ -79,7 +79,7 @@ def ready(process: Process) -> GrammarState:
     return state
 
 
-def failure_of(state: GrammarState) -> tuple[str, str | None]:
+def failure_of(state: GrammarClient) -> tuple[str, str | None]:
     """(reason, code) of a state that has failed."""
     assert isinstance(state.failure, RequestError)
     begin, _, reason = str(state.failure).partition(": ")
@@ -99,7 +99,7 @@ def test_a_grammar_is_ready_when_its_process_says_so(process: Process) -> None:
     assert state.is_ready()
 
 
-def test_each_question_has_what_is_new_of_the_answer(process: Process, ready: GrammarState) -> None:
+def test_each_question_has_what_is_new_of_the_answer(process: Process, ready: GrammarClient) -> None:
     for answer, new in (((), []), ((), []), ((5,), [5]), ((5,), []), ((5, 6, 7), [6, 7])):
         wait = ready.masks(answer, [(), (8, 9)])
         assert process.asked() == [Ask(new, [[], [8, 9]])]
@@ -107,7 +107,7 @@ def test_each_question_has_what_is_new_of_the_answer(process: Process, ready: Gr
         wait()
 
 
-def test_a_mask_has_a_bit_for_each_token(process: Process, ready: GrammarState) -> None:
+def test_a_mask_has_a_bit_for_each_token(process: Process, ready: GrammarClient) -> None:
     """The lowest bit of a byte is the first token; bits after the vocabulary are none."""
     wait = ready.masks((), [(), (1,), (2,)])
     process.send(Masks([b"\x05\xf0", None, b"\0\0"]))
@@ -157,7 +157,7 @@ def test_reading_a_grammar_has_its_time(
     assert state.seconds_read() == (computed_s if is_known else 0)
 
 
-def test_a_grammar_that_is_ready_may_wait(process: Process, ready: GrammarState) -> None:
+def test_a_grammar_that_is_ready_may_wait(process: Process, ready: GrammarClient) -> None:
     process.cpu_s += 99
     process.wall_s += 99
     assert ready.is_ready()
@@ -172,7 +172,7 @@ def test_a_grammar_that_is_ready_may_wait(process: Process, ready: GrammarState)
 )
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_masks_have_their_time(
-    process: Process, ready: GrammarState, waited_s: float, computed_s: float, reason: str, is_answered: bool
+    process: Process, ready: GrammarClient, waited_s: float, computed_s: float, reason: str, is_answered: bool
 ) -> None:
     wait = ready.masks((), [(), (1,)])
     process.wall_s += waited_s
@@ -189,7 +189,7 @@ def test_masks_have_their_time(
 
 @pytest.mark.parametrize(("answers", "fails"), [(((5,), (5,)), True), (((), ()), False), (((5,), (5, 6)), False)])
 def test_questions_about_one_answer_share_their_time(
-    process: Process, ready: GrammarState, answers: Any, fails: bool
+    process: Process, ready: GrammarClient, answers: Any, fails: bool
 ) -> None:
     """A step asks several times about one answer. About none many steps may ask: those of thoughts."""
     for answer in answers:
@@ -237,7 +237,7 @@ def test_a_process_that_fails_says_why(
     assert failure_of(state) == (reason, code)
 
 
-def test_a_dead_end_is_known_until_the_answer_goes_on(process: Process, ready: GrammarState) -> None:
+def test_a_dead_end_is_known_until_the_answer_goes_on(process: Process, ready: GrammarClient) -> None:
     def ask(answer: tuple[int, ...], path: tuple[int, ...], mask: bytes) -> None:
         wait = ready.masks(answer, [path])
         process.send(Masks([mask]))
@@ -257,7 +257,7 @@ def test_a_dead_end_is_known_until_the_answer_goes_on(process: Process, ready: G
     assert "allows no token of this model's vocabulary" in str(ready.failure)
 
 
-def test_the_end_kills_a_process_whose_number_is_known(process: Process, ready: GrammarState) -> None:
+def test_the_end_kills_a_process_whose_number_is_known(process: Process, ready: GrammarClient) -> None:
     ready.end()
     assert process.killed == [PROCESS]
     with pytest.raises(EOFError):
@@ -270,7 +270,7 @@ def test_the_end_kills_a_process_whose_number_is_known(process: Process, ready: 
         unknown.own.recv_bytes()
 
 
-def test_the_clock_of_a_process_that_has_gone_stands_still(process: Process, ready: GrammarState) -> None:
+def test_the_clock_of_a_process_that_has_gone_stands_still(process: Process, ready: GrammarClient) -> None:
     process.has_gone = True
     wait = ready.masks((5,), [()])
     process.send(Masks([ANY]))

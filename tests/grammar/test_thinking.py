@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.errors import RequestError
-from engine.grammar.thinking import FollowedThoughts
+from engine.grammar.thinking import ThinkingGrammar
 from engine.request import Thinking
 
 VOCABULARY, OPENS, CLOSES, END = 5, 3, 2, 4
@@ -78,7 +78,7 @@ def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar
     paths = [path for size in range(3) for path in itertools.product(range(VOCABULARY), repeat=size)]
     for size in range(4):
         for answer in itertools.product(range(VOCABULARY), repeat=size):
-            followed = FollowedThoughts(thinking, FACTS, Alternating() if has_grammar else None)
+            followed = ThinkingGrammar(thinking, FACTS, Alternating() if has_grammar else None)
             for path, mask in zip(paths, followed.masks(answer, paths)(), strict=True):
                 expected = by_hand(thinking, (*answer, *path), has_grammar)
                 got = np.ones(VOCABULARY, dtype=bool) if mask is None else mask
@@ -100,7 +100,7 @@ def test_the_grammar_is_asked_about_what_comes_after_the_thoughts(
     is_begun: bool, steps: list[tuple[int, ...]], seen: list[int]
 ) -> None:
     grammar = Alternating()
-    followed = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun), FACTS, grammar)
+    followed = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun), FACTS, grammar)
     answer: tuple[int, ...] = ()
     for emitted in steps:
         followed.masks(answer, [()])()
@@ -111,13 +111,13 @@ def test_the_grammar_is_asked_about_what_comes_after_the_thoughts(
 
 def test_it_stands_for_its_grammar() -> None:
     grammar = Alternating()
-    followed = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
+    followed = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
     assert followed.is_ready()
     assert followed.seconds_read() == 0.5
     assert followed.failure is None
     followed.end()
     assert followed.failure is grammar.failure is not None
-    alone = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS)
+    alone = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS)
     assert alone.is_ready()
     assert alone.seconds_read() == 0
     assert alone.failure is None
@@ -127,6 +127,6 @@ def test_it_stands_for_its_grammar() -> None:
 
 def test_an_answer_may_be_checked_before_masks_were_asked_for() -> None:
     grammar = Alternating()
-    followed = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
+    followed = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
     followed.check_answer((1, CLOSES, 0))
     assert grammar.emitted == [0]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import GRAMMAR_UNAVAILABLE, RequestError
-from engine.grammar.following import Following
+from engine.grammar.grammar_queue import GrammarQueue
 from engine.request import GRAMMAR, Request, Sampling
 from tests.wrong import instead
 
@@ -50,58 +50,58 @@ class Slow:
 def test_requests_wait_for_their_grammars_in_turn() -> None:
     """Two at most are followed; who is refused or leaves makes room."""
     source = Slow()
-    following = Following(source, 2)  # type: ignore[arg-type]
+    queue = GrammarQueue(source, 2)  # type: ignore[arg-type]
     for name in "abcd":
-        following.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
+        queue.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
     urgent = Request(request_id="u", prompt_token_ids=(1,), sampling=Sampling(grammar="u"), priority=-1)
-    assert following.ready() == ([], [])
-    assert (len(source.open), following.num_waiting) == (2, 4)
+    assert queue.ready() == ([], [])
+    assert (len(source.open), queue.num_waiting) == (2, 4)
     source.open[0].is_read = True
-    assert [one.request_id for one, _ in following.ready()[0]] == ["a"]
-    assert (len(source.open), following.num_waiting) == (2, 3)
+    assert [one.request_id for one, _ in queue.ready()[0]] == ["a"]
+    assert (len(source.open), queue.num_waiting) == (2, 3)
     source.open[1].failure = RequestError("no")
-    assert [name for name, _ in following.ready()[1]] == ["b"]
-    following.ready()
+    assert [name for name, _ in queue.ready()[1]] == ["b"]
+    queue.ready()
     assert len(source.open) == 3
-    assert following.end("d")
-    following.add(urgent)
-    following.add(Request(request_id="e", prompt_token_ids=(1,), sampling=Sampling(grammar="e")))
-    assert not following.end("a")
-    following.ready()
-    assert (len(source.open), following.num_waiting) == (4, 3)
+    assert queue.end("d")
+    queue.add(urgent)
+    queue.add(Request(request_id="e", prompt_token_ids=(1,), sampling=Sampling(grammar="e")))
+    assert not queue.end("a")
+    queue.ready()
+    assert (len(source.open), queue.num_waiting) == (4, 3)
     source.open[3].is_read = True
-    assert [one.request_id for one, _ in following.ready()[0]] == ["u"]
+    assert [one.request_id for one, _ in queue.ready()[0]] == ["u"]
     reason = source.open[3].failure = RequestError("not any further")
-    assert following.failed() == [("u", reason)]
-    assert following.failed() == []
+    assert queue.failed() == [("u", reason)]
+    assert queue.failed() == []
     assert not source.open[3].is_read, "it is ended"
 
 
 def test_grammars_that_cannot_be_started_wait_for_others_to_end() -> None:
     """No more files or processes: the engine continues, and a request that waits alone is refused."""
     source = Slow()
-    following = Following(source, 9)  # type: ignore[arg-type]
+    queue = GrammarQueue(source, 9)  # type: ignore[arg-type]
 
     def ask(name: str) -> None:
-        following.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
+        queue.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
 
     def refuse(*_: Any) -> None:
         raise OSError("too many open files")
 
     ask("a")
-    following.ready()
+    queue.ready()
     with instead(source, "start", refuse):
         ask("b")
-        assert following.ready() == ([], [])
-        assert following.num_waiting == 2
-        following.end("a")
-        ((name, error),) = following.ready()[1]
+        assert queue.ready() == ([], [])
+        assert queue.num_waiting == 2
+        queue.end("a")
+        ((name, error),) = queue.ready()[1]
     assert name == "b"
     assert "too many open files" in str(error)
     assert (error.param, error.code) == (GRAMMAR, GRAMMAR_UNAVAILABLE)
     for number in range(9):
         ask(str(number))
-    following.ready()
+    queue.ready()
     assert len(source.open) == 1 + 4, "more than four are read at once"
 
 
@@ -109,12 +109,12 @@ def test_costly_grammars_leave_room_for_others() -> None:
     """Twenty that are never read, then an ordinary one: it begins once each place has seen a first slice, while at most
     two of the costly ones are read further; those get all the time they may have, in turn."""
     source = Slow()
-    following = Following(source, 64)  # type: ignore[arg-type]
+    queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     for number in range(20):
-        following.add(Request(request_id=str(number), prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
-    following.add(Request(request_id="honest", prompt_token_ids=(1,), sampling=Sampling(grammar="honest")))
+        queue.add(Request(request_id=str(number), prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
+    queue.add(Request(request_id="honest", prompt_token_ids=(1,), sampling=Sampling(grammar="honest")))
     for _ in range(30):
-        following.ready()
+        queue.ready()
         running = [one for one in source.open if not one.is_ended]
         assert len(running) <= 4
         for one in running:
@@ -122,98 +122,96 @@ def test_costly_grammars_leave_room_for_others() -> None:
             one.is_read = one.grammar == "honest"
         if any(one.grammar == "honest" for one in running):
             break
-    assert [one.request_id for one, _ in following.ready()[0]] == ["honest"]
+    assert [one.request_id for one, _ in queue.ready()[0]] == ["honest"]
     assert sum(one.is_ended for one in source.open) <= 20
     for _ in range(9):
-        following.ready()
+        queue.ready()
         for one in source.open:
             one.read_s += 0.2
     running = [one for one in source.open if not one.is_ended and one.grammar == "costly"]
     assert 2 <= len(running) < 4, "there is a place for who comes next"
-    assert following.num_waiting == 20
+    assert queue.num_waiting == 20
     running[-1].failure = RequestError("too long")
-    ((failed, _),) = following.ready()[1]
-    assert following.num_waiting == 19
-    assert all(following.end(str(number)) for number in range(20) if str(number) != failed)
-    assert following.num_waiting == 0
+    ((failed, _),) = queue.ready()[1]
+    assert queue.num_waiting == 19
+    assert all(queue.end(str(number)) for number in range(20) if str(number) != failed)
+    assert queue.num_waiting == 0
 
 
-def started_by(following: Following, source: Slow, round_s: float, num_rounds: int) -> list[str]:
+def started_by(queue: GrammarQueue, source: Slow, round_s: float, num_rounds: int) -> list[str]:
     """The grammars that have been started in some rounds, each of which reads all open ones for a while."""
     for _ in range(num_rounds):
-        following.ready()
+        queue.ready()
         for one in source.open:
             one.read_s += round_s
             one.failure = RequestError("too long") if one.read_s > 1.5 else None
     return [one.grammar for one in source.open]
 
 
-def ask(following: Following, client: str, *names: str, priority: int = 0) -> None:
+def ask(queue: GrammarQueue, client: str, *names: str, priority: int = 0) -> None:
     for name in names:
         sampling = Sampling(grammar=name)
-        following.add(
-            Request(request_id=name, prompt_token_ids=(1,), sampling=sampling, client=client, priority=priority)
-        )
+        queue.add(Request(request_id=name, prompt_token_ids=(1,), sampling=sampling, client=client, priority=priority))
 
 
 def test_clients_take_turns() -> None:
     """Twenty costly grammars of one client: another's begin one by one between them, in any of the queues."""
     source = Slow()
-    following = Following(source, 64)  # type: ignore[arg-type]
+    queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     costly = [f"costly {number}" for number in range(20)]
-    ask(following, "many", *costly)
-    assert started_by(following, source, 0.3, 1) == costly[:4]
-    ask(following, "few", "ordinary", "large")
-    ask(following, "many", "urgent", priority=-1)
-    started = started_by(following, source, 0.3, 12)
+    ask(queue, "many", *costly)
+    assert started_by(queue, source, 0.3, 1) == costly[:4]
+    ask(queue, "few", "ordinary", "large")
+    ask(queue, "many", "urgent", priority=-1)
+    started = started_by(queue, source, 0.3, 12)
     assert started[4:9] == ["urgent", costly[4], "ordinary", costly[5], "large"]
 
 
 def test_a_large_grammar_is_read_while_new_ones_come() -> None:
     """It has used up its first slice: it begins again, in its client's turn, though others' first slices never end."""
     source = Slow()
-    following = Following(source, 64)  # type: ignore[arg-type]
-    ask(following, "many", *(f"costly {number}" for number in range(400)))
-    ask(following, "few", "large")
-    started = started_by(following, source, 0.3, 40)
+    queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
+    ask(queue, "many", *(f"costly {number}" for number in range(400)))
+    ask(queue, "few", "large")
+    started = started_by(queue, source, 0.3, 40)
     assert started.count("large") == 2
-    assert following.num_waiting > 300
+    assert queue.num_waiting > 300
 
 
 def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
     source = Slow()
-    following = Following(source, 64)  # type: ignore[arg-type]
-    following.add(Request(request_id="a", prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
-    following.ready()
+    queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
+    queue.add(Request(request_id="a", prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
+    queue.ready()
     source.open[0].read_s = 9.0
-    following.ready()
+    queue.ready()
     assert not source.open[0].is_ended
     assert len(source.open) == 1
 
 
 def test_costly_grammars_that_nobody_waits_for_keep_their_places() -> None:
     source = Slow()
-    following = Following(source, 64)  # type: ignore[arg-type]
-    ask(following, "many", *"abcd")
-    started_by(following, source, 0.3, 4)
+    queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
+    ask(queue, "many", *"abcd")
+    started_by(queue, source, 0.3, 4)
     assert not any(one.is_ended for one in source.open)
 
 
 def test_two_costly_grammars_are_read_on() -> None:
     """Each for as long as it takes; the next begins when one is ready. A first slice is over after its last moment."""
     source = Slow()
-    following = Following(source, 64)  # type: ignore[arg-type]
+    queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
 
     def running() -> list[str]:
         for _ in range(4):
-            following.ready()
+            queue.ready()
         return [one.grammar for one in source.open if not one.is_ended and not one.is_read]
 
     def read(seconds: float) -> None:
         for one in source.open:
             one.read_s += seconds
 
-    ask(following, "many", *"abcdef")
+    ask(queue, "many", *"abcdef")
     assert running() == [*"abcd"]
     read(0.25)
     assert running() == [*"abcd"]
@@ -232,10 +230,10 @@ def test_a_grammar_holds_after_the_thoughts_of_its_request() -> None:
         seen.append((request.request_id, grammar))
         return source
 
-    following = Following(source, 9, after_thoughts)  # type: ignore[arg-type]
+    queue = GrammarQueue(source, 9, after_thoughts)  # type: ignore[arg-type]
     source.is_read = True
-    ask(following, "few", "a")
-    ((request, grammar),) = following.ready()[0]
+    ask(queue, "few", "a")
+    ((request, grammar),) = queue.ready()[0]
     assert seen == [("a", source.open[0])]
     assert request.request_id == "a"
     assert grammar is source  # type: ignore[comparison-overlap]
@@ -243,12 +241,12 @@ def test_a_grammar_holds_after_the_thoughts_of_its_request() -> None:
 
 def test_an_answer_is_checked_by_its_own_grammar() -> None:
     source = Slow()
-    following = Following(source, 9)  # type: ignore[arg-type]
-    ask(following, "few", "a", "b")
-    following.ready()
+    queue = GrammarQueue(source, 9)  # type: ignore[arg-type]
+    ask(queue, "few", "a", "b")
+    queue.ready()
     for one in source.open:
         one.is_read = True
-    following.ready()
-    assert following.failed([("a", [1, 2]), ("plain", [3])]) == []
-    assert following.failed([("a", [4]), ("b", [0])]) == [("b", source.open[1].failure)]
+    queue.ready()
+    assert queue.failed([("a", [1, 2]), ("plain", [3])]) == []
+    assert queue.failed([("a", [4]), ("b", [0])]) == [("b", source.open[1].failure)]
     assert [one.seen for one in source.open] == [[1, 2, 4], [0]]

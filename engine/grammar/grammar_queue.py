@@ -23,8 +23,8 @@ _FIRST_SLICE_S = 0.25
 _SLOW_AT_ONCE, _SLOW_AMONG_OTHERS = 2, 1
 
 
-class FollowedGrammar(Grammar, Protocol):
-    """A grammar that another process follows, and that may fail."""
+class RequestGrammar(Grammar, Protocol):
+    """The grammar of one request, which another process follows and which may fail."""
 
     @property
     def failure(self) -> RequestError | None:
@@ -46,7 +46,7 @@ class FollowedGrammar(Grammar, Protocol):
 class GrammarSource(Protocol):
     """Starts grammars."""
 
-    def start(self, grammar: str) -> FollowedGrammar:
+    def start(self, grammar: str) -> RequestGrammar:
         """Start to follow a grammar."""
 
 
@@ -93,14 +93,14 @@ class FairQueue:
         return min(self._waiting, key=lambda turn: turn[0])
 
 
-class Following:
+class GrammarQueue:
     """Grammars of all requests: waiting, being read (`_starting`), or followed while their requests run."""
 
     def __init__(
         self,
         source: GrammarSource,
         most: int,
-        after_thoughts: Callable[[Request, FollowedGrammar], FollowedGrammar] = lambda _, grammar: grammar,
+        after_thoughts: Callable[[Request, RequestGrammar], RequestGrammar] = lambda _, grammar: grammar,
     ) -> None:
         """most: number of grammars that are followed at once; further requests wait, the most urgent first;
         after_thoughts: wraps a request's grammar so that it holds only after its thoughts.
@@ -111,9 +111,9 @@ class Following:
         self._waiting = FairQueue()
         self._slow = FairQueue()
         """Requests whose grammars have exceeded their first slice."""
-        self._starting: dict[str, tuple[Request, FollowedGrammar]] = {}
+        self._starting: dict[str, tuple[Request, RequestGrammar]] = {}
         self._starting_slow: set[str] = set()
-        self._followed: dict[str, FollowedGrammar] = {}
+        self._followed: dict[str, RequestGrammar] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -124,9 +124,9 @@ class Following:
         """Start a request's grammar as soon as there is room."""
         self._waiting.add(request)
 
-    def ready(self) -> tuple[list[tuple[Request, FollowedGrammar]], list[tuple[str, RequestError]]]:
+    def ready(self) -> tuple[list[tuple[Request, RequestGrammar]], list[tuple[str, RequestError]]]:
         """Return (requests that can run from now on, requests that failed and why); does not wait."""
-        ready: list[tuple[Request, FollowedGrammar]] = []
+        ready: list[tuple[Request, RequestGrammar]] = []
         failed: list[tuple[str, RequestError]] = []
         num_ready = -1
         while len(ready) > num_ready:  # a ready grammar makes room for another one
@@ -156,7 +156,7 @@ class Following:
         """Return the queue of the next grammar; it is empty if none can start."""
         return self._slow if self._slow and self._slow_has_room else self._waiting
 
-    def _collect(self, ready: list[tuple[Request, FollowedGrammar]], failed: list[tuple[str, RequestError]]) -> None:
+    def _collect(self, ready: list[tuple[Request, RequestGrammar]], failed: list[tuple[str, RequestError]]) -> None:
         """Move started grammars to those that are ready or have failed."""
         for request_id, (request, state) in list(self._starting.items()):
             try:
@@ -175,7 +175,7 @@ class Following:
                 failed.append((request_id, error))
                 self.end(request_id)
 
-    def _is_over(self, request_id: str, state: FollowedGrammar) -> bool:
+    def _is_over(self, request_id: str, state: RequestGrammar) -> bool:
         """Whether a grammar's first slice is over and others wait for its place."""
         others_wait = bool(self._waiting or self._slow) and not self._has_room
         return others_wait and request_id not in self._starting_slow and state.seconds_read() > _FIRST_SLICE_S
