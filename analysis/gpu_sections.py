@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from analysis import arms
+from analysis.fast_paths import fast_paths, steps_of, without
 from analysis.load import Load
-from analysis.ways import steps_of, ways, without
 from demo import bench_pair
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
@@ -102,7 +102,7 @@ def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
     findings.add("pair", about)
     findings.add("build_s", time.monotonic() - began)
     findings.add("memory_plan", engine.facts.memory_plan)
-    found = ways(engine)
+    found = fast_paths(engine)
     findings.add("ways", found)
     if on_cuda:
         require_all(findings, found)
@@ -338,7 +338,7 @@ def weights(options: argparse.Namespace, findings: SectionResults) -> None:
 def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """Return what is known of an engine's weights: their size, the probe's distance, times, and a G-test."""
     device, target = engine.target.device, adopt(engine.target.model, "target")
-    is_paged = engine.target.fast_ways["paged attention"]
+    is_paged = engine.target.fast_paths["paged attention"]
     distance = probe(target, find_kv_shape(target), engine.target.backend, is_paged)
     times = {
         f"{name}, {rows} requests": middle_s(

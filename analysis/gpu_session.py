@@ -40,7 +40,7 @@ class Section:
 PARTS: dict[int, Sequence[Section]] = {
     1: (
         Section("tests", 270, "the tests of kernels and graphs"),
-        Section("trace", 260, "ceilings, the ways that are used, times of passes, and what a step consists of"),
+        Section("trace", 260, "ceilings, the fast paths in use, times of passes, and what a step consists of"),
     ),
     2: (
         Section("variants", 370, "kernels, graphs and shapes against the same without them, in turns"),

@@ -135,7 +135,7 @@ class Levels:
     def takes(self, plan: Plan, layout: Layout, vocab_size: int) -> bool:
         """Whether all distributions depend on logits, temperature and filters alone, and all draws are independent."""
         rows, decoder = plan.sampling_rows, self._decoder
-        num_tokens = vocab_size if decoder.known is not None else decoder.vocab_size
+        num_tokens = vocab_size if decoder.target_ids is not None else decoder.vocab_size
         return (
             layout.max_length > 0
             and decoder.has_plain_logits
@@ -165,7 +165,7 @@ class Levels:
         of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
         states, leaving = decoder.states_of(state_TD, bounds.most_distributions)
-        known = decoder.known
+        target_ids = decoder.target_ids
         numba_levels.draw_levels(
             *decoder.ready(
                 runner.storage, runner.block_size, bounds.most_rows, int(whole.num_keys.sum()) // len(passes)
@@ -192,8 +192,8 @@ class Levels:
             of_layout.parents,
             states,
             leaving,
-            _NO_TOKENS if known is None else known,
-            np.empty((0 if known is None else bounds.most_distributions, probs_NV.shape[1]), dtype=np.float32),
+            _NO_TOKENS if target_ids is None else target_ids,
+            np.empty((0 if target_ids is None else bounds.most_distributions, probs_NV.shape[1]), dtype=np.float32),
             decoder.room_for_logits(bounds.most_distributions),
             probs_NV.numpy(),
             tokens_LC,

@@ -23,7 +23,7 @@ from engine.models.numba_table import array1, array2, put1, put2, table_at
 from engine.models.numba_work import claim, finish
 
 _LAWS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(numba_table.OWN, numba_table.OWN + 6)
-_FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _KNOWN, _SPREAD = range(numba_table.OWN + 6, numba_table.OWN + 12)
+_FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(numba_table.OWN + 6, numba_table.OWN + 12)
 _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
 
@@ -41,16 +41,16 @@ def _draw(address, phase):
     top_ps = array1(table, _TOP_PS, np.float32)
     uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
     first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
-    tokens, known = array1(table, _TOKENS, np.int64), array1(table, _KNOWN, np.int64)
+    tokens, target_ids = array1(table, _TOKENS, np.int64), array1(table, _TARGET_IDS, np.int64)
     spread = array2(table, _SPREAD, np.float32)
     count, node = 0, claim(counters, phase, len(distributions))
     while node >= 0:
         distribution, of_node = distributions[node], logits[node, : distributions.shape[1]]
-        if len(known) > 0:
+        if len(target_ids) > 0:
             of_node = spread[node]
             of_node[:] = -np.inf
-            for number in range(len(known)):
-                of_node[known[number]] = logits[node, number]
+            for number in range(len(target_ids)):
+                of_node[target_ids[number]] = logits[node, number]
         is_greedy, most_likely = temperatures[node] == 0, 0
         if is_greedy:
             most_likely, _ = likeliest(of_node)
@@ -73,12 +73,12 @@ def _draw(address, phase):
 
 @cache
 def draw():
-    """`_draw` as the C function behind a pass."""
+    """`_draw` as the C function after a pass."""
 
-    def behind(address, phase, _1, _2, _3, _4):
+    def after_logits(address, phase, _1, _2, _3, _4):
         _draw(address, phase)
 
-    return c_function(behind, 6)
+    return c_function(after_logits, 6)
 
 
 @compiled_for_cpu(nogil=True)
@@ -86,7 +86,7 @@ def draw_levels(
     shared,
     function,
     table,
-    behind,
+    after_logits,
     ends,
     known_tokens,
     slots,
@@ -111,7 +111,7 @@ def draw_levels(
     parents,
     states,
     leaving,
-    known,
+    target_ids,
     spread,
     logits,
     distributions,
@@ -119,12 +119,12 @@ def draw_levels(
 ):
     """Draw all levels: fill `distributions` [N, V] and `tokens` [L, C].
 
-    behind: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's rows,
-    sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
+    after_logits: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's
+    rows, sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
     wanted, in the later ones all are. uniforms, leaders: [L, C]. parents: [N] the node above each distribution, in its
     level. states: [T, D] input of the first pass's rows, of width 0 if the model reads none; leaving: working memory
-    for the states that a pass returns, which the next one reads. known: the target's id of each token in a head's own
-    vocabulary, empty if the vocabularies are equal; spread: working memory for such logits over the target's.
+    for the states that a pass returns, which the next one reads. target_ids: the target's id of each token in a head's
+    own vocabulary, empty if the vocabularies are equal; spread: working memory for such logits over the target's.
     """
     first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
     for level in range(len(ends)):
@@ -151,13 +151,13 @@ def draw_levels(
         put1(table, _NUM_CHAINS, num_chains[first_distribution:end_distribution])
         put1(table, _LEADERS, leaders[level])
         put1(table, _TOKENS, tokens[level])
-        put1(table, _KNOWN, known)
+        put1(table, _TARGET_IDS, target_ids)
         put2(table, _SPREAD, spread)
         numba_decoder.run(
             shared,
             function,
             table,
-            behind,
+            after_logits,
             entering,
             slots[first_row:end_row],
             chosen,

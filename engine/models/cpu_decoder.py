@@ -68,7 +68,7 @@ class CpuDecoder:
     """Runs the passes of one model."""
 
     reads_pages = True
-    known: Array | None = None
+    target_ids: Array | None = None
     """[tokens with logits] the target's id of each token of a head that has fewer tokens; None if ids are equal."""
     has_plain_logits = True
     """Whether the model's logits are those of its output head, without further operations."""
@@ -125,7 +125,7 @@ class CpuDecoder:
             for field, num_layers, num_columns, depth in (
                 (nt.ENTRY, shape.num_entries, shape.joined_dim, 2 * shape.hidden_dim),
                 (nt.QKV, shape.num_layers - shape.num_entries, shape.joined_dim, shape.hidden_dim),
-                (nt.OUTPUT, shape.num_layers, shape.hidden_dim, shape.num_heads * shape.head_dim),
+                (nt.O_PROJ, shape.num_layers, shape.hidden_dim, shape.num_heads * shape.head_dim),
                 (nt.GATE_UP, shape.num_layers, 2 * shape.inner_dim, shape.hidden_dim),
                 (nt.DOWN, shape.num_layers, shape.hidden_dim, shape.inner_dim),
             )
@@ -140,7 +140,7 @@ class CpuDecoder:
                 torch.cat([part.weight.detach() for part in parts]),
                 torch.cat([part.bias.detach() for part in parts]) if has_bias else None,
             )
-            of_layers[nt.OUTPUT].put(number, attention.o_proj.weight, _bias(attention.o_proj))
+            of_layers[nt.O_PROJ].put(number, attention.o_proj.weight, _bias(attention.o_proj))
             of_layers[nt.GATE_UP].put(number, mlp.gate_proj.weight, _bias(mlp.gate_proj), 0, 2)
             of_layers[nt.GATE_UP].put(number, mlp.up_proj.weight, _bias(mlp.up_proj), 1, 2)
             of_layers[nt.DOWN].put(number, mlp.down_proj.weight, _bias(mlp.down_proj))
@@ -156,11 +156,11 @@ class CpuDecoder:
         """Return the output head and the embeddings, which may be the same."""
         products = dict(shared)
         embedding, output = model.model.embed_tokens, model.lm_head
-        if nt.HEAD not in products:
-            products[nt.HEAD] = Product(1, self._shape.vocab_size, self._shape.hidden_dim, dtype, self._bits)
-            products[nt.HEAD].put(0, output.weight, _bias(output))
+        if nt.LM_HEAD not in products:
+            products[nt.LM_HEAD] = Product(1, self._shape.vocab_size, self._shape.hidden_dim, dtype, self._bits)
+            products[nt.LM_HEAD].put(0, output.weight, _bias(output))
         if nt.EMBEDDING not in products and output.weight is embedding.weight:
-            products[nt.EMBEDDING] = products[nt.HEAD]
+            products[nt.EMBEDDING] = products[nt.LM_HEAD]
         elif nt.EMBEDDING not in products:
             num_tokens = int(embedding.weight.shape[0])
             products[nt.EMBEDDING] = Product(1, num_tokens, self._shape.hidden_dim, dtype, self._bits)
@@ -244,7 +244,7 @@ class CpuDecoder:
             nt.NORMED: shape.hidden_dim,
             nt.JOINED: -(-shape.joined_dim // BLOCK) * BLOCK,
             nt.ATTENDED: shape.num_heads * shape.head_dim,
-            nt.SUMMAND: self._arrays[nt.OUTPUT + 2].shape[1],
+            nt.SUMMAND: self._arrays[nt.O_PROJ + 2].shape[1],
             nt.INNER: 2 * shape.inner_dim,
             nt.GATED: shape.inner_dim,
             nt.CHOSEN: shape.hidden_dim,
@@ -341,7 +341,7 @@ class CpuDecoder:
 
     def room_for_logits(self, num_rows: int) -> Array:
         """Return [N, at least V] the buffer to which `run` writes logits."""
-        return np.empty((num_rows, self._arrays[nt.HEAD + 2].shape[1]), dtype=np.float32)
+        return np.empty((num_rows, self._arrays[nt.LM_HEAD + 2].shape[1]), dtype=np.float32)
 
     @property
     def vocab_size(self) -> int:

@@ -67,7 +67,7 @@ def _begin(address, phase, weight_type):
             if reads_states:
                 norm(hidden[row], norms[0], eps, entering[row, :width])
                 norm(states[row], norms[len(norms) - 1], eps, entering[row, width:])
-                hidden[row] = entering[row, width:] if array1(table, nt.READS, np.int64)[0] else states[row]
+                hidden[row] = entering[row, width:] if array1(table, nt.NORM_FLAGS, np.int64)[0] else states[row]
             for number in range(len(frequencies)):
                 angle = np.float32(positions[row]) * frequencies[number]
                 rotation[0, row, number], rotation[1, row, number] = np.cos(angle) * factor, np.sin(angle) * factor
@@ -202,7 +202,7 @@ def _choose(address, phase):
             for column in range(normed.shape[1]):
                 chosen[number, column] = normed[wanted[number], column]
             if leaving.shape[1] > 0:
-                source = normed if array1(table, nt.READS, np.int64)[1] else hidden
+                source = normed if array1(table, nt.NORM_FLAGS, np.int64)[1] else hidden
                 leaving[number] = source[wanted[number]]
         count, part = count + 1, claim(counters, phase, 1)
     finish(counters, phase, count, 1)
@@ -212,7 +212,7 @@ def _choose(address, phase):
 def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
     table = table_at(address)
-    functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.OUTPUT, 1]
+    functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.O_PROJ, 1]
     num_entries = table[nt.ENTRY, 1]
     begin, norm, multiply, rotate, attend = functions
     call(begin, address, 0, 0, 0, 0, 0)
@@ -225,16 +225,16 @@ def _work(address):
             call(multiply, address, phase + 1, layer - num_entries, nt.QKV, nt.NORMED, nt.JOINED)
         call(rotate, address, phase + 2, layer, 0, 0, 0)
         call(attend, address, phase + 3, layer, 0, 0, 0)
-        call(multiply, address, phase + 4, layer, nt.OUTPUT, nt.ATTENDED, nt.SUMMAND)
+        call(multiply, address, phase + 4, layer, nt.O_PROJ, nt.ATTENDED, nt.SUMMAND)
         call(norm, address, phase + 5, 2 * layer + 1, 1, 0, 0)
         call(multiply, address, phase + 6, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
         call(multiply, address, phase + 7, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
         phase += _LAYER_PHASES
     call(norm, address, phase, 2 * num_layers, 1, 0, 0)
     _choose(address, phase + 1)
-    call(multiply, address, phase + 2, 0, nt.HEAD, nt.CHOSEN, nt.LOGITS)
-    if table[nt.BEHIND, 0] != 0:
-        call(table[nt.BEHIND, 0], address, phase + 3, 0, 0, 0, 0)
+    call(multiply, address, phase + 2, 0, nt.LM_HEAD, nt.CHOSEN, nt.LOGITS)
+    if table[nt.AFTER_LOGITS, 0] != 0:
+        call(table[nt.AFTER_LOGITS, 0], address, phase + 3, 0, 0, 0, 0)
 
 
 def num_phases(num_layers: int) -> int:
@@ -300,7 +300,7 @@ def run(
     shared,
     function,
     table,
-    behind,
+    after_logits,
     tokens,
     slots,
     wanted,
@@ -319,13 +319,13 @@ def run(
 ):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
 
-    behind: address of a function that runs after the logits as the last phase, or 0 (`drafting/numba_levels.py` draws
-    there). Raises IndexError for a token without an embedding.
+    after_logits: address of a function that runs after the logits as the last phase, or 0
+    (`drafting/numba_levels.py` draws there). Raises IndexError for a token without an embedding.
     """
     for token in tokens:
         if token < 0 or token >= table[nt.EMBEDDING, 2] * BLOCK:
             raise IndexError("a token is outside the vocabulary")
-    table[nt.BEHIND, 0] = behind
+    table[nt.AFTER_LOGITS, 0] = after_logits
     put1(table, nt.TOKENS, tokens)
     put1(table, nt.SLOTS, slots)
     put1(table, nt.WANTED, wanted)

@@ -98,7 +98,7 @@ class _Loop:
             builder.inttoptr(one, _FLOAT.as_pointer()) for one in (scale, self._bias, result)
         )
         first = builder.inttoptr(rows, _FLOAT.as_pointer())
-        self._rows = [self._behind(first, builder.mul(row_stride, _long(number))) for number in range(num_rows)]
+        self._rows = [self._offset(first, builder.mul(row_stride, _long(number))) for number in range(num_rows)]
         self._columns = [(block, vector) for block in range(num_blocks) for vector in range(_VECTORS)]
 
     def build(self, after: ir.Block) -> None:
@@ -156,7 +156,7 @@ class _Loop:
         weights = []
         for block in range(self._num_blocks):
             place = builder.add(builder.mul(step, _long(BLOCK)), builder.mul(self._size, _long(block)))
-            self._ask_for(builder.add(place, _long(_AHEAD * BLOCK)))
+            self._prefetch(builder.add(place, _long(_AHEAD * BLOCK)))
             for vector in range(_VECTORS):
                 stored = builder.load(
                     self._at(self._weight, builder.add(place, _long(vector * LANES)), self._kind.stored),
@@ -168,7 +168,7 @@ class _Loop:
         added = []
         for pointer, of_row in zip(self._rows, sums, strict=True):
             alone = builder.insert_element(
-                ir.Constant(_VECTOR, ir.Undefined), builder.load(self._behind(pointer, step)), _int(0)
+                ir.Constant(_VECTOR, ir.Undefined), builder.load(self._offset(pointer, step)), _int(0)
             )
             number = builder.shuffle_vector(
                 alone, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
@@ -181,7 +181,7 @@ class _Loop:
             )
         return added
 
-    def _ask_for(self, place: Any) -> None:
+    def _prefetch(self, place: Any) -> None:
         """Prefetch a block's next part."""
         builder = self._builder
         byte = _BYTE.as_pointer()
@@ -190,7 +190,7 @@ class _Loop:
             builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT]), name
         )
         for line in range(0, BLOCK * self._kind.num_bytes, _LINE):
-            pointer = self._behind(self._weight, builder.add(place, _long(line // self._kind.num_bytes)))
+            pointer = self._offset(self._weight, builder.add(place, _long(line // self._kind.num_bytes)))
             # Hints: for reading, high locality, data.
             builder.call(fetch, [builder.bitcast(pointer, byte), _int(0), _int(3), _int(1)])
 
@@ -201,12 +201,12 @@ class _Loop:
             for place, one in enumerate(of_row):
                 builder.store(one, self._at(self._result, builder.add(start, _long(place * LANES))), align=4)
 
-    def _behind(self, pointer: Any, count: Any) -> Any:
+    def _offset(self, pointer: Any, count: Any) -> Any:
         return self._builder.gep(pointer, [count])
 
     def _at(self, pointer: Any, count: Any, stored: Any = _FLOAT) -> Any:
         vector = ir.VectorType(stored, LANES)
-        return self._builder.bitcast(self._behind(pointer, count), vector.as_pointer())
+        return self._builder.bitcast(self._offset(pointer, count), vector.as_pointer())
 
 
 def _long(value: int) -> Any:

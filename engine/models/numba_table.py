@@ -15,9 +15,9 @@ from engine.kernels import compiled_for_cpu
 from engine.models.numba_work import pointer_to
 
 # Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], then its scales [L, N / B,
-# groups, B] and its bias [L, N]; those of the embedding and the head with L = 1. If the first layer reads states,
+# groups, B] and its bias [L, N]; those of the embedding and `lm_head` with L = 1. If the first layer reads states,
 # `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has those of the other layers.
-EMBEDDING, QKV, OUTPUT, GATE_UP, DOWN, HEAD, ENTRY = range(0, 21, 3)
+EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY = range(0, 21, 3)
 # Norms [2 L + 1, D], and after them that of the states that are read; those of queries and keys [L, 2, head], or
 # [0, 2, head]; radians [head / 2] by which a position rotates; epsilon, scale of scores, factor of cosines and sines;
 # windows [L] in positions, 0 for none.
@@ -36,11 +36,11 @@ TAPS, TAPPED = 53, 54
 # States [T, D] that the rows read, and those [N, D] that leave the wanted rows: of width 0 in decoders that read none.
 # Set for heads (`heads/decoder.py`): whether the normed state is the residual of the first layer, and whether the
 # states that leave are normed.
-STATES, LEAVING, READS = 55, 56, 57
+STATES, LEAVING, NORM_FLAGS = 55, 56, 57
 # Addresses of the functions of phases that depend on types.
 FUNCTIONS = 58
 # Address of a function that runs after the logits, with its phase; or 0. Rows from `OWN` on belong to that function.
-BEHIND, OWN = 59, 60
+AFTER_LOGITS, OWN = 59, 60
 NUM_FIELDS = 72
 COLUMNS = 5
 """Columns of a table: the address of an array, and up to four sizes."""

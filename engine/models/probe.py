@@ -106,7 +106,7 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     return KVShape(len(seen), heads, key_dim, value_dim)
 
 
-def probe_ways(
+def choose_backend(
     loaded: LoadedModel,
     shape: KVShape,
     block_size: int = _BLOCK_SIZE,
@@ -122,25 +122,25 @@ def probe_ways(
     device = torch.device(loaded.model.device)
     kinds = [kind for kind in backends or BACKENDS if kind.takes(loaded.model)]
     attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
-    ways = [(kind, paged) for paged in attends for kind in kinds]
-    for kind, paged in ways:
+    choices = [(kind, paged) for paged in attends for kind in kinds]
+    for kind, paged in choices:
         try:
             if kind.make is not _cpu_decoder:
                 _compute_as(loaded, config, device)
-            way = BackendChoice(kind.make(loaded.model, config), paged)
+            choice = BackendChoice(kind.make(loaded.model, config), paged)
             only_warns = config.probe == "warn"
-            probe(loaded, shape, way.backend, paged, block_size=block_size, only_warns=only_warns)
+            probe(loaded, shape, choice.backend, paged, block_size=block_size, only_warns=only_warns)
             if paged and loaded.max_positions > 2 * _LONG_PROMPT:
                 # Tiles of the largest size: a device may lack the memory for them.
-                probe(loaded, shape, way.backend, paged, _LONG_PROMPT, block_size, only_warns)
-            return way
+                probe(loaded, shape, choice.backend, paged, _LONG_PROMPT, block_size, only_warns)
+            return choice
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
-            # Memory may end on one rank only. It must not try another way while the others wait for its share of this.
-            if (kind, paged) == ways[-1] or (loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)):
+            # Memory may end on one rank only, which must not try another backend while the others wait for its share.
+            if (kind, paged) == choices[-1] or (loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)):
                 raise
             without = "attention kernel" if paged else kind.name
             log.warning("%s: runs without the %s: %s", loaded.name, without, error)
-    raise AssertionError("the last way works or raises")
+    raise AssertionError("the last choice works or raises")
 
 
 def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) -> None:
@@ -158,10 +158,10 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
         loaded.model.to(dtype)
 
 
-def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
+def runs(loaded: LoadedModel, shape: KVShape, choice: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
     """Whether a changed model still runs, and agrees with the model through its own attention."""
     try:
-        probe(loaded, shape, way.backend, way.paged, block_size=block_size)
+        probe(loaded, shape, choice.backend, choice.paged, block_size=block_size)
     except Exception:  # the model's own code may raise any exception
         return False
     return True

@@ -16,7 +16,7 @@ from engine.kernels.choosing import choose
 from engine.models.host import cpu_threads, keep_freed_memory
 from engine.models.loading import choose_device, load
 from engine.models.parallel import join
-from engine.models.probe import find_kv_shape, probe_ways
+from engine.models.probe import choose_backend, find_kv_shape
 from engine.models.runner import ModelRunner
 
 
@@ -41,10 +41,17 @@ def main() -> NoReturn:
     loaded = load(config.target, config.revision, config.dtype, device, split=True)
     _probe, block_size = next_call(calls)
     shape = find_kv_shape(loaded)
-    way = probe_ways(loaded, shape, block_size)
+    choice = choose_backend(loaded, shape, block_size)
     _runner, num_blocks, block_size, vocab_size = next_call(calls)
     runner = ModelRunner(
-        loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged, kernels=choose(device)
+        loaded.model,
+        shape,
+        num_blocks,
+        block_size,
+        vocab_size,
+        choice.backend,
+        paged=choice.paged,
+        kernels=choose(device),
     )
     while True:
         name, *arguments = next_call(calls)  # forward, keep or wipe

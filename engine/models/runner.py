@@ -74,7 +74,7 @@ class ModelRunner:
         self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels)
 
     @property
-    def fast_ways(self) -> dict[str, bool]:
+    def fast_paths(self) -> dict[str, bool]:
         """Return by name whether each fast path is used."""
         return {
             "fast decoder": not isinstance(self.backend, TransformersBackend),

@@ -32,7 +32,7 @@ from engine.models.heads.head import Head
 from engine.models.heads.runner import HeadBackend, HeadRunner, TorchHead
 from engine.models.host import most_cores
 from engine.models.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
-from engine.models.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
+from engine.models.probe import BackendChoice, choose_backend, find_kv_shape, has_kernel, is_replayed, runs
 from engine.models.runner import ModelRunner
 from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.scheduler import Scheduler
@@ -92,11 +92,11 @@ def assemble(
     if kind is not None and kind.taps:
         width = target.model.config.get_text_config().hidden_size
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
-    ways: list[BackendChoice] = []
+    choices: list[BackendChoice] = []
     weight_bytes = []
     for model, shape in zip(models, shapes, strict=True):
-        way, num_bytes = _prepare(model, shape, config, progress, is_owner, target, ways)
-        ways.append(way)
+        choice, num_bytes = _prepare(model, shape, config, progress, is_owner, target, choices)
+        choices.append(choice)
         weight_bytes.append(num_bytes)
     facts = _facts(config, models)
     device = torch.device(target.model.device)
@@ -104,12 +104,12 @@ def assemble(
     kernels = choose(device)
     is_head = kind is not None and kind.is_head
     is_recorded = not (is_head or config.model.enforce_eager) and all(
-        is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True)
+        is_replayed(model, choice.paged) for model, choice in zip(models, choices, strict=True)
     )
     spare_blocks = [_spare_blocks(model, config) for model in models]
-    make = partial(_runners, models, shapes, ways, spare_blocks, config.cache.block_size, is_recorded, kernels)
+    make = partial(_runners, models, shapes, choices, spare_blocks, config.cache.block_size, is_recorded, kernels)
     recordings = _plan_recordings(config, facts, draft, make, kernels, device, progress) if is_recorded else None
-    token_bytes = [shape.token_bytes(way.backend.kv_dtype) for way, shape in zip(ways, shapes, strict=True)]
+    token_bytes = [shape.token_bytes(choice.backend.kv_dtype) for choice, shape in zip(choices, shapes, strict=True)]
     recorded_bytes = 0 if recordings is None else recordings.num_bytes
     memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, device)
     _report_context(config, models, memory.max_model_len)
@@ -117,7 +117,7 @@ def assemble(
     progress("choosing the cores of passes")
     for runner in runners:
         runner.tune(most_cores(config.model))
-    if all(way.backend.reads_pages for way in ways):
+    if all(choice.backend.reads_pages for choice in choices):
         # Torch computes little then, and its waiting threads would take cores from the passes.
         torch.set_num_threads(1)
     facts = msgspec.structs.replace(
@@ -183,7 +183,7 @@ def _plan_recordings(
 def _runners(
     models: Sequence[LoadedModel],
     shapes: Sequence[KVShape],
-    ways: Sequence[BackendChoice],
+    choices: Sequence[BackendChoice],
     spare_blocks: Sequence[int],
     block_size: int,
     is_recorded: bool,
@@ -198,13 +198,13 @@ def _runners(
             num_blocks + num_spare,
             block_size,
             models[0].vocab_size,
-            way.backend,
+            choice.backend,
             model.ranks,
-            way.paged,
+            choice.paged,
             is_recorded,
             kernels,
         )
-        for model, shape, way, num_spare in zip(models, shapes, ways, spare_blocks, strict=True)
+        for model, shape, choice, num_spare in zip(models, shapes, choices, spare_blocks, strict=True)
     ]
 
 
@@ -272,12 +272,12 @@ def _prepare(
         laid_out_bytes = backend.prepare(lambda: True) if is_owner and device.type == "cpu" else 0
         return BackendChoice(backend, has_kernel(device)), laid_out_bytes + loaded.weight_bytes
     progress(f"probing {loaded.name}")
-    way = probe_ways(loaded, shape, config.cache.block_size, config.model)
+    choice = choose_backend(loaded, shape, config.cache.block_size, config.model)
     if loaded.ranks is not None or not is_owner:  # a part of a split model cannot be tried on this rank alone
-        return way, loaded.weight_bytes
+        return choice, loaded.weight_bytes
     progress(f"laying out the weights of {loaded.name}")
-    laid_out_bytes = way.backend.prepare(partial(runs, loaded, shape, way, config.cache.block_size))
-    return way, laid_out_bytes + loaded.weight_bytes
+    laid_out_bytes = choice.backend.prepare(partial(runs, loaded, shape, choice, config.cache.block_size))
+    return choice, laid_out_bytes + loaded.weight_bytes
 
 
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:

@@ -165,7 +165,9 @@ def with_paged_models() -> Iterator[None]:
 
 def without_cpu_decoder() -> contextlib.AbstractContextManager[Any]:
     """Let engines built meanwhile choose among the backends that a device has."""
-    return instead(building, "probe_ways", lambda probe_ways, *operands: probe_ways(*operands, probe.BACKENDS[1:]))
+    return instead(
+        building, "choose_backend", lambda choose_backend, *operands: choose_backend(*operands, probe.BACKENDS[1:])
+    )
 
 
 @contextlib.contextmanager

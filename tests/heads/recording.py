@@ -90,11 +90,11 @@ def served(
     """
     with tiny.with_paged_models() if paged else contextlib.nullcontext():
         engine = tiny.build(target, folders.load(written, target), num_blocks=30, budget=48)
-    assert engine.target.fast_ways["paged attention"] == paged
+    assert engine.target.fast_paths["paged attention"] == paged
     assert engine.draft_runner is not None
-    assert engine.draft_runner.fast_ways["paged attention"] == paged
+    assert engine.draft_runner.fast_paths["paged attention"] == paged
     if not paged and tiny.DEVICE.type == "cpu":
-        assert engine.draft_runner.fast_ways["fast decoder"] == isinstance(engine.draft_runner.model, Eagle3)
+        assert engine.draft_runner.fast_paths["fast decoder"] == isinstance(engine.draft_runner.model, Eagle3)
     recorder = Recorder(engine)
     shared = tiny.prompts(VOCABULARY, [20])[0]
     rests = tiny.prompts(VOCABULARY, [3, 9] if few else [3, 30, 9, 5, 60, 2], seed=1)

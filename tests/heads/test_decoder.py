@@ -63,7 +63,7 @@ def test_numbers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, n
 
 
 def another_residual(self: HeadDecoder) -> None:
-    self._put(nt.READS, 1 - self._arrays[nt.READS])
+    self._put(nt.NORM_FLAGS, 1 - self._arrays[nt.NORM_FLAGS])
 
 
 def another_norm(self: HeadDecoder) -> None:
@@ -115,9 +115,9 @@ def test_a_head_uses_the_embeddings_and_output_head_of_the_target_s_decoder(
     head = folders.load(written, target)
     own = CpuDecoder(target.model)
     decoders = [HeadDecoder(head.model, one, torch.float32) for one in (own, TorchHead(head.model))]
-    assert decoders[0].products[nt.HEAD] is own.products[nt.HEAD]
+    assert decoders[0].products[nt.LM_HEAD] is own.products[nt.LM_HEAD]
     assert decoders[0].products[nt.EMBEDDING] is own.products[nt.EMBEDDING]
-    of_vocabulary = {id(one): one.nbytes for one in (own.products[nt.HEAD], own.products[nt.EMBEDDING])}
+    of_vocabulary = {id(one): one.nbytes for one in (own.products[nt.LM_HEAD], own.products[nt.EMBEDDING])}
     assert decoders[1].weight_bytes - decoders[0].weight_bytes == sum(of_vocabulary.values())
     assert difference(head, (TorchHead(head.model), decoders[0])) < 1e-4
     engine = tiny.build(target, head)
@@ -133,9 +133,9 @@ def test_a_head_uses_the_embeddings_and_output_head_of_the_target_s_decoder(
 def test_an_output_head_with_a_bias_is_not_used_by_a_head(target: LoadedModel, tmp_path: Path) -> None:
     head = folders.load(folders.write_eagle(tmp_path / "head", **SHARING), target)
     own = CpuDecoder(target.model)
-    own.products[nt.HEAD].bias[0, 3] = 1
+    own.products[nt.LM_HEAD].bias[0, 3] = 1
     found = HeadDecoder(head.model, own, torch.float32)
-    assert found.products[nt.HEAD] is not own.products[nt.HEAD]
+    assert found.products[nt.LM_HEAD] is not own.products[nt.LM_HEAD]
     assert difference(head, (TorchHead(head.model), found)) < 1e-4
 
 
@@ -149,7 +149,7 @@ def test_answers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, n
         with instead(decoder, "may_decode", lambda *_, is_decoded=is_decoded: is_decoded):
             engine = tiny.build(target, head)
         assert engine.draft_runner is not None
-        assert engine.draft_runner.fast_ways["fast decoder"] == is_decoded
+        assert engine.draft_runner.fast_paths["fast decoder"] == is_decoded
         prompts = tiny.prompts(VOCABULARY, [3, 30, 9], seed=1)
         requests = [
             tiny.request(str(number), prompt, CHAINS, max_tokens=20, temperature=1.0, seed=number)

@@ -178,7 +178,7 @@ def test_packed_weights_give_the_same_logits(tmp_path: Path, kind: str, shares: 
     with instead(building, "find_spec", lambda *_: None):  # without Numba
         engine = tiny.build(target, head, num_blocks=120)
     assert engine.draft_runner is not None
-    assert not engine.draft_runner.fast_ways["fast decoder"]
+    assert not engine.draft_runner.fast_paths["fast decoder"]
     assert engine.target.storage.hidden is not None
     assert engine.drafter is not None
     engine.target.storage.hidden.normal_(generator=torch.Generator().manual_seed(3))

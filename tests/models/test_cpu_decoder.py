@@ -28,7 +28,7 @@ from engine.models.cpu_decoder import CpuDecoder
 from engine.models.kinds import is_decoder, is_lean
 from engine.models.numba_product import BLOCK
 from engine.models.numba_work import TEAM
-from engine.models.probe import find_kv_shape, probe_ways
+from engine.models.probe import choose_backend, find_kv_shape
 from engine.models.runner import ModelRunner
 from tests.attention.test_groups import passes
 from tests.engine import tiny
@@ -81,7 +81,7 @@ def test_models_have_the_numbers_of_transformers(name: str) -> None:
     loaded = randomised(MODELS[name], seed=5)
     assert is_decoder(loaded.model)
     assert agree(numbers(loaded, CpuDecoder(loaded.model)), numbers(loaded, TransformersBackend(loaded.model)))
-    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, CpuDecoder)
+    assert isinstance(choose_backend(loaded, find_kv_shape(loaded)).backend, CpuDecoder)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -259,7 +259,7 @@ def test_wrong_keys_are_found_out(wrong: str) -> None:
 
 WRONG_MODELS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "no bias of q, k and v": ("qwen2", lambda arrays: arrays[numba_table.QKV + 2].fill(0)),
-    "no bias of the output": ("llama, biases", lambda arrays: arrays[numba_table.OUTPUT + 2].fill(0)),
+    "no bias of the output": ("llama, biases", lambda arrays: arrays[numba_table.O_PROJ + 2].fill(0)),
     "no bias of gate and up": ("llama, mlp biases", lambda arrays: arrays[numba_table.GATE_UP + 2].fill(0)),
     "no bias of down": ("llama, mlp biases", lambda arrays: arrays[numba_table.DOWN + 2].fill(0)),
     "a window too wide": ("mistral, window", lambda arrays: arrays[numba_table.WINDOWS].__iadd__(1)),
@@ -297,9 +297,9 @@ def test_a_decoder_with_wrong_numbers_does_not_serve() -> None:
     loaded = randomised(MODELS["llama"], seed=5)
     loaded.model.to(torch.bfloat16)
     shape = find_kv_shape(loaded)
-    assert isinstance(probe_ways(loaded, shape).backend, CpuDecoder)
+    assert isinstance(choose_backend(loaded, shape).backend, CpuDecoder)
     with instead(CpuDecoder, "__init__", wrong):
-        backend = probe_ways(loaded, shape).backend
+        backend = choose_backend(loaded, shape).backend
     assert not isinstance(backend, CpuDecoder)
     assert backend.kv_dtype == torch.float32
 
@@ -310,7 +310,7 @@ def test_what_other_models_cannot_have_is_refused(config: dict[str, Any]) -> Non
     assert not is_decoder(loaded.model)
     assert not is_lean(loaded.model)
     with pytest.raises(ConfigError, match="--weights int8 and --kv-cache-dtype"):
-        probe_ways(loaded, find_kv_shape(loaded), config=ModelConfig(target="t", **config))
+        choose_backend(loaded, find_kv_shape(loaded), config=ModelConfig(target="t", **config))
 
 
 def test_cores_are_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from engine.config import ModelConfig
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.kinds import is_lean
 from engine.models.lean import LeanDecoder
-from engine.models.probe import BACKENDS, BackendOption, find_kv_shape, probe, probe_ways
+from engine.models.probe import BACKENDS, BackendOption, choose_backend, find_kv_shape, probe
 from tests.engine import tiny
 from tests.models.test_architectures import COMMON
 
@@ -78,7 +78,7 @@ def test_it_gives_transformers_numbers(name: str) -> None:
     assert is_lean(loaded.model)
     assert probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 0.05
     assert probe(loaded, find_kv_shape(loaded)) < 0.05
-    assert isinstance(probe_ways(loaded, find_kv_shape(loaded), backends=WITHOUT_CPU).backend, LeanDecoder)
+    assert isinstance(choose_backend(loaded, find_kv_shape(loaded), backends=WITHOUT_CPU).backend, LeanDecoder)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -92,7 +92,7 @@ def test_a_model_that_it_does_not_reproduce_runs_through_transformers(
 ) -> None:
     loaded = randomised(LEAN["llama"], seed=3)
     backends = (BackendOption("lean decoder", is_lean, make), WITHOUT_CPU[-1])
-    assert isinstance(probe_ways(loaded, find_kv_shape(loaded), backends=backends).backend, TransformersBackend)
+    assert isinstance(choose_backend(loaded, find_kv_shape(loaded), backends=backends).backend, TransformersBackend)
 
 
 def test_joining_weights_stores_nothing_twice() -> None:

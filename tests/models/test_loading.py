@@ -318,9 +318,9 @@ def test_a_rank_without_memory_does_not_go_on_alone(tmp_path: Path, is_share: bo
     with instead(probe, "probe", short):
         if is_share:
             with pytest.raises(torch.cuda.OutOfMemoryError):
-                probe.probe_ways(loaded, shape)
+                probe.choose_backend(loaded, shape)
         else:
-            probe.probe_ways(loaded, shape)
+            probe.choose_backend(loaded, shape)
     assert len(tried) == (1 if is_share else 2)
 
 
@@ -385,7 +385,7 @@ def test_faults_of_models_in_bfloat16_are_found(caplog: pytest.LogCaptureFixture
     config = ModelConfig(target="t", dtype="bfloat16", probe="warn")
     served = probe.BackendOption("plain", lambda _: True, lambda model, _: TransformersBackend(model.bfloat16()))
     with instead(*WITHOUT_COMPACTION):
-        probe.probe_ways(loaded, shape, config=config, backends=[served])
+        probe.choose_backend(loaded, shape, config=config, backends=[served])
     assert "served all the same, as --probe warn asks" in caplog.text
     with instead(*NOT_FINITE), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape, only_warns=True)

@@ -47,8 +47,8 @@ class HeadDecoder(CpuDecoder):
         stored = dtype if all(_fits(weight, dtype) for weight in _decoded_weights(head)) else torch.float32
         super().__init__(_as_model(head), dtype=stored, shared=_shared(head, target, stored))
         config, ids = head.config, head.target_ids
-        self._put(nt.READS, np.array([config.norm_before_residual, config.norm_output], dtype=np.int64))
-        self.known = None if ids is None else ids.numpy()
+        self._put(nt.NORM_FLAGS, np.array([config.norm_before_residual, config.norm_output], dtype=np.int64))
+        self.target_ids = None if ids is None else ids.numpy()
         self.has_plain_logits = config.logit_scale == 1 and not config.softcap
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
@@ -111,7 +111,7 @@ def _shared(head: Any, target: Backend, dtype: torch.dtype) -> dict[int, Product
     """Return the products of the target's decoder that a head can use as they are."""
     if not isinstance(target, CpuDecoder) or target.stored_as != stored_types(dtype, False, False)[0]:
         return {}
-    missing = {nt.EMBEDDING: head.embed_tokens, nt.HEAD: head.lm_head}
+    missing = {nt.EMBEDDING: head.embed_tokens, nt.LM_HEAD: head.lm_head}
     shared = {field: target.products[field] for field, own in missing.items() if own is None}
     return {field: one for field, one in shared.items() if field == nt.EMBEDDING or not one.bias.any()}
 

@@ -17,7 +17,7 @@ from engine.step.engine import Engine
 from engine.step.recorded.steps import RecordedStep
 
 
-def ways(engine: Engine) -> dict[str, bool]:
+def fast_paths(engine: Engine) -> dict[str, bool]:
     """Return by name whether each fast path is used."""
     assert engine.draft_runner is not None
     found = {
@@ -25,7 +25,7 @@ def ways(engine: Engine) -> dict[str, bool]:
         "kernels for rows and verification": engine.target.kernels.by_tiles,
     }
     for name, runner in (("target", engine.target), ("draft", engine.draft_runner)):
-        found |= {f"{name}: {way}": used for way, used in runner.fast_ways.items()}
+        found |= {f"{name}: {path}": used for path, used in runner.fast_paths.items()}
         found[f"{name}: kernels for layers"] = isinstance(runner.backend, LeanDecoder) and runner.backend.use_kernels
     return found
 
