@@ -121,7 +121,7 @@ ANALYSES = {
         contexts.markdown,
     ),
     "limits": Analysis(
-        "What limits passes and steps behind short and long texts: memory, arithmetic, or what is around them?",
+        "What limits passes and steps after short and long texts: memory, arithmetic, or overhead?",
         limits.add_arguments,
         limits.analyze_limits,
         limits.markdown,

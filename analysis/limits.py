@@ -212,7 +212,7 @@ def analyze_limits(options: argparse.Namespace) -> dict[str, Any]:
         cell["median"] = summary(cell)
         cell["least"] = {str(rows): least_s(runner, rows, cell["context"], of_cores) for rows in ROWS}
     return document(
-        "durations of passes and steps behind texts, and their least durations by the machine's rates; in seconds",
+        "durations of passes and steps after texts, and their least durations by the machine's rates; in seconds",
         options,
         ("contexts", "cores", "repeats"),
         cores_chosen={str(cores): engine.target.backend.cores for cores, engine in engines.items()},  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ def eagle_losses(head: Any, texts: TextBatch, draft_length: int, tv_weight: floa
 def block_losses(
     head: Any, texts: TextBatch, draft_length: int, tv_weight: float, generator: torch.Generator
 ) -> Losses:
-    """Blocks behind anchors at even distances: each slot drafts the next token, given the text's token before it."""
+    """Blocks after anchors at even distances: each slot drafts the next token, given the text's token before it."""
     num_texts, length = texts.token_ids_RL.shape
     device, size = texts.token_ids_RL.device, head.block_config.size
     step = -(-size // 2)

@@ -16,7 +16,7 @@ _Kept = tuple[Tensor, Tensor]
 class ChainMemory:
     """The memory of EAGLE-3's training-time test.
 
-    Step k (from 0) computes the rows at drafting depth k + 1 behind every token at once. The row of token i sees the
+    Step k (from 0) computes the rows at drafting depth k + 1 after every token at once. The row of token i sees the
     rows of step 0, which have read the target's states, up to token i - k, and of each later step m the one row of its
     own chain, at token i - k + m.
     """
@@ -61,7 +61,7 @@ class ChainMemory:
 
 
 class BlockMemory:
-    """The memory of blocks behind many anchors of each text: a block sees the context before its anchor, and itself."""
+    """The memory of blocks after many anchors of each text: a block sees the context before its anchor, and itself."""
 
     def __init__(self, anchors_RA: Tensor, block_size: int, is_causal: bool) -> None:
         self._anchors_RA, self._size, self._is_causal = anchors_RA, block_size, is_causal

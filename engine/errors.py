@@ -74,7 +74,7 @@ class ConfigError(PolydraftError):
 
 
 class LoadError(PolydraftError):
-    """A model that cannot be loaded, or would give wrong results."""
+    """A model that cannot be loaded, or would return wrong results."""
 
 
 def first_line(error: BaseException) -> str:

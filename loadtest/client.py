@@ -141,5 +141,5 @@ async def whole_text(url: str, model: str, prompt: Prompt, options: dict[str, An
         return str(choice["text"])
     parts = [choice["message"].get(kind) or "" for kind in ("reasoning_content", "content")]
     if not any(parts):
-        raise RuntimeError(f"{prompt.path} gave no text, so that answers cannot be compared; ask for more tokens")
+        raise RuntimeError(f"{prompt.path} returned no text, so that answers cannot be compared; ask for more tokens")
     return "\n".join(parts)

@@ -48,7 +48,7 @@ class Counting:
 
 
 def step(chance: np.random.Generator) -> list[SequenceInput]:
-    """Plain rows; with trees of many sizes, too; with chunks of prompts, too; behind short or long texts."""
+    """Plain rows; with trees of many sizes, too; with chunks of prompts, too; after short or long texts."""
     parts = []
     kinds, longest = ((1,), (1, 2, 3), (0, 1, 2, 3))[chance.integers(0, 3)], (200, 3000)[chance.integers(0, 2)]
     for _ in range(chance.integers(1, 33)):

@@ -21,7 +21,8 @@ OTHERS = ("docs/results/", "tests/prose.py", "tests/test_prose.py")
 OPENINGS = frozenset("As Behind Beside By How Of So What Where Who Whoever Whom Whose Why".split())
 WORDS = re.compile(
     r"\b(whoever|whomever|of (?:its|their|his|one's) own(?! \w)|so many|for ever|for want of|made up|mended"
-    r"|beside(?= )|anew|(?:is|are|was|were|be|been|being) told|tells? of|told of)\b",
+    r"|beside(?= )|anew|(?:is|are|was|were|be|been|being) told|tells|tell of|told of|gave|copied (?:chains?|drafts?)"
+    r"|behind (?:\w+ )?(?:texts?|prompts?))\b",
     re.IGNORECASE,
 )
 

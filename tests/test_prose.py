@@ -22,6 +22,10 @@ FAULTY = {
     "attribute.py": ('"""Settings."""\nlimit = 1\n"""Of all requests."""\n', ["3: a docstring begins with 'Of'"]),
     "method.py": (METHOD, ["6: 'Whoever'"]),
     "comment.py": ("x = 1  # is told so many times\n", ["1: 'is told'", "1: 'so many'"]),
+    "words.md": (
+        "A copied chain gave 3 tokens behind long texts.\n",
+        ["1: 'copied chain'", "1: 'gave'", "1: 'behind long texts'"],
+    ),
     "message.py": ('raise ValueError(f"{count} of its own")\n', ["1: 'of its own'"]),
 }
 

@@ -44,7 +44,7 @@ class _Chains(NamedTuple):
     """[N] the node above each distribution, among those of the level above; 0 in the first level."""
 
 
-@lru_cache(maxsize=128)  # as many as there are layouts, which are kept, too
+@lru_cache(maxsize=128)  # as many as there are layouts, which are cached, too
 def _chains_of(layout: Layout) -> _Chains:
     probs_row_CL, own_C = layout.probs_row_CL.numpy(), np.arange(layout.num_chains)
     drawn_CL = np.arange(layout.max_length) < layout.length_C[:, None]

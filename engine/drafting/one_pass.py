@@ -131,7 +131,7 @@ class BlockDrafter(OnePassDrafter):
         return self.runner.block(mask_blocks[kinds[0]], {kind: one.metadata for kind, one in mask_blocks.items()})
 
     def _read(self, one: Pass) -> None:
-        """Store what the head keeps of texts."""
+        """Store the states of texts that the head reads again."""
         self.runner.store(one, states_before(one.layout.sequences, self._target))
 
     def _mask_blocks(self, rows: Sequence[Row], is_causal: bool) -> list[SequenceInput]:

@@ -1,4 +1,4 @@
-"""Draft prefill: how far the draft model lags behind a text, and how it catches up.
+"""Draft prefill: how far the draft model lags, and how it catches up.
 
 The draft model needs K/V of a text before it can draft from it. For requests with a fixed shape it reads the prompts
 together with the target, so it never lags far: they start from a cached prefix only as far as the draft model can catch

@@ -91,7 +91,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
 
     def times_of(self, outcome: Outcome) -> tuple[float, float] | None:
-        """Return the seconds that plain decoding would have taken for what this step gave a request, and those that
+        """Return the seconds that plain decoding would have taken for the tokens of this step, and those that
         it took; with the steps before it that read the request's text. None if plain steps were not measured.
         """
         if self.plain_s is None:

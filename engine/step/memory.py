@@ -48,7 +48,7 @@ def plan_memory(
     """Divide the memory that is left; raises ConfigError if it does not hold one request of the longest text.
 
     A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
-    token_bytes: what each model keeps of a token; spare_blocks: of each model, besides the pool;
+    token_bytes: bytes that each model stores for a token; spare_blocks: of each model, besides the pool;
     recorded_bytes: what recorded passes and steps write into.
     """
     kept_back = {

@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 _STEPS = 1024
 """Number of steps for which `_observed` decides at once."""
 BROKEN = RequestError(
-    "the model gave numbers for this request that are not finite (NaN or an overflow), so it was ended; float32 or "
+    "the model returned numbers for this request that are not finite (NaN or an overflow), so it was ended; float32 or "
     "bfloat16 weights overflow less easily than float16 (--dtype)",
     code=NON_FINITE,
 )

@@ -2,7 +2,7 @@
 
 Fields that would change an answer and are not supported are refused by name. Other unknown names at the top of a body
 are ignored and reported (`unsupported_fields.py`). Inside this server's own objects they are refused. Messages, their
-parts and tools may have unknown keys, because clients send back what other servers gave them.
+parts and tools may have unknown keys, because clients send back what other servers returned.
 """
 
 from __future__ import annotations

@@ -60,5 +60,5 @@ export function countsOf(steps) {
   return [...counts.values()].sort((one, other) => one.draft - other.draft);
 }
 
-/** What drew or copied a draft, in words. */
+/** What drew a draft or found it in a text, in words. */
 export const drafterOf = (step, draft) => (step.drafters?.[draft - 1] ?? "model").replaceAll("_", " ");

@@ -1,4 +1,4 @@
-"""`analyze limits` measures passes and steps behind texts, and computes what they take at least."""
+"""`analyze limits` measures passes and steps after texts, and computes what they take at least."""
 
 from __future__ import annotations
 

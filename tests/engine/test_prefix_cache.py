@@ -57,7 +57,7 @@ def test_an_answer_is_the_same_whoever_computed_its_prompt(first: str, second: s
 
 
 def test_keys_that_forget_what_came_before_are_found_out() -> None:
-    """The wrong variant: equal blocks behind unequal texts."""
+    """The wrong variant: equal blocks after unequal texts."""
     first, second = tiny.prompts(101, [8, 8])
     tail = tiny.prompts(101, [20], seed=5)[0]
     fresh = answer(engine(), "x", second + tail, SHAPES["bv_race"])

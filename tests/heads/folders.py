@@ -244,7 +244,7 @@ def write_block(
 def write_mtp(
     folder: Path, vocabulary: int = 97, layers: int = 3, experts: int = 4, copies: bool = True, shards: bool = False
 ) -> Written:
-    """Write a random GLM-4.5 with an MTP module, as it is published: the layer behind the last.
+    """Write a random GLM-4.5 with an MTP module, as it is published: the layer after the last.
 
     copies: whether the module has (wrong) copies of the target's embeddings and output head.
     """

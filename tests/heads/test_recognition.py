@@ -261,7 +261,7 @@ def test_weights_in_shards_are_read(target: Path, tmp_path: Path) -> None:
 
 
 def test_memory_for_spare_blocks_is_planned(target: Path, tmp_path: Path) -> None:
-    """Blocks behind texts are within the memory that the operator gives, and reported."""
+    """Blocks after texts are within the memory that the operator gives, and reported."""
     written = folders.write_block(tmp_path / "head", size=5)
     given = 600_000
     engine = build_engine(

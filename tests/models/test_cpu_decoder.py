@@ -55,7 +55,7 @@ STEPS = [[0, 1], [2, 8, 3], EVERY_STEP, *([number] for number in EVERY_STEP)]
 
 
 def numbers(loaded: Any, backend: Backend, steps: list[list[int]] = STEPS, taps: tuple[int, ...] = ()) -> Numbers:
-    """Logits of steps of single tokens and trees behind prompts; all keys, all values (with taps: hidden states)."""
+    """Logits of steps of single tokens and trees after prompts; all keys, all values (with taps: hidden states)."""
     shape = find_kv_shape(loaded)
     if taps:
         shape = replace(shape, hidden_dim=loaded.model.config.hidden_size, taps=taps)

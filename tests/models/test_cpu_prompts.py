@@ -1,4 +1,4 @@
-"""Prompts of many rows behind several tiles of keys on a CPU: transformers' numbers, however rows are grouped."""
+"""Prompts of many rows after several tiles of keys on a CPU: transformers' numbers, however rows are grouped."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Numbers = tuple[torch.Tensor, ...]
 
 
 def numbers(loaded: Any, by_kernels: bool) -> Numbers:
-    """Logits of a step of single tokens and trees behind prompts; all keys, values and hidden states."""
+    """Logits of a step of single tokens and trees after prompts; all keys, values and hidden states."""
     with instead(lean, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model)
     shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)

@@ -88,7 +88,7 @@ def test_what_a_chat_does_not_serve_is_refused(http: httpx.Client, fields: dict[
 
 @pytest.mark.parametrize("name", ["audio", "function_call"])
 def test_what_a_message_does_not_serve_is_refused(http: httpx.Client, name: str) -> None:
-    """Other names in messages are kept out of the prompt: clients send back what other servers gave them."""
+    """Other names in messages are kept out of the prompt: clients send back what other servers returned them."""
     message = {"role": "assistant", "content": "x", "annotations": [], "refusal": None}
     assert send(http, CHAT, {"messages": [message]}).status_code == 200
     error = error_of(send(http, CHAT, {"messages": [{**message, name: {"id": "x"}}]}), 400)

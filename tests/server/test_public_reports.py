@@ -196,7 +196,7 @@ def test_logprobs_come_when_no_others_are_asked_for(http: httpx.Client) -> None:
 
 
 def test_a_seed_holds_beside_requests_without_one(http: httpx.Client) -> None:
-    """vllm-project/vllm#51226: a neighbour without a seed changed what a seed gave."""
+    """vllm-project/vllm#51226: a neighbour without a seed changed what a seed returned."""
     alone = choice_of(http, temperature=0.8)["text"]
     with open_stream(http, COMPLETIONS, **{**CALL, "seed": None, "max_tokens": 200}) as neighbour:
         next(neighbour)

@@ -4,7 +4,7 @@ EAGLE-3 is a decoder layer over a token's embedding and the state before it, whi
 
 The row of token t reads the target's states at t - 1 (`project`), or, below a drafted token, the head's own output
 there. Its output is the state that the next row reads, and the logits of token t + 1 come from it. P-EAGLE puts rows of
-a mask token behind the text instead: each drafts one token more, and knows nothing of the tokens drafted before it.
+a mask token after the text instead: each drafts one token more, and knows nothing of the tokens drafted before it.
 """
 
 from __future__ import annotations

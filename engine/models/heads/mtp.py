@@ -55,7 +55,7 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
 
 
 def prefix_of(config: HeadConfig) -> str:
-    """Return the beginning of the names of the module's tensors: it is the layer behind the target's last."""
+    """Return the beginning of the names of the module's tensors: it is the layer after the target's last."""
     return f"model.layers.{config.target_layers}."
 
 

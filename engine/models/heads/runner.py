@@ -78,7 +78,7 @@ class HeadRunner(ModelRunner):
 
     @torch.inference_mode()
     def store(self, one: Pass, taps_TX: Tensor) -> None:
-        """Store what a head of the DFlash types keeps of texts. taps_TX: the target's states."""
+        """Store the K/V that a head of the DFlash types needs of texts. taps_TX: the target's states."""
         self.head.store(self.head.project(taps_TX), one.tensors.positions_T, one.metadata)
 
     @torch.inference_mode()

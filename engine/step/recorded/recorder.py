@@ -48,7 +48,7 @@ def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]
     may be replayed at a time.
 
     Work is run once before it is recorded, so that compilation and allocation are not recorded. Memory that torch has
-    cached is given back before and after, so that what is free tells what the graphs take.
+    cached is given back before and after, so that the free memory shows what the graphs take.
     """
     gc.collect()  # an engine that has ended may still hold some
     torch.cuda.empty_cache()
