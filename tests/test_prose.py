@@ -24,7 +24,7 @@ FAULTY = {
     "comment.py": ("x = 1  # is told so many times\n", ["1: 'is told'", "1: 'so many'"]),
     "words.md": (
         "A copied chain gave 3 tokens behind long texts.\n",
-        ["1: 'copied chain'", "1: 'gave'", "1: 'behind long texts'"],
+        ["1: 'behind long texts'", "1: 'copied chain'", "1: 'gave'"],
     ),
     "message.py": ('raise ValueError(f"{count} of its own")\n', ["1: 'of its own'"]),
 }
