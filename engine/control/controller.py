@@ -98,18 +98,18 @@ class _Load(NamedTuple):
     def work(self, num_drafting: int, shape: Shape) -> StepWork:
         """Return the work of a step in which `num_drafting` of the adaptive requests draft this shape."""
         drafting = [fanout for fanout in self.others if fanout]
-        beside = tuple([level_widths(fanout) for fanout in drafting])
-        passes = draft_passes(beside)
+        other_shapes = tuple([level_widths(fanout) for fanout in drafting])
+        passes = draft_passes(other_shapes)
         if num_drafting:
             own = (num_drafting, *(num_drafting * shape[0],) * (shape[1] - 1))
             passes = tuple(map(sum, zip_longest(passes, own, fillvalue=0)))
         return StepWork(
             rows=len(self.adaptive) + len(self.others),
             text=self.text,
-            nodes=sum(map(sum, beside)) + num_drafting * shape[0] * shape[1],
-            drafting=len(beside) + num_drafting,
+            nodes=sum(map(sum, other_shapes)) + num_drafting * shape[0] * shape[1],
+            drafting=len(other_shapes) + num_drafting,
             passes=passes,
-            shape=MIXED if beside else shape if num_drafting else PLAIN,
+            shape=MIXED if other_shapes else shape if num_drafting else PLAIN,
         )
 
 
@@ -158,23 +158,23 @@ class Controller:
         self,
         adaptive: Sequence[Drafting],
         others: Sequence[Fanout] = (),
-        behind: Sequence[int] | None = None,
+        lags: Sequence[int] | None = None,
         text_beside: int = 0,
     ) -> None:
         """Choose for the adaptive requests that emit in the next step, if a choice is due or the requests have changed;
         otherwise the last choice stays. Called before each step.
 
-        others: drafts of each of the other requests in the step (`Row.fanout`). behind: tokens that the draft model
+        others: drafts of each of the other requests in the step (`Row.fanout`). lags: tokens that the draft model
         must catch up on, by adaptive request. text_beside: total length of the others' texts.
         """
         began = time.perf_counter()
         self._step += 1
-        ids, beside = frozenset(one.sequence_id for one in adaptive), tuple(others)
-        if adaptive and (self._step >= self._next or self._has_changed(ids, beside)):
+        ids, other_shapes = frozenset(one.sequence_id for one in adaptive), tuple(others)
+        if adaptive and (self._step >= self._next or self._has_changed(ids, other_shapes)):
             self._learn()
             text = text_beside + sum(len(one.tokens) for one in adaptive)
-            self._choose(_Load(adaptive, beside, text, self._catch_up_s(adaptive, behind)), ids)
-            self._chosen_for = ids, beside
+            self._choose(_Load(adaptive, other_shapes, text, self._catch_up_s(adaptive, lags)), ids)
+            self._chosen_for = ids, other_shapes
         if adaptive:
             self._num_plain_tried += self._trial == PLAIN
             self._num_tried += self._trial not in (None, PLAIN)
@@ -182,15 +182,15 @@ class Controller:
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
         """Whether the requests differ from those of the last choice."""
-        chosen_for, beside = self._chosen_for
+        chosen_for, earlier_others = self._chosen_for
         if (
             self._trial == PLAIN
         ):  # it continues until the caches are warm; requests that arrive meanwhile decode plainly, too
-            return others != beside or len(ids) > 2 * len(chosen_for)
+            return others != earlier_others or len(ids) > 2 * len(chosen_for)
         few = min(len(ids), len(chosen_for)) // _FEW
         if self._trial is None and self._in_use == PLAIN:  # which requests they are matters to drafts only
-            return others != beside or abs(len(ids) - len(chosen_for)) > few
-        return others != beside or len(ids ^ chosen_for) > few
+            return others != earlier_others or abs(len(ids) - len(chosen_for)) > few
+        return others != earlier_others or len(ids ^ chosen_for) > few
 
     def _choose(self, load: _Load, ids: frozenset[int]) -> None:
         options = self._options(load)
@@ -253,10 +253,10 @@ class Controller:
         limits = [one.request.speculation for one in load.adaptive]
         most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
         shapes = [PLAIN, *menu(most.num_drafts, most.draft_length, self._longest)]
-        skill = np.array([one.acceptance_ratio for one in load.adaptive])
+        acceptance_ratio = np.array([one.acceptance_ratio for one in load.adaptive])
         room = np.array([one.num_remaining - 1 for one in load.adaptive])
-        by_chains = {k: self._expected(k, skill, room) for k, _ in shapes if k}
-        tokens = np.array([by_chains[k][length] if k else np.ones(len(skill)) for k, length in shapes])
+        by_chains = {k: self._expected(k, acceptance_ratio, room) for k, _ in shapes if k}
+        tokens = np.array([by_chains[k][length] if k else np.ones(len(acceptance_ratio)) for k, length in shapes])
         tokens_beside = sum(self._tokens_of(fanout) for fanout in load.others)
         num_adaptive = len(load.adaptive)
 
@@ -264,8 +264,8 @@ class Controller:
         seconds = self.times.step_s(works)
         plain_rate = (num_adaptive + tokens_beside) / seconds[0]
         price_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive + tokens * load.catch_up_s
-        enough = np.array([1.0 if one.sequence_id in self._resting else _HOLD for one in load.adaptive])
-        drafting = tokens - 1 > enough * price_s * plain_rate
+        least_gain = np.array([1.0 if one.sequence_id in self._resting else _HOLD for one in load.adaptive])
+        drafting = tokens - 1 > least_gain * price_s * plain_rate
         drafting[~drafting.any(1)] = True  # a shape that is worth its time for nobody may still be tried, with all
         drafting[0] = False
         num_drafting = drafting.sum(1)
@@ -294,14 +294,14 @@ class Controller:
 
     # -- what is expected ---------------------------------------------------------------------------------------------
 
-    def _expected(self, num_drafts: int, skill: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
+    def _expected(self, num_drafts: int, acceptance_ratio: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
         """Return [longest + 1, requests] tokens of a step, by the length of the chains.
 
         room: drafted tokens that still fit the answer, [requests].
         """
         by_position = self.acceptance.by_position(num_drafts)[:, None]
-        accepted = np.minimum(SUREST, skill * by_position) * (np.arange(self._longest)[:, None] < room)
-        expected = np.ones((self._longest + 1, len(skill)))
+        accepted = np.minimum(SUREST, acceptance_ratio * by_position) * (np.arange(self._longest)[:, None] < room)
+        expected = np.ones((self._longest + 1, len(acceptance_ratio)))
         expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
         return expected
 
@@ -312,10 +312,10 @@ class Controller:
         length = len(fanout)
         return float(self._expected(fanout[0], np.ones(1), np.array([length]))[length][0])
 
-    def _catch_up_s(self, adaptive: Sequence[Drafting], behind: Sequence[int] | None) -> Numbers:
+    def _catch_up_s(self, adaptive: Sequence[Drafting], lags: Sequence[int] | None) -> Numbers:
         """Return [adaptive] the cost of catching up per token that the answer may still get."""
         left = [max(1.0, min(one.num_remaining, self.acceptance.usual_answer)) for one in adaptive]
-        result: Numbers = np.array([self.times.read_s(lag) for lag in behind or [0] * len(adaptive)]) / np.array(left)
+        result: Numbers = np.array([self.times.read_s(lag) for lag in lags or [0] * len(adaptive)]) / np.array(left)
         return result
 
     def _prompt_s(self) -> float:
