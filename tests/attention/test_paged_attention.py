@@ -268,7 +268,7 @@ def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: 
     launches = Launches()
     with (
         patch.object(triton_attention, "_attend", launches),
-        patch.object(triton_attention, "parts_of", lambda *_: (1, 128)),
+        in_parts(1, 128),
     ):
         triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), None)
     assert np.prod(launches.grids[0]) == programs
@@ -292,8 +292,8 @@ def test_every_tile_of_many_sequences_is_computed() -> None:
     query = torch.randn((1, 6, sum(counts), 24), generator=generator).to(tiny.DEVICE)
     case = parts, storage, query, None
     check(case, ScoreOptions(), 1e-5)
-    right = triton_attention.tiles_of
-    with patch.object(triton_attention, "tiles_of", lambda *sizes: right(*sizes) - 12), pytest.raises(AssertionError):
+    wrong = instead(triton_attention, "tiles_of", lambda right, *sizes: right(*sizes) - 12)
+    with wrong, pytest.raises(AssertionError):
         check(case, ScoreOptions(), 1e-5)
 
 

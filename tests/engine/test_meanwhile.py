@@ -10,7 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -28,6 +27,7 @@ from engine.api import (
 from engine.request import Request
 from engine.step.engine import Engine
 from tests.engine import tiny
+from tests.wrong import instead
 
 DRAFTS = tiny.Speculation(rule="bv_race", num_drafts=2, draft_length=3)
 
@@ -144,8 +144,7 @@ def test_on_a_cpu_a_result_is_delivered_at_once() -> None:
     assert tiny.build(tiny.llama(1), None).works_meanwhile == (tiny.DEVICE.type != "cpu")
     script = Script([[Submit.of([request(1)])]])
     steps: list[int] = []
-    run_step = engine.run_step
-    with patch.object(engine, "run_step", lambda *rest: (steps.append(len(script.sent)), run_step(*rest))[1]):
+    with instead(engine, "run_step", lambda run_step, *rest: (steps.append(len(script.sent)), run_step(*rest))[1]):
         process.serve(engine, script)  # type: ignore[arg-type]
     assert steps == list(range(len(steps)))
 
@@ -153,29 +152,29 @@ def test_on_a_cpu_a_result_is_delivered_at_once() -> None:
 def test_an_abort_in_the_middle_of_a_step_would_break_it() -> None:
     """The wrong variant: all messages are read there."""
 
-    def reads_all(self: process.Loop) -> None:
-        self._deliver()
-        self.read()
+    def reads_all(_: Any, loop: process.Loop) -> None:
+        loop._deliver()
+        loop.read()
 
     batches: list[list[ToEngine]] = [[Submit.of([request(1)])], [Abort("1")]]
     assert served(built(works_meanwhile=True), batches).ends()["1"] == 0
-    with patch.object(process.Loop, "_meanwhile", reads_all), pytest.raises(KeyError):
+    with instead(process.Loop, "_meanwhile", reads_all), pytest.raises(KeyError):
         served(built(works_meanwhile=True), batches)
 
 
 @pytest.mark.parametrize("where", ["draw", "forward", "verify"])
 def test_a_step_that_fails_leaves_the_results_of_the_one_before(where: str) -> None:
     engine, script = built(works_meanwhile=True), Script([[Submit.of([request(1)])]])
-    right, calls = getattr(engine.eager, where), 0
+    calls = 0
 
-    def fails(*arguments: Any) -> Any:
+    def fails(right: Any, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("the device is gone")
         return right(*arguments)
 
-    with patch.object(engine.eager, where, fails), pytest.raises(RuntimeError, match="the device is gone"):
+    with instead(engine.eager, where, fails), pytest.raises(RuntimeError, match="the device is gone"):
         process.serve(engine, script)  # type: ignore[arg-type]
     assert sum(isinstance(message, StepResults) for message in script.sent) == 2
 

@@ -28,7 +28,7 @@ from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, SPECULATIONS, exact_distribution, g_test, sample
 from tests.heads import folders
 from tests.models.test_architectures import COMMON, generated
-from tests.models.test_loading import WITHOUT_COMPACTION
+from tests.models.test_probe import WITHOUT_COMPACTION
 from tests.wrong import instead
 
 CPU = torch.device("cpu")
