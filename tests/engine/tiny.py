@@ -140,7 +140,9 @@ def build(
 def with_drafts_of_another_distribution() -> Iterator[None]:
     """The wrong variant: drafts are not drawn from the distributions that they are verified with, on any path."""
 
-    def flattened(_: Any, distribution: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    def flattened(
+        _draw: Any, _kernels: Any, distribution: Any, row: torch.Tensor, uniform: torch.Tensor
+    ) -> torch.Tensor:
         return categorical(distribution[row] ** 0.3, uniform)
 
     def bent(
