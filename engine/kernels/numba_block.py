@@ -157,7 +157,8 @@ def _decide(
                 peaks[node], largest[first + node] = likeliest(logits[first + node])
         smallest = math.inf
         while chain < num_chains and requests[chain] == request:
-            rows[:] = node_rows[chain] - first
+            for depth in range(most + 1):
+                rows[depth] = node_rows[chain, depth] - first
             drafted = tokens[chain, : lengths[chain]]
             if temperature > 0:
                 score, stop, token = _of_chain(
@@ -172,7 +173,8 @@ def _decide(
                 verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
             chain += 1
     # If one of a row's logits is NaN, all of its probabilities are.
-    largest[len(logits) :] = draft[:, 0]
+    for row in range(len(draft)):
+        largest[len(logits) + row] = draft[row, 0]
 
 
 def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:

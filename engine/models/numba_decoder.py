@@ -67,7 +67,9 @@ def _begin(address, phase, weight_type):
             if reads_states:
                 norm(hidden[row], norms[0], eps, entering[row, :width])
                 norm(states[row], norms[len(norms) - 1], eps, entering[row, width:])
-                hidden[row] = entering[row, width:] if array1(table, nt.NORM_FLAGS, np.int64)[0] else states[row]
+                reads_normed = array1(table, nt.NORM_FLAGS, np.int64)[0]
+                for column in range(width):
+                    hidden[row, column] = entering[row, width + column] if reads_normed else states[row, column]
             for number in range(len(frequencies)):
                 angle = np.float32(positions[row]) * frequencies[number]
                 rotation[0, row, number], rotation[1, row, number] = np.cos(angle) * factor, np.sin(angle) * factor
@@ -203,7 +205,8 @@ def _choose(address, phase):
                 chosen[number, column] = normed[wanted[number], column]
             if leaving.shape[1] > 0:
                 source = normed if array1(table, nt.NORM_FLAGS, np.int64)[1] else hidden
-                leaving[number] = source[wanted[number]]
+                for column in range(leaving.shape[1]):
+                    leaving[number, column] = source[wanted[number], column]
         count, part = count + 1, claim(counters, phase, 1)
     finish(counters, phase, count, 1)
 
