@@ -59,8 +59,8 @@ class EagleDrafter(HeadDrafter):
         *earlier, last = readings(rows, ends_wanted=True)
         for one in self.runner.prepare(earlier) if earlier else ():
             self._read(one)
-        state_TH = self.runner.head.project(states_before(last, self._target))
+        taps_TX = states_before(last, self._target)
         probs_NV = torch.empty((layout.num_probs, self.runner.vocab_size))
         passes = [last, *level_inputs(rows, lowest_key=1)]
-        tokens_CL = self._levels.draw(passes, layout, parameters, uniform_LC, probs_NV, state_TH)
+        tokens_CL = self._levels.draw(passes, layout, parameters, uniform_LC, probs_NV, taps_TX)
         return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.attention.inputs import SequenceInput, build
 from engine.drafting.draft import Layout
+from engine.drafting.tables import draft_rows_of
 from engine.models.runner import ModelRunner
 from engine.plan import Plan
 from engine.sampling.distribution import DistributionParameters
@@ -64,6 +65,15 @@ def _chains_of(layout: Layout) -> _Chains:
         np.array(leaders),
         parents,
     )
+
+
+@lru_cache(maxsize=128)
+def _draft_row_of_distributions(layout: Layout) -> Ints:
+    """Return [N] the draft row (`tables.DraftRows`) of each distribution."""
+    of_layout = _chains_of(layout)
+    depth_N = np.searchsorted(of_layout.probs_ends, np.arange(layout.num_probs), side="right")
+    draft_row_N: Ints = draft_rows_of(layout).draft_row_CL.numpy()[of_layout.first_chains, depth_N]
+    return draft_row_N
 
 
 class _Bounds(NamedTuple):
@@ -151,11 +161,11 @@ class Levels:
         parameters: DistributionParameters,
         uniform_LC: Tensor,
         probs_NV: Tensor,
-        state_TD: Tensor | None = None,
+        taps_TX: Tensor | None = None,
     ) -> Tensor:
         """Return [C, L] the drafted tokens; probs_NV: output, the distributions that they were drawn from.
 
-        state_TD: states that the rows of the first pass read, for a head.
+        taps_TX: the target's states that the rows of the first pass read, for a head.
         """
         from engine.drafting import numba_levels  # Numba is there where there is a decoder
 
@@ -164,7 +174,9 @@ class Levels:
         bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
         of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
-        states, leaving = decoder.states_of(state_TD, bounds.most_distributions)
+        target_states, states, leaving = decoder.states_of(
+            taps_TX, bounds.most_distributions, of_target=taps_TX is not None
+        )
         target_ids = decoder.target_ids
         numba_levels.draw_levels(
             *decoder.ready(
@@ -190,11 +202,62 @@ class Levels:
             of_layout.num_chains,
             of_layout.leaders_LC,
             of_layout.parents,
+            target_states,
             states,
             leaving,
             _NO_TOKENS if target_ids is None else target_ids,
             np.empty((0 if target_ids is None else bounds.most_distributions, probs_NV.shape[1]), dtype=np.float32),
             decoder.room_for_logits(bounds.most_distributions),
+            probs_NV.numpy(),
+            tokens_LC,
+        )
+        return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))
+
+    @property
+    def has_term(self) -> bool:
+        """Whether the logits below a token are those of its draft row and a term of the token before: `draw_below`."""
+        return self._decoder.embedded_term is not None
+
+    def draw_below(
+        self,
+        base_SX: Tensor,
+        last_R: Tensor,
+        layout: Layout,
+        parameters: DistributionParameters,
+        uniform_LC: Tensor,
+        probs_NV: Tensor,
+    ) -> Tensor:
+        """Return [C, L] the drafted tokens after the pass of a head with a term.
+
+        base_SX: [S, draft vocabulary] the pass's products with the output head, by draft row (`tables.DraftRows`);
+        last_R: the last tokens of the texts that draft; probs_NV: output, the distributions that the tokens were drawn
+        from.
+        """
+        from engine.drafting import numba_levels  # Numba is there where there is a decoder
+
+        decoder, runner = self._decoder, self._runner
+        of_layout, draft_row_N = _chains_of(layout), _draft_row_of_distributions(layout)
+        most = int(np.diff(of_layout.probs_ends, prepend=0).max())
+        target_ids = decoder.target_ids
+        tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
+        shared, _, table = decoder.ready(runner.storage, runner.block_size, most, 0)
+        numba_levels.draw_below(
+            shared,
+            numba_levels.below().address,
+            table,
+            of_layout.probs_ends,
+            last_R.numpy(),
+            decoder.embedded_term,
+            np.ascontiguousarray(base_SX.numpy()),
+            draft_row_N,
+            *_of_distributions(parameters, layout),
+            uniform_LC.numpy(),
+            of_layout.first_chains,
+            of_layout.num_chains,
+            of_layout.leaders_LC,
+            _NO_TOKENS if target_ids is None else target_ids,
+            np.empty((0 if target_ids is None else most, probs_NV.shape[1]), dtype=np.float32),
+            decoder.room_for_logits(most),
             probs_NV.numpy(),
             tokens_LC,
         )

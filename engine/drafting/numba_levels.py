@@ -20,10 +20,12 @@ from engine.kernels.numba_rows import draw_from, filtered_distribution, likelies
 from engine.models import numba_decoder, numba_table
 from engine.models.numba_decoder import c_function
 from engine.models.numba_table import array1, array2, put1, put2, table_at
-from engine.models.numba_work import claim, finish
+from engine.models.numba_work import call, claim, finish
+from engine.models.numba_work import together as share
 
 _LAWS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(numba_table.OWN, numba_table.OWN + 6)
 _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(numba_table.OWN + 6, numba_table.OWN + 12)
+_BASE, _DRAFT_ROWS, _MEMORY = range(numba_table.OWN + 12, numba_table.OWN + 15)
 _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
 
@@ -81,6 +83,37 @@ def draw():
     return c_function(after_logits, 6)
 
 
+@compiled_for_cpu()
+def _put_draws(
+    table,
+    distributions,
+    temperatures,
+    least_logs,
+    top_ks,
+    top_ps,
+    uniforms,
+    first_chains,
+    num_chains,
+    leaders,
+    tokens,
+    target_ids,
+    spread,
+):
+    """Write what `_draw` reads of a level into the table."""
+    put2(table, _LAWS, distributions)
+    put1(table, _TEMPERATURES, temperatures)
+    put1(table, _LEAST_LOGS, least_logs)
+    put1(table, _TOP_KS, top_ks)
+    put1(table, _TOP_PS, top_ps)
+    put1(table, _UNIFORMS, uniforms)
+    put1(table, _FIRST_CHAINS, first_chains)
+    put1(table, _NUM_CHAINS, num_chains)
+    put1(table, _LEADERS, leaders)
+    put1(table, _TOKENS, tokens)
+    put1(table, _TARGET_IDS, target_ids)
+    put2(table, _SPREAD, spread)
+
+
 @compiled_for_cpu(nogil=True)
 def draw_levels(
     shared,
@@ -109,6 +142,7 @@ def draw_levels(
     num_chains,
     leaders,
     parents,
+    target_states,
     states,
     leaving,
     target_ids,
@@ -122,9 +156,10 @@ def draw_levels(
     after_logits: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's
     rows, sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
     wanted, in the later ones all are. uniforms, leaders: [L, C]. parents: [N] the node above each distribution, in its
-    level. states: [T, D] input of the first pass's rows, of width 0 if the model reads none; leaving: working memory
-    for the states that a pass returns, which the next one reads. target_ids: the target's id of each token in a head's
-    own vocabulary, empty if the vocabularies are equal; spread: working memory for such logits over the target's.
+    level. target_states: [T, X] input of the first pass's rows, of width 0 if the model reads none; states: working
+    memory for their projection; leaving: the same for the states that a pass returns, which the next one reads.
+    target_ids: the target's id of each token in a head's own vocabulary, empty if the vocabularies are equal; spread:
+    working memory for such logits over the target's.
     """
     first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
     for level in range(len(ends)):
@@ -141,18 +176,23 @@ def draw_levels(
             for number in range(end_row - first_row):
                 entering[number] = tokens[level - 1, first_chains[first_distribution + number]]
             states = leaving[parents[first_distribution:end_distribution]]
-        put2(table, _LAWS, distributions[first_distribution:end_distribution])
-        put1(table, _TEMPERATURES, temperatures[first_distribution:end_distribution])
-        put1(table, _LEAST_LOGS, least_logs[first_distribution:end_distribution])
-        put1(table, _TOP_KS, top_ks[first_distribution:end_distribution])
-        put1(table, _TOP_PS, top_ps[first_distribution:end_distribution])
-        put1(table, _UNIFORMS, uniforms[level])
-        put1(table, _FIRST_CHAINS, first_chains[first_distribution:end_distribution])
-        put1(table, _NUM_CHAINS, num_chains[first_distribution:end_distribution])
-        put1(table, _LEADERS, leaders[level])
-        put1(table, _TOKENS, tokens[level])
-        put1(table, _TARGET_IDS, target_ids)
-        put2(table, _SPREAD, spread)
+            target_states = target_states[:0]
+        drawn = slice(first_distribution, end_distribution)
+        _put_draws(
+            table,
+            distributions[drawn],
+            temperatures[drawn],
+            least_logs[drawn],
+            top_ks[drawn],
+            top_ps[drawn],
+            uniforms[level],
+            first_chains[drawn],
+            num_chains[drawn],
+            leaders[level],
+            tokens[level],
+            target_ids,
+            spread,
+        )
         numba_decoder.run(
             shared,
             function,
@@ -170,8 +210,104 @@ def draw_levels(
             node_positions[first_sequence:end_sequence],
             limits[first_row:end_row],
             positions[first_row:end_row],
+            target_states,
             states,
             leaving[: len(chosen)],
             logits[: len(chosen)],
         )
         first_row, first_sequence, first_part, first_distribution = end_row, end_sequence, end_part, end_distribution
+
+
+@compiled_for_cpu(**EXACT)
+def _add_base(address, phase):
+    """Add the logits of draft rows to the terms below nodes."""
+    table = table_at(address)
+    counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
+    base, draft_rows = array2(table, _BASE, np.float32), array1(table, _DRAFT_ROWS, np.int64)
+    count, node = 0, claim(counters, phase, len(draft_rows))
+    while node >= 0:
+        for token in range(base.shape[1]):
+            logits[node, token] += base[draft_rows[node], token]
+        count, node = count + 1, claim(counters, phase, len(draft_rows))
+    finish(counters, phase, count, len(draft_rows))
+
+
+@compiled_for_cpu()
+def _below(address):
+    """Take part in computing the logits of a level from terms and draft rows, and in drawing."""
+    multiply = array1(table_at(address), numba_table.FUNCTIONS, np.int64)[2]
+    call(multiply, address, 0, 0, numba_table.TERM, _MEMORY, _LOGITS)
+    _add_base(address, 1)
+    _draw(address, 2)
+
+
+@cache
+def below():
+    """`_below` as a C function, which takes the address of a table."""
+    return c_function(lambda address: _below(address), 1)
+
+
+@compiled_for_cpu(nogil=True)
+def draw_below(
+    shared,
+    function,
+    table,
+    ends,
+    last_tokens,
+    embedded,
+    base,
+    draft_rows,
+    temperatures,
+    least_logs,
+    top_ks,
+    top_ps,
+    uniforms,
+    first_chains,
+    num_chains,
+    leaders,
+    target_ids,
+    spread,
+    logits,
+    distributions,
+    tokens,
+):
+    """Draw all levels from the logits of draft rows and terms of the tokens before: fill `distributions` [N, V] and
+    `tokens` [L, C].
+
+    function: address of `below`. ends: [L] end of each level's distributions; last_tokens: above the roots; embedded:
+    [V, r] embeddings of tokens before; base: [S, draft vocabulary] logits of draft rows; draft_rows: [N] of each
+    distribution. The others are as in `draw_levels`. Raises IndexError for a token without an embedding.
+    """
+    counters, cores = array2(table, _COUNTERS, np.int64), array1(table, numba_table.SIZES, np.int64)[1]
+    memory = np.empty((len(logits), embedded.shape[1]), np.float32)
+    first = 0
+    for level in range(len(ends)):
+        drawn = slice(first, ends[level])
+        for number in range(ends[level] - first):
+            previous = last_tokens[number] if level == 0 else tokens[level - 1, first_chains[first + number]]
+            if previous < 0 or previous >= len(embedded):
+                raise IndexError("a token is outside the vocabulary")
+            for column in range(embedded.shape[1]):
+                memory[number, column] = embedded[previous, column]
+        _put_draws(
+            table,
+            distributions[drawn],
+            temperatures[drawn],
+            least_logs[drawn],
+            top_ks[drawn],
+            top_ps[drawn],
+            uniforms[level],
+            first_chains[drawn],
+            num_chains[drawn],
+            leaders[level],
+            tokens[level],
+            target_ids,
+            spread,
+        )
+        put2(table, _MEMORY, memory[: ends[level] - first])
+        put2(table, _LOGITS, logits[: ends[level] - first])
+        put2(table, _BASE, base)
+        put1(table, _DRAFT_ROWS, draft_rows[drawn])
+        counters[:] = 0
+        share(shared, function, np.int64(table.ctypes.data), cores - 1)
+        first = ends[level]

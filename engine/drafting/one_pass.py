@@ -17,15 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import Ints, NodeInput, SequenceInput
+from engine.attention.inputs import Ints, SequenceInput
 from engine.drafting.draft import Layout
 from engine.drafting.head import HeadDrafter, parents
+from engine.drafting.levels import levels_of
 from engine.drafting.model import first_key
 from engine.drafting.reading import readings, states_before
 from engine.drafting.tables import draft_rows_of, draw_from, may_draw_at_once
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
 from engine.models.heads.head import HeadOutput
+from engine.models.heads.runner import Reading, mask_nodes
 from engine.models.heads.samplers import ChainSampler, TableSampler
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, Row
@@ -108,7 +110,7 @@ class MaskDrafter(OnePassDrafter):
             [np.arange(len(p.input_ids) + len(p.nodes.depths)) < len(p.input_ids) for p in with_masks]
         )
         taps_TX[to_device(np.flatnonzero(is_text_T), self.runner.device)] = states_before(with_masks, self._target)
-        return self.runner.states(passes[-1], head.project(taps_TX))
+        return self.runner.read(passes[-1], taps_TX)
 
 
 class BlockDrafter(OnePassDrafter):
@@ -118,21 +120,40 @@ class BlockDrafter(OnePassDrafter):
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
+        self._levels = levels_of(runner)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
         """First of the K/V blocks that only the head's storage has, for masks beyond the row's own K/V blocks."""
 
-    def _pass(self, rows: Sequence[Row]) -> Tensor:
-        reading, block = readings(rows, ends_wanted=False), self.runner.head.block_config
-        kinds = sorted(set(block.is_causal))
+    @torch.inference_mode()
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable] | None:
+        """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
+        levels, vocab_size = self._levels, self.runner.vocab_size
+        if levels is None or not levels.has_term or not levels.takes(plan, layout, vocab_size):
+            return super().draw(plan, layout, parameters, uniform_LC)
+        self._rows = [row for row in plan.rows if row.fanout]
+        base_SX = self._pass(self._rows).product_NX
+        probs_NV = torch.empty((layout.num_probs, vocab_size))
+        tokens_CL = levels.draw_below(base_SX, self._last_tokens(), layout, parameters, uniform_LC, probs_NV)
+        return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
+
+    def _pass(self, rows: Sequence[Row]) -> HeadOutput:
+        reading, head = readings(rows, ends_wanted=False), self.runner.head
+        kinds = head.block_config.causalities
         passes = self.runner.prepare([*reading, *(self._mask_blocks(rows, is_causal) for is_causal in kinds)])
-        for one in passes[: len(reading)]:
+        blocks = passes[len(reading) :]
+        for one in passes[: max(0, len(reading) - 1)]:
             self._read(one)
-        mask_blocks = dict(zip(kinds, passes[len(reading) :], strict=True))
-        return self.runner.block(mask_blocks[kinds[0]], {kind: one.metadata for kind, one in mask_blocks.items()})
+        last = self._reading(passes[len(reading) - 1]) if reading else None
+        return self.runner.block(last, blocks, head.rows([row.draft_length for row in rows]))
 
     def _read(self, one: Pass) -> None:
         """Store the states of texts that the head reads again."""
-        self.runner.store(one, states_before(one.layout.sequences, self._target))
+        self.runner.store(self._reading(one))
+
+    def _reading(self, one: Pass) -> Reading:
+        return Reading(one, states_before(one.layout.sequences, self._target))
 
     def _mask_blocks(self, rows: Sequence[Row], is_causal: bool) -> list[SequenceInput]:
         head = self.runner.head
@@ -155,9 +176,3 @@ class BlockDrafter(OnePassDrafter):
         missing = -(-(row.end + size) // block_size) - len(row.block_ids)
         first = self._spare_block + number * -(-size // block_size)
         return (*row.block_ids, *range(first, first + max(0, missing)))
-
-
-def mask_nodes(tokens: tuple[int, ...], is_causal: bool) -> NodeInput:
-    """Return rows after a text at the positions that follow it, which see each other."""
-    seen = np.ones((len(tokens), len(tokens)), dtype=np.bool_)
-    return NodeInput(tokens, range(1, len(tokens) + 1), (), np.tril(seen) if is_causal else seen)

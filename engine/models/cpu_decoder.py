@@ -37,7 +37,7 @@ _TUNING_S = 0.15
 """Least duration of the measurements for a number of rows; a turn of a large model takes longer."""
 _RUNS_OF_TURN = 3
 _CORE_COST = 0.1
-_NO_STATES = np.zeros((0, 0), dtype=np.float32)
+NO_STATES = np.zeros((0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class CpuDecoder:
     reads_pages = True
     target_ids: Array | None = None
     """[tokens with logits] the target's id of each token of a head that has fewer tokens; None if ids are equal."""
+    embedded_term: Array | None = None
+    """[V, r] the embeddings of the product `TERM` of a head; None if it has none."""
     has_plain_logits = True
     """Whether the model's logits are those of its output head, without further operations."""
 
@@ -177,12 +179,13 @@ class CpuDecoder:
             if hasattr(getattr(attention, "q_norm", None), "weight")
         ]
         rotary = body.rotary_emb
-        constants = [config.rms_norm_eps, body.layers[0].self_attn.scaling, rotary.attention_scaling]
+        constants = [config.rms_norm_eps, body.layers[0].self_attn.scaling, rotary.attention_scaling, 1]
         self._put(nt.NORMS, np.stack([_floats(norm.weight) for norm in norms]))
         self._put(nt.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
         self._put(nt.FREQUENCIES, _floats(rotary.inv_freq))
         self._put(nt.CONSTANTS, np.array(constants, dtype=np.float32))
         self._put(nt.WINDOWS, np.array([window_of(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
+        self._put(nt.WORDS_OF, np.full(self._shape.num_layers, nt.WORDS, dtype=np.int64))
         self._put(nt.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
@@ -252,6 +255,7 @@ class CpuDecoder:
         }
         for field, width in widths.items():
             self._put(field, cpu_weights.aligned((rows, width), np.dtype(np.float32)))
+        self._put(nt.NORMED_ALL, self._arrays[nt.NORMED])
         self._put(nt.ROTATION, cpu_weights.aligned((2, rows, shape.head_dim // 2), np.dtype(np.float32)))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
@@ -264,17 +268,18 @@ class CpuDecoder:
         positions_T: Tensor,
         metadata: AttentionMetadata,
         wanted_N: Tensor,
-        state_TD: Tensor | None = None,
+        state_TX: Tensor | None = None,
+        of_target: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run a flat pass; return the wanted tokens' ([N, D] states if the model reads states, [N, V] logits).
 
-        state_TD: the states that the rows read.
+        state_TX, of_target: see `states_of`.
         """
         layout = metadata.layout
         assert layout is not None, "the layout of a pass"
         assert isinstance(metadata.slots_T, Tensor)
         found = self.room_for_logits(len(wanted_N))
-        states, leaving = self.states_of(state_TD, len(wanted_N))
+        target_states, states, leaving = self.states_of(state_TX, len(wanted_N), of_target)
         nd.run(
             *self.ready(metadata.storage, metadata.page_size, len(token_ids_T), int(layout.num_keys.sum())),
             0,
@@ -290,6 +295,7 @@ class CpuDecoder:
             layout.node_positions,
             layout.limits,
             positions_T.numpy(),
+            target_states,
             states,
             leaving,
             found,
@@ -298,13 +304,15 @@ class CpuDecoder:
         vocab_size = self._shape.vocab_size
         return state_ND, logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
 
-    def states_of(self, state_TD: Tensor | None, num_leaving: int) -> tuple[Array, Array]:
-        """Return (states [T, D] that the rows of a pass read, room for those that leave it), of width 0 if none are
-        read.
+    def states_of(self, state_TX: Tensor | None, num_leaving: int, of_target: bool) -> tuple[Array, Array, Array]:
+        """Return (the target's states [T, X] that the rows of a pass read, room for their projection or the states
+        [T, D] that they read, room for those that leave the pass), of width 0 if none are read.
+
+        state_TX: the states; of_target: whether they are the target's, which the pass projects, and may overwrite.
         """
-        assert (state_TD is not None) == self._shape.reads_states, "states for a model that reads states"
-        states = _NO_STATES if state_TD is None else np.ascontiguousarray(state_TD.numpy())
-        return states, np.empty((num_leaving, states.shape[1]), dtype=np.float32)
+        assert state_TX is None
+        assert not of_target
+        return NO_STATES, NO_STATES, np.empty((num_leaving, 0), dtype=np.float32)
 
     def ready(self, storage: KVTensors, page_size: int, num_rows: int, num_keys: int) -> tuple[Array, int, Array]:
         """Reserve buffers for passes of at most this many rows on this K/V; return (words of the helpers, function,

@@ -21,6 +21,7 @@ from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_attention import attend
+from engine.models.numba_head import convolve, normalise
 from engine.models.numba_layer import embed, gate, norm, store, turn_and_store
 from engine.models.numba_product import BLOCK, product
 from engine.models.numba_table import array1, array2, array3, array4, put1, put2, table_at
@@ -31,13 +32,13 @@ _ROWS = 8
 """Rows of a part of those phases that go row by row."""
 _PARTS = 2
 """Parts of a product per core."""
-_LAYER_PHASES = 8
-_OTHER_PHASES = 5
+_LAYER_PHASES, _CONVOLVING_PHASES = 8, 6
+_OTHER_PHASES = 7
 
 
 @compiled_for_cpu(inline="always")
-def _num_parts_of_rows(table):
-    return (table[nt.HIDDEN, 1] + _ROWS - 1) // _ROWS
+def _num_parts_of_rows(num_rows):
+    return (num_rows + _ROWS - 1) // _ROWS
 
 
 @compiled_for_cpu(inline="always")
@@ -48,31 +49,37 @@ def _num_parts_of_blocks(table, num_blocks):
 
 @compiled_for_cpu(**FAST)
 def _begin(address, phase, weight_type):
-    """Write the embeddings of the tokens (for a layer that reads states: its inputs), and cosines and sines of their
-    rotation.
+    """Write the embeddings of the tokens (for a layer that reads states: its inputs), the normed states of the rows
+    after them, and cosines and sines of the rotation of all rows.
     """
     table = table_at(address)
-    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    counters, num_rows = array2(table, nt.COUNTERS, np.int64), table[nt.ROTATION, 2]
     tokens, positions = array1(table, nt.TOKENS, np.int64), array1(table, nt.POSITIONS, np.int64)
     embedding, scales = array4(table, nt.EMBEDDING, weight_type)[0], array4(table, nt.EMBEDDING + 1, np.float32)[0]
-    frequencies, factor = array1(table, nt.FREQUENCIES, np.float32), array1(table, nt.CONSTANTS, np.float32)[2]
+    frequencies, constants = array1(table, nt.FREQUENCIES, np.float32), array1(table, nt.CONSTANTS, np.float32)
     hidden, rotation = array2(table, nt.HIDDEN, np.float32), array3(table, nt.ROTATION, np.float32)
     states, entering = array2(table, nt.STATES, np.float32), array2(table, nt.ENTERING, np.float32)
-    norms, eps = array2(table, nt.NORMS, np.float32), array1(table, nt.CONSTANTS, np.float32)[0]
-    width, reads_states = hidden.shape[1], states.shape[1] > 0
-    count, part = 0, claim(counters, phase, num_parts)
+    norms, eps, factor = array2(table, nt.NORMS, np.float32), constants[0], constants[2]
+    normed_all, width = array2(table, nt.NORMED_ALL, np.float32), hidden.shape[1]
+    count, num_parts = 0, _num_parts_of_rows(num_rows)
+    part = claim(counters, phase, num_parts)
     while part >= 0:
-        for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
-            embed(tokens[row], embedding, scales, hidden[row])
-            if reads_states:
-                norm(hidden[row], norms[0], eps, entering[row, :width])
-                norm(states[row], norms[len(norms) - 1], eps, entering[row, width:])
-                reads_normed = array1(table, nt.NORM_FLAGS, np.int64)[0]
-                for column in range(width):
-                    hidden[row, column] = entering[row, width + column] if reads_normed else states[row, column]
+        for row in range(part * _ROWS, min(num_rows, (part + 1) * _ROWS)):
             for number in range(len(frequencies)):
                 angle = np.float32(positions[row]) * frequencies[number]
                 rotation[0, row, number], rotation[1, row, number] = np.cos(angle) * factor, np.sin(angle) * factor
+            if row >= len(hidden):
+                norm(states[row - len(hidden), :width], norms[len(norms) - 1], eps, normed_all[row])
+                continue
+            embed(tokens[row], embedding, scales, hidden[row])
+            for column in range(width):
+                hidden[row, column] *= constants[3]
+            if entering.shape[1] > 0:
+                norm(hidden[row], norms[0], eps, entering[row, :width])
+                norm(states[row, :width], norms[len(norms) - 1], eps, entering[row, width:])
+                reads_normed = array1(table, nt.NORM_FLAGS, np.int64)[0]
+                for column in range(width):
+                    hidden[row, column] = entering[row, width + column] if reads_normed else states[row, column]
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
@@ -85,7 +92,7 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
     layer, that leave the last layer, and after the last norm.
     """
     table = table_at(address)
-    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table[nt.HIDDEN, 1])
     hidden, normed = array2(table, nt.HIDDEN, np.float32), array2(table, nt.NORMED, np.float32)
     summand, slots = array2(table, nt.SUMMAND, np.float32), array1(table, nt.SLOTS, np.int64)
     taps, tapped = array1(table, nt.TAPS, np.int64), array2(table, nt.TAPPED, kv_type)
@@ -133,7 +140,7 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
 def _rotate(address, phase, layer, kv_type):
     """Rotate the queries and keys of all rows, and write keys and values to their slots."""
     table = table_at(address)
-    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table[nt.JOINED, 1])
     joined, rotation = array2(table, nt.JOINED, np.float32), array3(table, nt.ROTATION, np.float32)
     norms, eps = array3(table, nt.HEAD_NORMS, np.float32), array1(table, nt.CONSTANTS, np.float32)[0]
     keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
@@ -160,7 +167,8 @@ def _attend(address, phase, layer, kv_type):
     pages, node_positions = array2(table, nt.PAGES, np.int32), array2(table, nt.NODE_POSITIONS, np.int32)
     first_keys, ends = array1(table, nt.FIRST_KEYS, np.int32), array1(table, nt.ENDS, np.int32)
     num_keys, limits = array1(table, nt.NUM_KEYS, np.int32), array1(table, nt.LIMITS, np.int32)
-    positions, words = array1(table, nt.POSITIONS, np.int64), array2(table, nt.WORDS, np.int64)
+    positions, words_of = array1(table, nt.POSITIONS, np.int64), array1(table, nt.WORDS_OF, np.int64)
+    words = array2(table, words_of[layer], np.int64)
     page_size = array1(table, nt.SIZES, np.int64)[0]
     num_parts = len(parts) * keys.shape[1]
     count, part = 0, claim(counters, phase, num_parts)
@@ -216,23 +224,31 @@ def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
     table = table_at(address)
     functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.O_PROJ, 1]
-    num_entries = table[nt.ENTRY, 1]
+    num_entries, convolves = table[nt.ENTRY, 1], table[nt.KERNELS, 1] > 0
     begin, norm, multiply, rotate, attend = functions
-    call(begin, address, 0, 0, 0, 0, 0)
-    phase = 1
+    phase = 0
+    if table[nt.TARGET_STATES, 1] > 0:
+        normalise(address, 0)
+        call(multiply, address, 1, 0, nt.PROJECTION, nt.TARGET_STATES, nt.STATES)
+        phase = 2
+    call(begin, address, phase, 0, 0, 0, 0)
+    phase += 1
     for layer in range(num_layers):
         if layer < num_entries:
             call(multiply, address, phase + 1, 0, nt.ENTRY, nt.ENTERING, nt.JOINED)
         else:
             call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
-            call(multiply, address, phase + 1, layer - num_entries, nt.QKV, nt.NORMED, nt.JOINED)
+            phase = _convolve_first(address, multiply, phase, 2 * layer) if convolves else phase
+            call(multiply, address, phase + 1, layer - num_entries, nt.QKV, nt.NORMED_ALL, nt.JOINED)
         call(rotate, address, phase + 2, layer, 0, 0, 0)
         call(attend, address, phase + 3, layer, 0, 0, 0)
         call(multiply, address, phase + 4, layer, nt.O_PROJ, nt.ATTENDED, nt.SUMMAND)
-        call(norm, address, phase + 5, 2 * layer + 1, 1, 0, 0)
-        call(multiply, address, phase + 6, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
-        call(multiply, address, phase + 7, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
-        phase += _LAYER_PHASES
+        phase = _convolve_last(address, phase + 5, 2 * layer) if convolves else phase + 5
+        call(norm, address, phase, 2 * layer + 1, 1, 0, 0)
+        phase = _convolve_first(address, multiply, phase, 2 * layer + 1) if convolves else phase
+        call(multiply, address, phase + 1, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
+        call(multiply, address, phase + 2, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
+        phase = _convolve_last(address, phase + 3, 2 * layer + 1) if convolves else phase + 3
     call(norm, address, phase, 2 * num_layers, 1, 0, 0)
     _choose(address, phase + 1)
     call(multiply, address, phase + 2, 0, nt.LM_HEAD, nt.CHOSEN, nt.LOGITS)
@@ -240,9 +256,24 @@ def _work(address):
         call(table[nt.AFTER_LOGITS, 0], address, phase + 3, 0, 0, 0, 0)
 
 
-def num_phases(num_layers: int) -> int:
+@compiled_for_cpu()
+def _convolve_first(address, multiply, phase, number):
+    """Compute the kernels of a convolution and convolve the normed rows; return the last phase."""
+    call(multiply, address, phase + 1, number, nt.KERNELS, nt.NORMED, nt.OWN_KERNELS)
+    convolve(address, phase + 2, number, 0, nt.NORMED)
+    return phase + 2
+
+
+@compiled_for_cpu()
+def _convolve_last(address, phase, number):
+    """Convolve what a part of a layer adds to the hidden states; return the next phase."""
+    convolve(address, phase, number, 1, nt.SUMMAND)
+    return phase + 1
+
+
+def num_phases(num_layers: int, convolves: bool = False) -> int:
     """Return the number of phases of a pass."""
-    return num_layers * _LAYER_PHASES + _OTHER_PHASES
+    return num_layers * (_LAYER_PHASES + _CONVOLVING_PHASES * convolves) + _OTHER_PHASES
 
 
 def c_function(function, num_arguments):
@@ -316,14 +347,17 @@ def run(
     node_positions,
     limits,
     positions,
+    target_states,
     states,
     leaving,
     logits,
 ):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
 
-    after_logits: address of a function that runs after the logits as the last phase, or 0
-    (`drafting/numba_levels.py` draws there). Raises IndexError for a token without an embedding.
+    target_states: [C, X] from which `states` are projected, which are then working memory; or none.
+
+    after_logits: address of a function that runs after the logits as the last phase, or 0 (`drafting/numba_levels.py`
+    draws there). Raises IndexError for a token without an embedding.
     """
     for token in tokens:
         if token < 0 or token >= table[nt.EMBEDDING, 2] * BLOCK:
@@ -341,12 +375,14 @@ def run(
     put2(table, nt.NODE_POSITIONS, node_positions)
     put1(table, nt.LIMITS, limits)
     put1(table, nt.POSITIONS, positions)
+    put2(table, nt.TARGET_STATES, target_states)
     put2(table, nt.STATES, states)
     put2(table, nt.LEAVING, leaving)
     put2(table, nt.LOGITS, logits)
-    for field in (nt.HIDDEN, nt.NORMED, nt.JOINED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED, nt.ENTERING):
+    for field in (nt.HIDDEN, nt.NORMED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED, nt.ENTERING, nt.OWN_KERNELS):
         table[field, 1] = len(tokens)
-    table[nt.ROTATION, 2], table[nt.CHOSEN, 1] = len(tokens), len(wanted)
+    table[nt.NORMED_ALL, 1] = table[nt.JOINED, 1] = table[nt.ROTATION, 2] = len(slots)
+    table[nt.CHOSEN, 1] = len(wanted)
     array2(table, nt.COUNTERS, np.int64)[:] = 0
     cores = array1(table, nt.SIZES, np.int64)[1]
     share(shared, function, np.int64(table.ctypes.data), cores - 1)

@@ -17,31 +17,44 @@ from engine.models.numba_work import pointer_to
 # Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], then its scales [L, N / B,
 # groups, B] and its bias [L, N]; those of the embedding and `lm_head` with L = 1. If the first layer reads states,
 # `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has those of the other layers.
-EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY = range(0, 21, 3)
+# Heads alone have `PROJECTION`, with L = 1, of the target's states, `KERNELS`, with 2 L, of convolutions, and `TERM`,
+# with L = 1, from the token before to what it adds to logits (`drafting/numba_levels.py`).
+EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY, PROJECTION, KERNELS, TERM = range(0, 30, 3)
 # Norms [2 L + 1, D], and after them that of the states that are read; those of queries and keys [L, 2, head], or
-# [0, 2, head]; radians [head / 2] by which a position rotates; epsilon, scale of scores, factor of cosines and sines;
-# windows [L] in positions, 0 for none.
-NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(21, 26)
+# [0, 2, head]; radians [head / 2] by which a position rotates; epsilon, scale of scores, factor of cosines and sines,
+# factor of embeddings; windows [L] in positions, 0 for none.
+NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(30, 35)
 # K/V [L, slots, H_kv, head].
-KEYS, VALUES = 26, 27
+KEYS, VALUES = 35, 36
 # Working arrays of T rows (see `_work`), and [phases, `ROW`] counters.
-HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, ENTERING, COUNTERS = range(28, 39)
+HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, ENTERING, COUNTERS = range(37, 48)
 # Of a pass over T tokens of R sequences: see `inputs.StepLayout`. Parts [P, 3]: sequence, first row and end of rows
 # that attend together; sizes: tokens of a page, cores.
-TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(39, 48)
-NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(48, 53)
+TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(48, 57)
+NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(57, 62)
 # Stored hidden states: places [L + 2] of the state that enters each layer, that leaves the last, and after the norm, -1
 # for none; the output, [slots, places * D].
-TAPS, TAPPED = 53, 54
+TAPS, TAPPED = 62, 63
 # States [T, D] that the rows read, and those [N, D] that leave the wanted rows: of width 0 in decoders that read none.
 # Set for heads (`heads/decoder.py`): whether the normed state is the residual of the first layer, and whether the
 # states that leave are normed.
-STATES, LEAVING, NORM_FLAGS = 55, 56, 57
+STATES, LEAVING, NORM_FLAGS = 64, 65, 66
+# The target's states [C, X], from which the pass projects `STATES`, or none; norms [parts, X / parts] of their parts.
+TARGET_STATES, TARGET_NORMS = 67, 68
+# A head that drafts a block reads C rows of a text after its T rows: their states, normed, are what every layer makes
+# its K and V of, and nothing else is computed of them. Slots and positions have T + C rows, and so has this field, at
+# the address of `NORMED`.
+NORMED_ALL = 69
+# [L] the field of the words of each layer: `WORDS`, or `OTHER_WORDS` for layers whose rows see other nodes.
+WORDS_OF, OTHER_WORDS = 70, 71
+# Convolutions of a head: their kernels [2 L, 2, taps, D]; what a row adds to them, [T, 2 * taps * D / group]; rows of a
+# block, columns of a group.
+CONVOLUTIONS, OWN_KERNELS, BLOCK_SIZES = 72, 73, 74
 # Addresses of the functions of phases that depend on types.
-FUNCTIONS = 58
+FUNCTIONS = 75
 # Address of a function that runs after the logits, with its phase; or 0. Rows from `OWN` on belong to that function.
-AFTER_LOGITS, OWN = 59, 60
-NUM_FIELDS = 72
+AFTER_LOGITS, OWN = 76, 77
+NUM_FIELDS = 92
 COLUMNS = 5
 """Columns of a table: the address of an array, and up to four sizes."""
 

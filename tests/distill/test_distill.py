@@ -17,6 +17,7 @@ from distill.losses import LOSSES, Losses, TextBatch
 from distill.target import Target
 from distill.texts import Texts, TextSizes, sample_batch
 from distill.training import Training, TrainingPlan
+from engine.models.heads.head import HeadOutput
 from engine.models.heads.loading import head_config, load_head
 from engine.models.loading import load
 from tests.engine import tiny
@@ -158,7 +159,9 @@ def _block_logits(head: Any, batch: TextBatch, anchor: int) -> list[torch.Tensor
     block = torch.full((DEPTH,), head.config.mask_token_id)
     block[0] = tokens[anchor]
     state = head.block(block, torch.arange(anchor, anchor + DEPTH), dict.fromkeys((False, True), rows))
-    sampler, parent, logits = head.slots(state, [DEPTH], VOCABULARY), None, []
+    wanted = state[torch.from_numpy(head.rows([DEPTH]))]
+    output = HeadOutput(wanted, head.products(wanted))
+    sampler, parent, logits = head.sampler(output, [DEPTH], VOCABULARY), None, []
     for depth in range(DEPTH):
         previous = tokens[anchor + depth : anchor + depth + 1]
         logits.append(sampler.below(torch.tensor([depth]), previous, parent)[0])

@@ -150,8 +150,8 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
     "the state of another node": lambda a: a.update(parents=a["parents"] * 0),
-    "the state of another token of the text": lambda a: a.update(states=np.roll(a["states"], 1, 0)),
-    "another token of the target": lambda a: a.update(known=np.roll(a["known"], 1)),
+    "the state of another token of the text": lambda a: a.update(target_states=np.roll(a["target_states"], 1, 0)),
+    "another token of the target": lambda a: a.update(target_ids=np.roll(a["target_ids"], 1)),
 }
 
 

@@ -150,7 +150,15 @@ def with_drafts_of_another_distribution() -> Iterator[None]:
     ) -> Any:
         return draw(levels, passes, layout, parameters, uniform_LC**2, *more)
 
-    with instead(type(choose(DEVICE)), "draw", flattened), instead(Levels, "draw", bent):
+    def bent_below(draw_below: Any, *of: Any) -> Any:
+        *before, uniform_LC, probs_NV = of
+        return draw_below(*before, uniform_LC**2, probs_NV)
+
+    with (
+        instead(type(choose(DEVICE)), "draw", flattened),
+        instead(Levels, "draw", bent),
+        instead(Levels, "draw_below", bent_below),
+    ):
         yield
 
 

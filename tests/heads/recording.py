@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from engine.models.heads.dflash import DFlash
 from engine.models.heads.eagle import Eagle3
 from engine.models.loading import LoadedModel
 from engine.plan import Plan
@@ -94,7 +95,7 @@ def served(
     assert engine.draft_runner is not None
     assert engine.draft_runner.fast_paths["paged attention"] == paged
     if not paged and tiny.DEVICE.type == "cpu":
-        assert engine.draft_runner.fast_paths["fast decoder"] == isinstance(engine.draft_runner.model, Eagle3)
+        assert engine.draft_runner.fast_paths["fast decoder"] == isinstance(engine.draft_runner.model, Eagle3 | DFlash)
     recorder = Recorder(engine)
     shared = tiny.prompts(VOCABULARY, [20])[0]
     rests = tiny.prompts(VOCABULARY, [3, 9] if few else [3, 30, 9, 5, 60, 2], seed=1)

@@ -26,7 +26,8 @@ KINDS: dict[str, Callable[[Path], folders.Written]] = {
     "eagle3": lambda folder: folders.write_eagle(folder, draft_vocabulary=3, **SMALL),
     "peagle": lambda folder: folders.write_eagle(folder, kind="peagle", draft_vocabulary=3, **SMALL),
     "dflash": lambda folder: folders.write_block(folder, draft_vocabulary=3, **SMALL),
-    "dspark": lambda folder: folders.write_block(
+    "dspark": lambda folder: folders.write_block(folder, kind="dspark", draft_vocabulary=3, **SMALL),
+    "dspark, recurrent": lambda folder: folders.write_block(
         folder, kind="dspark", markov_head_type="rnn", draft_vocabulary=3, **SMALL
     ),
     "dflash2": lambda folder: folders.write_block(folder, kind="dflash2", **SMALL),
@@ -49,7 +50,9 @@ CASES = [
     )
 ]
 IN_THE_GATE = {
-    *((kind, "bv_race 4", "grammar") for kind in ("mtp", "dspark", "peagle")),
+    *((kind, "bv_race 4", "grammar") for kind in ("mtp", "dspark, recurrent", "peagle")),
+    ("dspark", "bv_race 4", "filtered"),
+    ("dspark", "traversal iid", "plain"),
     *((kind, "bv_race 4", "penalties") for kind in ("mtp", "dflash2")),
     *((kind, "bv_race 4", "plain") for kind in ("eagle3", "mtp")),
     ("eagle3", "bv_race 4", "filtered"),
@@ -69,6 +72,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
                 folders.load_target(written) if is_inside else folders.target(output_distribution.VOCABULARY, 2, 0.25)
             )
             made[kind] = target, folders.load(written, target)
+            runner = tiny.build(*made[kind]).draft_runner
+            assert runner is not None
+            if tiny.DEVICE.type == "cpu":
+                assert runner.fast_paths["fast decoder"] == (not is_inside)
         return made[kind]
 
     return pair
@@ -124,7 +131,7 @@ def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
         assert p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS[sampling]) < output_distribution.ALPHA
 
 
-@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp"}))
+@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp", "dspark"}))
 def test_drafts_of_another_distribution_are_rejected(pairs: Callable[[str], Pair], kind: str) -> None:
     """Drawn all at once and level by level."""
     with tiny.with_drafts_of_another_distribution():

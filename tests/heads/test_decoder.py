@@ -20,7 +20,7 @@ from engine.request import Speculation
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.grid import grid
-from tests.heads import folders
+from tests.heads import folders, test_one_pass
 from tests.heads.recording import VOCABULARY
 from tests.heads.test_eagle import HEADS
 from tests.wrong import instead
@@ -49,14 +49,19 @@ def difference(head: LoadedModel, both: tuple[TorchHead, Any]) -> float:
     return decoder._difference(head.model, head.model.kv_shape, both, BLOCK_SIZE)
 
 
-ALL = {**HEADS, "peagle": {"kind": "peagle"}, "peagle, two layers, norms": {"kind": "peagle", "layers": 2}}
+ALL = {**HEADS, **test_one_pass.HEADS}
+
+
+def write(folder: Path, name: str, **more: Any) -> folders.Written:
+    if name in HEADS:
+        return folders.write_eagle(folder, **{**HEADS[name], **more})
+    return test_one_pass.write(folder, name, **more)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_numbers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, name: str) -> None:
-    """States and products, of rows of a text and of a tree below it."""
-    written = folders.write_eagle(tmp_path / "head", **ALL[name])
-    head = folders.load(written, target)
+    """States and products, of rows of a text and of a tree below it, or of blocks after two pieces of a text."""
+    head = folders.load(write(tmp_path / "head", name), target)
     both = backends(target, head)
     assert isinstance(both[1], HeadDecoder)
     assert difference(head, both) < 1e-4
@@ -74,11 +79,60 @@ def another_weight(self: HeadDecoder) -> None:
     self.products[nt.ENTRY].weights[0, 0, 0, 0] += 1
 
 
-@pytest.mark.parametrize("wrong", [another_residual, another_norm, another_weight])
+def another_projection(self: HeadDecoder) -> None:
+    self.products[nt.PROJECTION].weights[0, 0, 0, 0] += 1
+
+
+def another_norm_of_the_target_s_states(self: HeadDecoder) -> None:
+    self._arrays[nt.TARGET_NORMS][-1] *= 1.1
+
+
+def another_causality(self: HeadDecoder) -> None:
+    self._arrays[nt.WORDS_OF][:] = self._arrays[nt.WORDS_OF][::-1].copy()
+
+
+def embeddings_that_are_not_scaled(self: HeadDecoder) -> None:
+    self._arrays[nt.CONSTANTS][3] = 1
+
+
+def no_convolution(self: HeadDecoder) -> None:
+    self._arrays[nt.CONVOLUTIONS][-1, 1, 1] = 0
+
+
+def kernels_that_do_not_depend_on_the_row(self: HeadDecoder) -> None:
+    self.products[nt.KERNELS].weights[-1] = 0
+
+
+def smaller_blocks(self: HeadDecoder) -> None:
+    self._arrays[nt.BLOCK_SIZES][0] -= 1
+
+
+WRONG = [
+    ("speculators", another_residual),
+    ("speculators", another_norm),
+    ("speculators", another_weight),
+    ("speculators", another_projection),
+    ("fc norm, norm of output", another_norm_of_the_target_s_states),
+    ("norm before fc", another_norm_of_the_target_s_states),
+    ("dflash", another_norm),
+    ("dflash", another_projection),
+    ("dflash, sliding layers are causal", another_causality),
+    ("dflash2", embeddings_that_are_not_scaled),
+    ("dflash2", no_convolution),
+    ("dflash2", kernels_that_do_not_depend_on_the_row),
+    ("dflash2", smaller_blocks),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG)
 def test_a_decoder_with_other_numbers_is_not_used(
-    target: LoadedModel, tmp_path: Path, wrong: Callable[[HeadDecoder], None], caplog: pytest.LogCaptureFixture
+    target: LoadedModel,
+    tmp_path: Path,
+    name: str,
+    wrong: Callable[[HeadDecoder], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    head = folders.load(folders.write_eagle(tmp_path / "head"), target)
+    head = folders.load(write(tmp_path / "head", name), target)
 
     def spoilt(made: Any, decoder: HeadDecoder, *of: Any) -> None:
         made(decoder, *of)
@@ -139,10 +193,10 @@ def test_an_output_head_with_a_bias_is_not_used_by_a_head(target: LoadedModel, t
     assert difference(head, (TorchHead(head.model), found)) < 1e-4
 
 
-@pytest.mark.parametrize("name", grid(HEADS, {"speculators"}))
+@pytest.mark.parametrize("name", grid(ALL, {"speculators", "dspark", "dflash2"}))
 def test_answers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, name: str) -> None:
     """Equal tokens of answers, and equal numbers of accepted drafts, step by step."""
-    written = folders.write_eagle(tmp_path / "head", **{**HEADS[name], "scale": 0.3})
+    written = write(tmp_path / "head", name, scale=0.3)
     found = []
     for is_decoded in (True, False):
         head = folders.load(written, target)

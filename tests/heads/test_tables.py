@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.drafting import one_pass, tables
 from engine.drafting.draft import ChainShape, Draft, layout_of
+from engine.drafting.levels import Levels
 from engine.kernels.torch_kernels import TORCH
 from engine.models.heads.samplers import Tables
 from engine.plan import LogitContext, Plan, Row
@@ -36,6 +37,7 @@ KINDS: dict[str, Callable[..., folders.Written]] = {
     "peagle": lambda *of, **more: folders.write_eagle(*of, kind="peagle", **more),
     "dflash": lambda *of, **more: folders.write_block(*of, kind="dflash", **more),
     "dflash2": lambda *of, **more: folders.write_block(*of, kind="dflash2", **more),
+    "dspark": lambda *of, **more: folders.write_block(*of, kind="dspark", **more),
 }
 SHAPES = (
     Speculation(rule="bv_race", num_drafts=3, draft_length=4),
@@ -198,6 +200,9 @@ def sampled(tmp_path: Path, kind: str, speculation: Speculation, sampling: str, 
     more = {} if kind == "dflash2" else {"draft_vocabulary": 3}
     written = KINDS[kind](tmp_path / "head", vocabulary=output_distribution.VOCABULARY, taps=(0, 1, 2), **more)
     pair = target, folders.load(written, target)
+    runner = tiny.build(*pair).draft_runner
+    assert runner is not None
+    assert tiny.DEVICE.type != "cpu" or runner.fast_paths["fast decoder"]
     counts = output_distribution.sample(pair, speculation, output_distribution.SAMPLINGS[sampling], num_answers)
     return output_distribution.g_test(
         counts, output_distribution.exact_distribution(target, output_distribution.SAMPLINGS[sampling])
@@ -206,7 +211,10 @@ def sampled(tmp_path: Path, kind: str, speculation: Speculation, sampling: str, 
 
 @pytest.mark.parametrize(
     ("kind", "sampling"),
-    grid([(kind, sampling) for kind in KINDS for sampling in ("plain", "filtered")], {("dflash2", "filtered")}),
+    grid(
+        [(kind, sampling) for kind in KINDS for sampling in ("plain", "filtered")],
+        {("dflash2", "filtered"), ("dspark", "plain")},
+    ),
 )
 def test_output_of_trees_has_the_target_s_distribution(tmp_path: Path, kind: str, sampling: str) -> None:
     assert sampled(tmp_path, kind, TREE, sampling) > output_distribution.ALPHA
@@ -226,6 +234,49 @@ def one_number_for_all(draw_from: Any, tables: Any, draft_rows: Any, parameters:
     """Chains that are not independent, raced as if they were."""
     first_C = torch.arange(uniform_LC.shape[1]) // 4 * 4
     return draw_from(tables, draft_rows, parameters, uniform_LC[:, first_C], *of)
+
+
+def term_of_another_token(draw_below: Any, levels: Any, base_SX: Any, last_R: Any, *of: Any) -> Any:
+    """Drawn from other distributions than those that are verified."""
+    tokens_CL = draw_below(levels, base_SX, last_R, *of)
+    draw_below(levels, base_SX, (last_R + 1) % output_distribution.VOCABULARY, *of)
+    return tokens_CL
+
+
+def base_of_another_row(draw_below: Any, levels: Any, base_SX: Any, *of: Any) -> Any:
+    tokens_CL = draw_below(levels, base_SX, *of)
+    draw_below(levels, base_SX.flip(0), *of)
+    return tokens_CL
+
+
+def terms_without_filters(draw_below: Any, *of: Any) -> Any:
+    *before, parameters, uniform_LC, probs_NV = of
+    tokens_CL = draw_below(*of)
+    draw_below(*before, replace(parameters, values={}, largest={}), uniform_LC, probs_NV)
+    return tokens_CL
+
+
+def one_number_for_all_terms(draw_below: Any, *of: Any) -> Any:
+    *before, uniform_LC, probs_NV = of
+    first_C = torch.arange(uniform_LC.shape[1]) // 4 * 4
+    return draw_below(*before, uniform_LC[:, first_C].contiguous(), probs_NV)
+
+
+WRONG_TERMS = {
+    "the term of another token": (term_of_another_token, "plain"),
+    "the base of another row": (base_of_another_row, "plain"),
+    "no filters": (terms_without_filters, "filtered"),
+    "one number for all chains": (one_number_for_all_terms, "plain"),
+}
+
+
+@pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
+@pytest.mark.parametrize("name", grid(WRONG_TERMS, {"the term of another token", "one number for all chains"}))
+def test_wrong_variants_of_terms_are_rejected(tmp_path: Path, name: str) -> None:
+    wrong, sampling = WRONG_TERMS[name]
+    with instead(Levels, "draw_below", wrong):
+        found = sampled(tmp_path, "dspark", output_distribution.SPECULATIONS["bv_race 4"], sampling, num_answers=4000)
+    assert found < output_distribution.ALPHA
 
 
 WRONG = {

@@ -47,6 +47,11 @@ class BlockConfig:
     """Likeliest tokens of a row that the selector chooses from."""
 
     @property
+    def causalities(self) -> tuple[bool, ...]:
+        """The different values of `is_causal`."""
+        return tuple(sorted(set(self.is_causal)))
+
+    @property
     def max_draft_length(self) -> int:
         """Tokens that a block drafts."""
         return self.size if self.from_anchor else self.size - 1

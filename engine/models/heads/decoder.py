@@ -1,7 +1,7 @@
-"""Heads of the EAGLE types on a CPU: their passes in one call each, by the decoder of language models.
+"""Heads of the EAGLE and DFlash types on a CPU: their passes in one call each, by the decoder of language models.
 
-A head's own modules (`eagle.py`) are the oracle: every start compares one pass with them, and a head whose numbers
-differ runs through them.
+A head's own modules (`eagle.py`, `dflash.py`) are the oracle: every start compares passes with them, and a head whose
+numbers differ runs through them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.attention.inputs import NodeInput, SequenceInput
+from engine.attention.inputs import NO_NODES, Ints, NodeInput, SequenceInput
 from engine.attention.tensors import KVShape
+from engine.models import numba_decoder
 from engine.models import numba_table as nt
 from engine.models.backend import Backend
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.cpu_weights import Product, stored_types
+from engine.models.cpu_decoder import NO_STATES, CpuDecoder, parts_of
+from engine.models.cpu_weights import Array, Product, aligned, stored_types
+from engine.models.heads.config import BlockConfig
+from engine.models.heads.dflash import DFlash
 from engine.models.heads.eagle import Eagle3
 from engine.models.heads.head import Head, TargetWeights
-from engine.models.heads.runner import HeadBackend, HeadRunner, TorchHead
+from engine.models.heads.runner import HeadBackend, HeadRunner, Reading, TorchHead, mask_nodes
 from engine.models.kinds import may_decode
+from engine.models.numba_work import ROW
 from engine.models.packing import pack, take_over
+from engine.models.runner import Pass
 
 log = logging.getLogger("polydraft")
 
@@ -46,10 +51,99 @@ class HeadDecoder(CpuDecoder):
         self._head = head
         stored = dtype if all(_fits(weight, dtype) for weight in _decoded_weights(head)) else torch.float32
         super().__init__(_as_model(head), dtype=stored, shared=_shared(head, target, stored))
-        config, ids = head.config, head.target_ids
-        self._put(nt.NORM_FLAGS, np.array([config.norm_before_residual, config.norm_output], dtype=np.int64))
+        config, ids, block = head.config, head.target_ids, head.config.block
+        leaves_normed = config.norm_output or block is not None
+        self._put(nt.NORM_FLAGS, np.array([config.norm_before_residual, leaves_normed], dtype=np.int64))
+        self._put_product(nt.PROJECTION, [head.fc.weight], stored)
+        self._put(nt.TARGET_NORMS, _target_norms(head))
+        if block is not None:
+            self._put_block(head, stored)
         self.target_ids = None if ids is None else ids.numpy()
         self.has_plain_logits = config.logit_scale == 1 and not config.softcap
+
+    def _put_product(self, field: int, weights: Sequence[Tensor], stored: torch.dtype) -> None:
+        """Lay out weights [N, K], one for each layer, that language models do not have."""
+        num_columns, depth = weights[0].shape
+        product = Product(len(weights), num_columns, depth, stored, bits=16)
+        for layer, weight in enumerate(weights):
+            product.put(layer, weight, None)
+        self._put(field, product.weights, product.scales, product.bias)
+        self.products[field] = product
+        self.weight_bytes += product.nbytes
+
+    def _put_block(self, head: Any, stored: torch.dtype) -> None:
+        """Put down what only heads of the DFlash types have."""
+        block: BlockConfig = head.block_config
+        norms, constants = self._arrays[nt.NORMS], self._arrays[nt.CONSTANTS]
+        self._put(nt.NORMS, np.concatenate([norms, [head.hidden_norm.weight.numpy()]]))
+        constants[3] = block.embedding_scale
+        fields = nt.WORDS, nt.OTHER_WORDS
+        words_of = [fields[block.causalities.index(is_causal)] for is_causal in block.is_causal]
+        self._put(nt.WORDS_OF, np.array(words_of, dtype=np.int64))
+        if block.markov_rank and block.markov_type == "vanilla":
+            self.embedded_term = head.markov_head.markov_w1.weight.float().numpy()
+            self._put_product(nt.TERM, [head.markov_head.markov_w2.weight], stored)
+        if not block.conv_taps:
+            return
+        convolutions = [one for layer in head.layers for one in (layer.attention_conv, layer.mlp_conv)]
+        self._put_product(nt.KERNELS, [one.kernel_projection.weight for one in convolutions], stored)
+        self._put(nt.CONVOLUTIONS, np.stack([one.base_kernel.numpy() for one in convolutions]))
+        self._put(nt.BLOCK_SIZES, np.array([block.size, block.conv_group], dtype=np.int64))
+        num_phases = numba_decoder.num_phases(len(head.layers), convolves=True)
+        self._put(nt.COUNTERS, np.zeros((num_phases, ROW), dtype=np.int64))
+
+    def _reserve(self, num_rows: int) -> None:
+        """Reserve buffers for this many rows."""
+        before = self._capacity
+        super()._reserve(num_rows)
+        if nt.KERNELS in self.products and self._capacity != before:
+            width = self._arrays[nt.KERNELS + 2].shape[1]
+            self._put(nt.OWN_KERNELS, aligned((self._capacity, width), np.dtype(np.float32)))
+
+    def states_of(self, state_TX: Tensor | None, num_leaving: int, of_target: bool) -> tuple[Array, Array, Array]:
+        """Return the states that a pass reads, and room for those that leave it."""
+        leaving = np.empty((num_leaving, self._shape.hidden_dim), dtype=np.float32)
+        if state_TX is None:
+            return NO_STATES, NO_STATES, leaving
+        states = np.ascontiguousarray(state_TX.float().numpy())
+        if not of_target:
+            return NO_STATES, states, leaving
+        return states, np.empty((len(states), self._arrays[nt.PROJECTION + 2].shape[1]), dtype=np.float32), leaving
+
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
+        """Read texts and compute whole blocks after them, in one call."""
+        one = blocks[0] if blocks else reading.one  # type: ignore[union-attr]
+        layout, num_rows = one.layout, len(one.layout.token_ids_T) if blocks else 0
+        slots, positions = layout.slots_T[:num_rows], layout.positions_T[:num_rows]
+        if reading is not None:
+            read = reading.one.layout
+            slots, positions = np.concatenate([slots, read.slots_T]), np.concatenate([positions, read.positions_T])
+        if len(blocks) > 1:
+            self._put(nt.OTHER_WORDS, blocks[1].layout.words)
+        logits = self.room_for_logits(len(rows_N))
+        taps_TX = None if reading is None else reading.taps_TX
+        target_states, states, leaving = self.states_of(taps_TX, len(rows_N), taps_TX is not None)
+        numba_decoder.run(
+            *self.ready(one.metadata.storage, one.metadata.page_size, len(slots), int(layout.num_keys.sum())),
+            0,
+            layout.token_ids_T[:num_rows],
+            slots,
+            rows_N,
+            parts_of(layout.starts, layout.counts)[: None if blocks else 0],
+            layout.words,
+            layout.pages,
+            layout.first_keys,
+            layout.ends,
+            layout.num_keys,
+            layout.node_positions,
+            layout.limits,
+            positions,
+            target_states,
+            states,
+            leaving,
+            logits,
+        )
+        return torch.from_numpy(leaving), torch.from_numpy(logits)[:, : self._shape.vocab_size]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
         """Drop the head's own weights, and pack those that are used outside of passes."""
@@ -63,7 +157,7 @@ class HeadDecoder(CpuDecoder):
 def backend_of(head: Any, shape: KVShape, target: Backend, dtype: torch.dtype, block_size: int) -> HeadBackend:
     """Return the backend of a head on a CPU. target, dtype: see `HeadDecoder`."""
     plain = TorchHead(head)
-    if not isinstance(head, Eagle3) or not may_decode(head.config.layers):
+    if not isinstance(head, Eagle3 | DFlash) or not may_decode(head.config.layers):
         return plain
     try:
         decoder = HeadDecoder(head, target, dtype)
@@ -79,20 +173,71 @@ def backend_of(head: Any, shape: KVShape, target: Backend, dtype: torch.dtype, b
 
 def _difference(head: Head, shape: KVShape, backends: Sequence[HeadBackend], block_size: int) -> float:
     """Return the largest difference between two backends' states and products, as a share of the largest number."""
-    num_rows = 20
-    tree = NodeInput((1, 2, 3), (1, 1, 2), (), np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_))
-    tokens = [7919 * row % head.config.vocab_size for row in range(num_rows)]
-    blocks = range(-(-(num_rows + 4) // block_size))
-    part = SequenceInput(tokens, 1, blocks, tree, slice(num_rows - 2, None), 1)
-    width = head.config.hidden_size
-    state_TH = (torch.arange((num_rows + 3) * width) * 0.7).sin().view(-1, width)
-    found = []
-    for backend in backends:
-        runner = HeadRunner(head, shape, len(blocks), block_size, head.config.vocab_size, backend)
-        found.append(runner.states(runner.prepare([[part]])[0], state_TH))
+    computed = _block if isinstance(head, DFlash) else _tree
+    found = [computed(head, shape, backend, block_size) for backend in backends]
     return max(
         float((one - other).abs().max() / one.abs().max().clamp(min=1e-6)) for one, other in zip(*found, strict=True)
     )
+
+
+_NUM_READ = 20
+"""Rows of the text that a comparison reads."""
+
+
+def _tree(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> list[Tensor]:
+    """Return what a head that drafts by depth computes of a text from the target's states, and of a tree below it."""
+    nodes = NodeInput(_text(head)[1:4], (1, 1, 2), (), np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_))
+    runner = _runner(head, shape, backend, block_size, len(nodes.depths))
+    text, blocks = _text(head), range(-(-(_NUM_READ + len(nodes.depths)) // block_size) + 1)
+    whole = SequenceInput(text, 1, blocks, NO_NODES, slice(_NUM_READ - 2, None), 1)
+    tree = SequenceInput((), 1 + _NUM_READ, blocks, nodes, slice(None), 1)
+    first, second = runner.prepare([[whole], [tree]])
+    read = runner.read(first, _numbers(_NUM_READ, head.fc.in_features))
+    return [*read, *runner.states(second, _numbers(len(nodes.depths), head.config.hidden_size))]
+
+
+def _block(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> list[Tensor]:
+    """Return what a head computes of two blocks, the second of them after a text that was read before."""
+    block: BlockConfig = head.block_config
+    runner = _runner(head, shape, backend, block_size, block.size)
+    blocks, half = range(-(-(_NUM_READ + block.size) // block_size) + 1), _NUM_READ // 2
+    mask = head.config.mask_token_id
+    assert mask is not None
+    found: list[Tensor] = []
+    for first in (0, half):
+        read = SequenceInput(_text(head)[first : first + half], 1 + first, blocks, NO_NODES, slice(0, 0), 1)
+        end = 1 + first + half
+        masks = (_text(head)[1], *(mask,) * (block.size - 1))
+        after = [
+            SequenceInput((), end, blocks, mask_nodes(masks, is_causal), slice(None), 1)
+            for is_causal in block.causalities
+        ]
+        one, *passes = runner.prepare([[read], *([part] for part in after)])
+        reading = Reading(one, _numbers(half, head.fc.in_features))
+        found += runner.block(reading, passes, np.arange(block.size))
+    return found
+
+
+def _runner(head: Any, shape: KVShape, backend: HeadBackend, block_size: int, num_nodes: int) -> HeadRunner:
+    num_blocks = -(-(_NUM_READ + num_nodes) // block_size) + 1
+    return HeadRunner(head, shape, num_blocks, block_size, head.config.vocab_size, backend)
+
+
+def _text(head: Any) -> list[int]:
+    return [7919 * row % head.config.vocab_size for row in range(_NUM_READ)]
+
+
+def _numbers(num_rows: int, width: int) -> Tensor:
+    """Return [T, X] states to compare with."""
+    return (torch.arange(num_rows * width) * 0.7).sin().view(num_rows, width)
+
+
+def _target_norms(head: Any) -> Array:
+    """Return [parts, X / parts] weights of the norms of the target's states, before they are projected."""
+    if isinstance(head, DFlash):
+        return NO_STATES
+    norms = [head.input_norm] if head.config.norm_before_fc else list(head.fc_norm)
+    return np.stack([norm.weight.float().numpy() for norm in norms]) if norms else NO_STATES
 
 
 def _as_model(head: Any) -> Any:
@@ -118,13 +263,14 @@ def _shared(head: Any, target: Backend, dtype: torch.dtype) -> dict[int, Product
 
 def _decoded_modules(head: Any) -> list[Any]:
     """Return the modules whose weights the decoder has."""
-    parts = [head.layers, *(part for part in (head.embed_tokens, head.lm_head) if part is not None)]
+    parts = [head.layers, head.fc, *(part for part in (head.embed_tokens, head.lm_head) if part is not None)]
     return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear | nn.Embedding)]
 
 
 def _decoded_weights(head: Any) -> list[Tensor]:
     shared = [head.shared.embedding_VD, head.shared.head_VD]
-    return [*shared, *(module.weight for module in _decoded_modules(head))]
+    term = [head.markov_head.markov_w2.weight] if getattr(head, "markov_head", None) is not None else []
+    return [*shared, *term, *(module.weight for module in _decoded_modules(head))]
 
 
 def _fits(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.attention.inputs import Ints
+from engine.kernels.transfer import to_device
 from engine.models.heads.config import BlockConfig, HeadConfig
-from engine.models.heads.head import Head
+from engine.models.heads.head import Head, HeadOutput
 from engine.models.heads.layers import DecoderLayer, Memory, Norm, Rotary, Rotation
 from engine.models.heads.samplers import CandidateSelector, ChainSampler, Marginals, Markov, MarkovHead, Selected
 
@@ -110,16 +113,30 @@ class DFlash(Head):
         normed_TH: Tensor = self.norm(state_TH)
         return normed_TH
 
-    def sampler(self, state_TH: Tensor, lengths: Sequence[int], vocab_size: int) -> ChainSampler:
-        """Return the sampler of whole blocks; lengths: draft rows in use of each."""
+    def rows(self, lengths: Sequence[int]) -> Ints:
+        """Return the rows of a pass over whole blocks that `sampler` needs; lengths: draft rows in use of each."""
         size, first = self.block_config.size, int(not self.block_config.from_anchor)
         rows = [number * size + first + row for number, length in enumerate(lengths) for row in range(length)]
-        state_SH = state_TH[torch.tensor(rows, device=state_TH.device)]
+        if self._reads_anchors:
+            rows += [number * size for number in range(len(lengths))]
+        return np.array(rows)
+
+    @property
+    def _reads_anchors(self) -> bool:
+        """Whether the sampler reads states of anchors, which draft nothing themselves."""
+        return self.block_config.markov_type == "rnn" and not self.block_config.from_anchor
+
+    def sampler(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> ChainSampler:
+        """Return the sampler of whole blocks. output: of the pass, at `rows`."""
+        num_rows = sum(lengths)
+        state_SH, logits_SV = output.state_NH[:num_rows], self.scaled(output.product_NX[:num_rows])
         if self.markov_head is not None:
-            anchors = [number * size for number, length in enumerate(lengths) for _ in range(length)]
-            first_SH = state_TH[torch.tensor(anchors, device=state_TH.device)] if first else None
-            return Markov(self, state_SH, first_SH, vocab_size)
-        logits_SV = self.logits(state_SH, vocab_size)
+            first_SH = None
+            if self._reads_anchors:
+                of_row = np.repeat(np.arange(num_rows, num_rows + len(lengths)), lengths)
+                first_SH = output.state_NH[to_device(of_row, state_SH.device)]
+            return Markov(self, state_SH, first_SH, logits_SV, vocab_size)
+        logits_SV = self.in_target_tokens(logits_SV, vocab_size)
         if self.candidate_selector is not None:
             return Selected(self.candidate_selector, state_SH, logits_SV, self.block_config.num_candidates)
         return Marginals(logits_SV)

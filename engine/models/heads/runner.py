@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionMetadata
+from engine.attention.inputs import Ints, NodeInput
+from engine.kernels.transfer import to_device
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.heads.head import HeadOutput
 from engine.models.runner import ModelRunner, Pass
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+class Reading(NamedTuple):
+    """Texts that a head of the DFlash types reads."""
+
+    one: Pass
+    taps_TX: Tensor
+    """The target's states before its rows; a backend may overwrite them."""
 
 
 class HeadBackend(Backend, Protocol):
@@ -23,9 +36,19 @@ class HeadBackend(Backend, Protocol):
         positions_T: Tensor,
         metadata: AttentionMetadata,
         wanted_N: Tensor,
-        state_TH: Tensor | None,
+        state_TX: Tensor | None,
+        of_target: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Run a flat pass; return the fields of a `HeadOutput` at the wanted rows."""
+        """Run a flat pass; return the fields of a `HeadOutput` at the wanted rows.
+
+        of_target: whether the rows' states are the target's, which the head projects; a backend may overwrite them.
+        """
+
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
+        """Read texts and compute whole blocks after them; return the fields of a `HeadOutput` at some of their rows.
+
+        Only heads of the DFlash types. blocks: a pass for each of `BlockConfig.causalities`, or none.
+        """
 
 
 class TorchHead(TransformersBackend):
@@ -37,10 +60,28 @@ class TorchHead(TransformersBackend):
         positions_T: Tensor,
         metadata: AttentionMetadata,
         wanted_N: Tensor,
-        state_TH: Tensor | None,
+        state_TX: Tensor | None,
+        of_target: bool,
     ) -> tuple[Tensor, Tensor]:
         """Run a flat pass."""
-        state_NH = self._model(token_ids_T, state_TH, positions_T, metadata)[wanted_N]
+        state_TH = self._model.project(state_TX) if of_target else state_TX
+        return self._output(self._model(token_ids_T, state_TH, positions_T, metadata)[wanted_N])
+
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
+        """Read texts and compute whole blocks after them."""
+        head = self._model
+        if reading is not None:
+            one, taps_TX = reading
+            head.store(head.project(taps_TX), one.tensors.positions_T, one.metadata)
+        if not blocks:
+            return self._output(torch.empty((0, head.config.hidden_size), device=head.device))
+        by_causality = dict(zip(head.block_config.causalities, (one.metadata for one in blocks), strict=True))
+        tensors = blocks[0].tensors
+        state_TH = head.block(tensors.token_ids_T, tensors.positions_T, by_causality)
+        return self._output(state_TH[to_device(rows_N, head.device)])
+
+    def _output(self, state_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states and their products with the output head."""
         if not len(state_NH):
             return state_NH, state_NH.new_empty(0, self._model.config.draft_vocab_size)
         return state_NH, self._model.products(state_NH)
@@ -63,32 +104,31 @@ class HeadRunner(ModelRunner):
 
     @torch.inference_mode()
     def read(self, one: Pass, taps_TX: Tensor) -> HeadOutput:
-        """Read rows of texts. taps_TX: the target's states."""
-        return self.states(one, self.head.project(taps_TX))
+        """Read rows of texts. taps_TX: the target's states, which may be overwritten."""
+        return self._passed(one, one.tensors.token_ids_T, taps_TX, True)
 
     @torch.inference_mode()
     def states(self, one: Pass, state_TH: Tensor, drawn_M: Tensor | None = None) -> HeadOutput:
         """Run a pass.
 
-        state_TH: inputs of the rows; drawn_M: tokens that only the device knows.
+        state_TH: states that the rows read; drawn_M: tokens that only the device knows.
         """
+        return self._passed(one, self.token_ids(one.tensors, drawn_M), state_TH, False)
+
+    def _passed(self, one: Pass, ids_T: Tensor, state_TX: Tensor, of_target: bool) -> HeadOutput:
         tensors = one.tensors
-        ids_T = self.token_ids(tensors, drawn_M)
-        return HeadOutput(*self.backend.passed(ids_T, tensors.positions_T, one.metadata, tensors.wanted_N, state_TH))
+        output = self.backend.passed(ids_T, tensors.positions_T, one.metadata, tensors.wanted_N, state_TX, of_target)
+        return HeadOutput(*output)
 
     @torch.inference_mode()
-    def store(self, one: Pass, taps_TX: Tensor) -> None:
-        """Store the K/V that a head of the DFlash types needs of texts. taps_TX: the target's states."""
-        self.head.store(self.head.project(taps_TX), one.tensors.positions_T, one.metadata)
+    def store(self, reading: Reading) -> None:
+        """Store the K/V that a head of the DFlash types needs of texts."""
+        self.backend.block(reading, (), _NO_ROWS)
 
     @torch.inference_mode()
-    def block(self, one: Pass, by_causality: dict[bool, AttentionMetadata]) -> Tensor:
-        """Return [T, H] the states of all rows of whole blocks; by_causality: the pass's metadata by what its rows
-        see.
-        """
-        tensors = one.tensors
-        state_TH: Tensor = self.head.block(tensors.token_ids_T, tensors.positions_T, by_causality)
-        return state_TH[tensors.wanted_N]
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> HeadOutput:
+        """Read texts and compute whole blocks after them (`HeadBackend.block`)."""
+        return HeadOutput(*self.backend.block(reading, blocks, rows_N))
 
     def logits_of(self, output: HeadOutput) -> Tensor:
         """Return [N, V] float32 logits below rows with these outputs."""
@@ -99,5 +139,13 @@ class HeadRunner(ModelRunner):
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
         """Return [N, V] logits of rows that read zeros, to measure the time of passes."""
-        state_TH = torch.zeros(len(token_ids_T), self.head.config.hidden_size)
-        return self.logits_of(HeadOutput(*self.backend.passed(token_ids_T, positions_T, metadata, wanted_N, state_TH)))
+        config = self.head.config
+        state_TH = torch.zeros(len(token_ids_T), config.hidden_size) if config.block is None else None
+        output = self.backend.passed(token_ids_T, positions_T, metadata, wanted_N, state_TH, False)
+        return self.logits_of(HeadOutput(*output))
+
+
+def mask_nodes(tokens: tuple[int, ...], is_causal: bool) -> NodeInput:
+    """Return rows after a text at the positions that follow it, which see each other."""
+    seen = np.ones((len(tokens), len(tokens)), dtype=np.bool_)
+    return NodeInput(tokens, range(1, len(tokens) + 1), (), np.tril(seen) if is_causal else seen)

@@ -90,11 +90,15 @@ class MarkovHead(nn.Module):
 class Markov:
     """Logits with the term of a `MarkovHead`."""
 
-    def __init__(self, head: Any, state_SH: Tensor, first_SH: Tensor | None, vocab_size: int) -> None:
-        """first_SH: states of the anchors' rows, by draft row, if these rows draft nothing themselves."""
+    def __init__(
+        self, head: Any, state_SH: Tensor, first_SH: Tensor | None, logits_SV: Tensor, vocab_size: int
+    ) -> None:
+        """first_SH: states of the anchors' rows, by draft row, if the memory begins there; logits_SV: [S, draft
+        vocabulary] without the term.
+        """
         self._head, self._markov, self._vocab_size = head, head.markov_head, vocab_size
         self._state_SH, self._first_SH = state_SH, first_SH
-        self._logits_SV = head.own_logits(state_SH)
+        self._logits_SV = logits_SV
         self._memory_NR = torch.empty(0)
 
     def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:

@@ -1,0 +1,58 @@
+"""Phases of the CPU's decoder that heads alone have: norms of the target's states, and convolutions over a block."""
+
+# Numba sees a kernel's arguments only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.kernels import compiled_for_cpu
+from engine.kernels.numba_numbers import FAST
+from engine.models import numba_table as nt
+from engine.models.numba_layer import norm
+from engine.models.numba_table import array1, array2, array4, table_at
+from engine.models.numba_work import claim, finish
+
+
+@compiled_for_cpu(**FAST)
+def normalise(address, phase):
+    """Normalise the target's states in place: each part of a row by itself."""
+    table = table_at(address)
+    counters, eps = array2(table, nt.COUNTERS, np.int64), array1(table, nt.CONSTANTS, np.float32)[0]
+    rows, norms = array2(table, nt.TARGET_STATES, np.float32), array2(table, nt.TARGET_NORMS, np.float32)
+    num_parts, width = len(norms), norms.shape[1]
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        for row in range(len(rows)):
+            of_part = rows[row, part * width : (part + 1) * width]
+            norm(of_part, norms[part], eps, of_part)
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
+
+
+@compiled_for_cpu(**FAST)
+def convolve(address, phase, number, side, field):
+    """Convolve the rows of every block with those before them in the block, in place.
+
+    number: of the convolution, two for each layer; side: 0 before a part of the layer, 1 after it.
+    """
+    table = table_at(address)
+    counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, field, np.float32)
+    kernels = array4(table, nt.CONVOLUTIONS, np.float32)[number, side]
+    own, sizes = array2(table, nt.OWN_KERNELS, np.float32), array1(table, nt.BLOCK_SIZES, np.int64)
+    size, group, num_taps, width = sizes[0], sizes[1], kernels.shape[0], kernels.shape[1]
+    num_parts = (len(rows) + size - 1) // size
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        first = part * size
+        # From the last row on: a row's own numbers are read last when the rows after it are done.
+        for row in range(min(len(rows), first + size) - 1, first - 1, -1):
+            for tap in range(min(num_taps, row - first + 1)):
+                start = (side * num_taps + tap) * (width // group)
+                for column in range(width):
+                    kernel = kernels[tap, column] + own[row, start + column // group]
+                    added = kernel * rows[row - tap, column]
+                    rows[row, column] = added if tap == 0 else rows[row, column] + added
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
