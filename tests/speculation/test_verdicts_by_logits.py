@@ -77,11 +77,15 @@ def test_rows_have_the_target_s_law() -> None:
 
 
 WRONG = {
-    "laws of the next node": (BLOCK, "node_rows[chain] - first", "np.minimum(node_rows[chain] - first + 1, count - 1)"),
+    "laws of the next node": (
+        BLOCK,
+        "node_rows[chain, depth] - first",
+        "min(node_rows[chain, depth] - first + 1, count - 1)",
+    ),
     "the first request's temperature": (BLOCK, "temperature = temperatures[request]", "temperature = temperatures[0]"),
     "one number for two decisions": (BLOCK, "numbers[3, chain, 0]", "numbers[1, chain, 0]"),
-    "no filters": (BLOCK, "top_ks[request], top_ps[request]", "0, np.float32(1)"),
-    "a token more": (BLOCK, "top_ks[request], top_ps", "top_ks[request] + 1, top_ps"),
+    "no filters": (BLOCK, "top_ks[request],\n                    top_ps[request]", "0, np.float32(1)"),
+    "a token more": (BLOCK, "top_ks[request],", "top_ks[request] + 1,"),
     "the first request's min_p": (BLOCK, "least_logs[request]", "least_logs[0]"),
     "no temperature": (ROWS, "log = (logits[column] - most) / temperature", "log = logits[column] - most"),
 }
