@@ -68,7 +68,7 @@ def answers(
     ]
     counts: dict[str, Counter[tuple[int, ...]]] = {kind: Counter() for kind in kinds}
     for name, tokens in tiny.run(engine, requests, enough).tokens.items():
-        counts[name.split()[1]][tuple(tokens[:NUM_TOKENS])] += 1
+        counts[name.split(maxsplit=1)[1]][tuple(tokens[:NUM_TOKENS])] += 1
     return counts
 
 
