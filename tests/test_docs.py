@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from analysis.__main__ import ANALYSES
 from engine.models.loading import FITTING_MODEL_TYPES
 from server import foreign_flags
 from server.flags import parse_flags
@@ -109,6 +110,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, link
+
+
+def test_pages_name_every_analysis_and_no_other() -> None:
+    """One verb after `polydraft analyze`, or several with commas."""
+    named = [
+        verb
+        for page in PAGES
+        for verbs in re.findall(r"polydraft analyze\s+([a-z]+(?:`,\s+`[a-z]+(?=`))*)", page.read_text())
+        for verb in re.findall(r"[a-z]+", verbs)
+    ]
+    assert set(named) == set(ANALYSES)
 
 
 def test_pages_are_short() -> None:
