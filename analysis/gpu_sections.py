@@ -155,14 +155,14 @@ def trace(options: argparse.Namespace, findings: SectionResults) -> None:
         findings.add(f"profile {name}", profile(engine, plan_of(engine, name)))
     rows = {}
     for count in (1, 21):
-        logits = made_up(count, options.vocabulary, device)
+        logits = synthetic(count, options.vocabulary, device)
         temperature = torch.ones(count, device=device)
         work = partial(engine.target.kernels.softmax, logits, temperature)
         rows[count] = middle_s(work, device, options.scale / 4)
-    findings.add("law_of_rows_s", rows)
+    findings.add("distribution_of_rows_s", rows)
 
 
-def made_up(num_rows: int, width: int, device: torch.device) -> torch.Tensor:
+def synthetic(num_rows: int, width: int, device: torch.device) -> torch.Tensor:
     """Return the same synthetic numbers every time, without a generator."""
     return torch.linspace(-3, 3, num_rows * width, device=device).view(num_rows, width)
 
@@ -174,7 +174,7 @@ def ceilings(device: torch.device, scale: float) -> dict[str, float]:
     target = torch.empty_like(source)
     width = 8192 if device.type == "cuda" else 512
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left = made_up(width, width, device).to(dtype)
+    left = synthetic(width, width, device).to(dtype)
     return {
         "copied_bytes_per_s": 2 * size / middle_s(lambda: target.copy_(source), device, scale / 2),
         "operations_per_s": 2 * width**3 / middle_s(lambda: left @ left, device, scale / 2),
@@ -270,7 +270,7 @@ def law(options: argparse.Namespace, findings: SectionResults) -> None:
                 check = check_distribution(engine, name, arms.speculation_of(name), prompt, few, 1.0, **filters)
             key = ", ".join([name, kind, *filters])
             findings.add(key, {**asdict(check), "recorded_steps": sum(served), "steps": len(served)})
-            findings.require(not check.rejected, f"{key}: not the target's law (p = {check.p_value:.2g})")
+            findings.require(not check.rejected, f"{key}: not the target's distribution (p = {check.p_value:.2g})")
             if kind == "recorded" and engine.recorded.num_recorded:
                 findings.require(sum(served) > len(served) / 2, f"{key}: most steps were not recorded")
 

@@ -44,7 +44,7 @@ PARTS: dict[int, Sequence[Section]] = {
     ),
     2: (
         Section("variants", 370, "kernels, graphs and shapes against the same without them, in turns"),
-        Section("law", 160, "the law of the output, drawn by the build that is measured"),
+        Section("law", 160, "the distribution of the output, drawn by the build that is measured"),
     ),
     3: (Section("record", 530, "tokens a second of every shape and of plain decoding, at 1, 4, 16 and 64 requests"),),
     4: (

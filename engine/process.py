@@ -92,8 +92,8 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
 class Loop:
     """Steps and messages of an engine.
 
-    If passes run on a device, its results are delivered while the next step's target pass runs, and so are requests
-    taken. Messages from an `Abort` on wait for the end of that step, whose rows must not go.
+    If passes run on a device, a step's results are delivered, and requests are taken, while the next step's target pass
+    runs. An `Abort`, and all messages after it, wait until the step ends, because the device still writes its blocks.
     """
 
     def __init__(self, engine: Engine, mailbox: Mailbox) -> None:

@@ -128,8 +128,8 @@ class ModelSettings(BaseModel):
     )
     weights: Weights = Field(
         "auto",
-        description="numbers of the weights: the checkpoint's; on a CPU int8, with a scale for every 32; on a device "
-        "fp8 or int4, by torchao. The target is then the quantised model",
+        description="numbers of the weights: the checkpoint's; on a CPU int8, with a scale for every 32; fp8 or "
+        "int4, by torchao, for CUDA devices (a CPU gains nothing). The target is then the quantised model",
     )
     kv_cache_dtype: KVDtype = Field(
         "auto", description="type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"

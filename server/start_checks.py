@@ -40,6 +40,8 @@ def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
     if method is None:
         if wanted in formats and config.model.weights in ("auto", wanted):
             return replace(config, model=replace(config.model, weights=wanted))
+        if wanted in formats:
+            raise ConfigError(f"--quantization {wanted} contradicts --weights {config.model.weights}; leave one out")
         raise ConfigError(
             f"--quantization {wanted}: the weights of {config.model.target} are not quantised, and are quantised while "
             f"they are loaded only by one of {', '.join(formats)} (--weights); name a checkpoint that is, or leave the "

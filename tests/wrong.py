@@ -50,12 +50,15 @@ class Call(NamedTuple):
 
 @contextmanager
 def calls_of(owner: Any, name: str) -> Iterator[list[Call]]:
-    """Note the calls of a function, which runs as it is; those that raise are not noted."""
+    """Note the calls of a function, which runs as it is; the result of a call that raises is None."""
     calls: list[Call] = []
 
     def noted(right: Callable[..., Any], *operands: Any, **named: Any) -> Any:
-        result = right(*operands, **named)
-        calls.append(Call((*operands, *named.values()), result))
+        result = None
+        try:
+            result = right(*operands, **named)
+        finally:
+            calls.append(Call((*operands, *named.values()), result))
         return result
 
     with instead(owner, name, noted):

@@ -149,7 +149,7 @@ class Controller:
         self._in_use = PLAIN
         """Shape that was chosen as the best; a trial may replace it."""
         self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
-        self._resting: frozenset[int] = frozenset()
+        self._not_drafting: frozenset[int] = frozenset()
         """Adaptive requests that do not draft at present."""
 
     # -- choosing -----------------------------------------------------------------------------------------------------
@@ -159,20 +159,20 @@ class Controller:
         adaptive: Sequence[Drafting],
         others: Sequence[Fanout] = (),
         lags: Sequence[int] | None = None,
-        text_beside: int = 0,
+        other_text: int = 0,
     ) -> None:
         """Choose for the adaptive requests that emit in the next step, if a choice is due or the requests have changed;
         otherwise the last choice stays. Called before each step.
 
         others: drafts of each of the other requests in the step (`Row.fanout`). lags: tokens that the draft model
-        must catch up on, by adaptive request. text_beside: total length of the others' texts.
+        must catch up on, by adaptive request. other_text: total length of the others' texts.
         """
         began = time.perf_counter()
         self._step += 1
         ids, other_shapes = frozenset(one.sequence_id for one in adaptive), tuple(others)
         if adaptive and (self._step >= self._next or self._has_changed(ids, other_shapes)):
             self._learn()
-            text = text_beside + sum(len(one.tokens) for one in adaptive)
+            text = other_text + sum(len(one.tokens) for one in adaptive)
             self._choose(_Load(adaptive, other_shapes, text, self._catch_up_s(adaptive, lags)), ids)
             self._chosen_for = ids, other_shapes
         if adaptive:
@@ -202,7 +202,7 @@ class Controller:
         seldom = int(_SELDOM_S / float(self.times.step_s(options.works[:1])[0]))
         self._interval = max(_CHOOSE_EVERY, min(2 * self._interval, seldom)) if stays_plain else _CHOOSE_EVERY
         self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
-        self._resting = ids - self.choice.drafting
+        self._not_drafting = ids - self.choice.drafting
         if any(one.num_remaining > 1 for one in load.adaptive):  # else no request has room for a draft
             self.reads = self.choice.shape != PLAIN
         self._next = self._step + self._interval
@@ -257,14 +257,14 @@ class Controller:
         room = np.array([one.num_remaining - 1 for one in load.adaptive])
         by_chains = {k: self._expected(k, acceptance_ratio, room) for k, _ in shapes if k}
         tokens = np.array([by_chains[k][length] if k else np.ones(len(acceptance_ratio)) for k, length in shapes])
-        tokens_beside = sum(self._tokens_of(fanout) for fanout in load.others)
+        other_tokens = sum(self._tokens_of(fanout) for fanout in load.others)
         num_adaptive = len(load.adaptive)
 
         works = [load.work(num_adaptive if shape != PLAIN else 0, shape) for shape in shapes]
         seconds = self.times.step_s(works)
-        plain_rate = (num_adaptive + tokens_beside) / seconds[0]
+        plain_rate = (num_adaptive + other_tokens) / seconds[0]
         price_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive + tokens * load.catch_up_s
-        least_gain = np.array([1.0 if one.sequence_id in self._resting else _HOLD for one in load.adaptive])
+        least_gain = np.array([1.0 if one.sequence_id in self._not_drafting else _HOLD for one in load.adaptive])
         drafting = tokens - 1 > least_gain * price_s * plain_rate
         drafting[~drafting.any(1)] = True  # a shape that is worth its time for nobody may still be tried, with all
         drafting[0] = False
@@ -276,7 +276,7 @@ class Controller:
         emitted = np.where(drafting, tokens, 1.0).sum(1)
         # A drafting shape also pays for the draft model's reading, of lagging texts or of prompts to come.
         reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * self._prompt_s())
-        rates = (emitted + tokens_beside) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
+        rates = (emitted + other_tokens) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
         return _Options(shapes, works, rates, drafting)
 
     def fanout(self, sequence: Drafting) -> Fanout:

@@ -23,7 +23,7 @@ from engine.models.numba_table import array1, array2, put1, put2, table_at
 from engine.models.numba_work import call, claim, finish
 from engine.models.numba_work import together as share
 
-_LAWS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(numba_table.OWN, numba_table.OWN + 6)
+_PROBS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(numba_table.OWN, numba_table.OWN + 6)
 _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(numba_table.OWN + 6, numba_table.OWN + 12)
 _BASE, _DRAFT_ROWS, _MEMORY = range(numba_table.OWN + 12, numba_table.OWN + 15)
 _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
@@ -38,7 +38,7 @@ def _draw(address, phase):
     """
     table = table_at(address)
     counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
-    distributions, temperatures = array2(table, _LAWS, np.float32), array1(table, _TEMPERATURES, np.float32)
+    distributions, temperatures = array2(table, _PROBS, np.float32), array1(table, _TEMPERATURES, np.float32)
     least_logs, top_ks = array1(table, _LEAST_LOGS, np.float32), array1(table, _TOP_KS, np.int64)
     top_ps = array1(table, _TOP_PS, np.float32)
     uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
@@ -100,7 +100,7 @@ def _put_draws(
     spread,
 ):
     """Write what `_draw` reads of a level into the table."""
-    put2(table, _LAWS, distributions)
+    put2(table, _PROBS, distributions)
     put1(table, _TEMPERATURES, temperatures)
     put1(table, _LEAST_LOGS, least_logs)
     put1(table, _TOP_KS, top_ks)

@@ -22,7 +22,7 @@ from engine.sampling.distribution import DistributionParameters, distribution
 
 
 class DraftRows(NamedTuple):
-    """Slots of a layout: those of a row follow each other, and a row that drafts nothing has none."""
+    """Draft rows of a layout: those of a row follow each other, and a row that drafts nothing has none."""
 
     first_R: Tensor
     """The first draft row of each row that drafts."""

@@ -34,16 +34,16 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the fault of its kernels on a device; None if they agree with the plain operations."""
     from engine.models import triton_layer
 
-    made_up = partial(synthetic_rows, device, dtype)
+    some = partial(synthetic_rows, device, dtype)
     num_heads, num_kv_heads, head_dim = 6, 2, 80
-    hidden, weight = made_up(5, 480), made_up(480)
+    hidden, weight = some(5, 480), some(480)
     if not close(triton_layer.norm(hidden, weight, 1e-5), rms_norm(hidden, (480,), weight, 1e-5)):
         return "norms differ"
     if not close(triton_layer.gate(hidden), silu(hidden[:, :240]) * hidden[:, 240:]):
         return "gates differ"
-    joined = made_up(5, (num_heads + 2 * num_kv_heads) * head_dim)
-    keys, values = made_up(9, num_kv_heads, head_dim).zero_(), made_up(9, num_kv_heads, head_dim).zero_()
-    rotation, slots = (made_up(9, head_dim), made_up(9, head_dim).flip(1)), torch.tensor([4, 0, 8, 2, 5]).to(device)
+    joined = some(5, (num_heads + 2 * num_kv_heads) * head_dim)
+    keys, values = some(9, num_kv_heads, head_dim).zero_(), some(9, num_kv_heads, head_dim).zero_()
+    rotation, slots = (some(9, head_dim), some(9, head_dim).flip(1)), torch.tensor([4, 0, 8, 2, 5]).to(device)
     positions = slots.flip(0)
     cosines, sines = (part[positions] for part in rotation)
     norms = weight[:head_dim], weight[head_dim : 2 * head_dim]

@@ -114,7 +114,7 @@ def check_is_quantised(name: str, model: nn.Module, weights: str) -> None:
 
 def is_quantised(weight: Tensor) -> bool:
     """Whether a weight is stored in a layout of torchao."""
-    return hasattr(weight, "__tensor_flatten__") and hasattr(weight, "dequantize") and type(weight) is not Tensor
+    return type(weight.data).__module__.startswith("torchao.")
 
 
 def has_quantised(model: nn.Module) -> bool:

@@ -41,7 +41,7 @@ def main() -> NoReturn:
     loaded = load(config.target, config.revision, config.dtype, device, split=True)
     _probe, block_size = next_call(calls)
     shape = find_kv_shape(loaded)
-    choice = choose_backend(loaded, shape, block_size)
+    choice = choose_backend(loaded, shape, block_size, config)
     _runner, num_blocks, block_size, vocab_size = next_call(calls)
     runner = ModelRunner(
         loaded.model,

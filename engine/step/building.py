@@ -141,7 +141,7 @@ def assemble(
     grammars = GrammarPool(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     scheduler = _scheduler(config, target, memory.num_blocks, is_head)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
-    if recordings is not None:
+    if recordings is not None and recordings.shapes:
         engine.recorded = RecordedSteps(recordings.graphs)
         engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
     return engine
@@ -264,7 +264,7 @@ def _prepare(
     if isinstance(loaded.model, Head):
         device = torch.device(loaded.model.device)
         backend: HeadBackend = TorchHead(loaded.model)
-        if device.type == "cpu" and not has_kernel(device) and find_spec("numba") is not None:
+        if device.type == "cpu" and find_spec("numba") is not None:
             from engine.models.heads.decoder import backend_of
 
             sizes = target.model.dtype, config.cache.block_size

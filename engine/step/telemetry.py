@@ -176,12 +176,15 @@ class Telemetry:
         step = _Timed(scheduler.last_plan, draft_s, watch.parts_s - draft_s, host_s, watch.started, follows)
         now = self.stats(num_awaiting_grammar, wall_s, phases_s)
 
+        # The next plan may preempt them before this step is learnt from.
+        reading = [scheduler.running(row.sequence_id) for row in step.plan.rows if not row.emits]
+
         def learn() -> StepStats:
             plain_s, prompt_s = self._learn(step)
             if plain_s is not None:
-                for row in step.plan.rows:
-                    if not row.emits and (reading := scheduler.running(row.sequence_id)) is not None:
-                        reading.note_reading(wall_s, plain_s + prompt_s)
+                for sequence in reading:
+                    if sequence is not None:
+                        sequence.note_reading(wall_s, plain_s + prompt_s)
             return replace(now, plain_s=plain_s, prompt_s=prompt_s)
 
         return learn

@@ -57,7 +57,9 @@ def logits(loaded: Any, alone: bool, spoil: Spoil = lambda group: group) -> torc
         groups_of: Any, batch: StepLayout, block_size: int, token_bytes: int, device: torch.device
     ) -> list[Group]:
         if alone:
-            return groups_of(batch, block_size, 1 << 60, device)
+            groups = groups_of(batch, block_size, 1 << 60, device)
+            assert all(group.shape[0] == 1 for group in groups)
+            return groups
         groups = groups_of(batch, block_size, token_bytes, device)
         made.extend(group for group in groups if group.shape[0] > 1)
         return [spoil(group) if group.shape[0] > 1 else group for group in groups]

@@ -159,7 +159,7 @@ def test_no_plain_step_is_tried_beside_requests_that_draft_in_any_case() -> None
     controller = controller_of()
     one = sequence(1)
     for _ in range(400):
-        controller.choose([one], [(1, 1, 1)], text_beside=1)
+        controller.choose([one], [(1, 1, 1)], other_text=1)
         assert controller.fanout(one)
 
 

@@ -87,7 +87,7 @@ def test_longer_texts_make_drafts_worth_more() -> None:
         controller.choose([one])
         assert (controller.choice.shape != PLAIN) == drafts
         controller = controller_of(node_s=0.012, text_s=1e-5)
-        controller.choose([sequence(1)], [()], text_beside=num_text)
+        controller.choose([sequence(1)], [()], other_text=num_text)
         assert (controller.choice.shape != PLAIN) == drafts
 
 

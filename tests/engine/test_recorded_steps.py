@@ -24,7 +24,7 @@ from engine.plan import Plan, Row
 from engine.request import Request, Speculation, TextDraft
 from engine.step.engine import Engine
 from engine.step.recorded import inputs
-from engine.step.recorded.inputs import LAWS, StepInputs, StepShape
+from engine.step.recorded.inputs import DISTRIBUTIONS, StepInputs, StepShape
 from engine.step.recorded.steps import RecordedSteps
 from tests.engine import tiny
 from tests.grid import grid
@@ -118,7 +118,7 @@ def test_requests_that_draft_differently_share_a_step(both: tuple[Engine, Engine
     shapes = compared(both, asked(4, lambda i: wishes[i], temperature=1.0))
     assert (4, 4, 3) in {one[:3] for one in shapes if one}
     shapes = compared(both, asked(3, lambda i: wishes[i + 2], temperature=1.0, top_p=0.8))
-    assert {one.distributions for one in shapes if one} == {LAWS[1]}
+    assert {one.distributions for one in shapes if one} == {DISTRIBUTIONS[1]}
     assert sum(one is None for one in shapes) == 1
 
 
@@ -135,7 +135,7 @@ def test_one_request_may_ask_for_filters_and_the_others_not(both: tuple[Engine, 
         tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.7 + i / 4, seed=i, **wish)
         for i, wish in enumerate(wishes)
     ]
-    assert LAWS[-1] in {one.distributions for one in compared(both, requests) if one}
+    assert DISTRIBUTIONS[-1] in {one.distributions for one in compared(both, requests) if one}
 
 
 def test_logprobs_and_drafts_are_reported(both: tuple[Engine, Engine]) -> None:
@@ -180,7 +180,7 @@ def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine]
     ]
     shapes = compared(both, requests)
     assert None not in shapes[1:]
-    assert {one.distributions for one in shapes if one} == {LAWS[1]}
+    assert {one.distributions for one in shapes if one} == {DISTRIBUTIONS[1]}
 
 
 def drafting_row(machine: Engine) -> Row:
@@ -193,7 +193,7 @@ def drafting_row(machine: Engine) -> Row:
 
 def test_text_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
     row = drafting_row(both[1])
-    assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, LAWS[0])
+    assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, DISTRIBUTIONS[0])
     for change in (
         {"text_drafts": (TextDraft("prompt_lookup", (5, 6)),)},
         {"emits": False},
@@ -222,7 +222,7 @@ def test_a_draft_model_that_only_reads_computes_its_keys(both: tuple[Engine, Eng
         with noted() as shapes:  # as a measurement carries out a plan
             machine.carry_out(Plan((reading,)))
         found.append(runner.storage.keys[:, slot].clone())
-    assert shapes == [StepShape(1, 1, 2, LAWS[0])]
+    assert shapes == [StepShape(1, 1, 2, DISTRIBUTIONS[0])]
     assert found[0].abs().sum() > 0
     torch.testing.assert_close(*found)
 

@@ -24,7 +24,7 @@ from engine.kernels.triton_kernels import TritonKernels
 from engine.step import building
 from engine.step.engine import Engine
 from engine.step.recorded import steps
-from engine.step.recorded.inputs import LAWS, StepShape
+from engine.step.recorded.inputs import DISTRIBUTIONS, StepShape
 from engine.step.recorded.menu import buffer_bytes, distributions_on, menu
 from engine.step.recorded.recorder import recorder
 from engine.step.recorded.steps import RecordedStep, RecordedSteps
@@ -224,6 +224,16 @@ def test_the_pool_gets_what_graphs_leave(is_sized: bool) -> None:
 
 
 @stands_in
+def test_a_trial_without_memory_leaves_recording_out() -> None:
+    target, graphs = tiny.llama(1, layers=1), FakeGraphs(most=0, error=torch.OutOfMemoryError("no memory"))
+    config = EngineConfig(model=ModelConfig(target="t"), scheduler=SchedulerConfig(max_num_seqs=4))
+    with tiny.with_recorded_steps([(0, 0)]), instead(building, "graphs_on", lambda *_: graphs):
+        machine = building.assemble(config, target, None)
+    assert machine.recorded.num_recorded == 0
+    assert machine.facts.num_blocks > 1
+
+
+@stands_in
 def test_memory_that_the_trial_found_is_recorded_into(both: tuple[Engine, Engine]) -> None:
     """The pool leaves little more than the graphs need: the share that recording leaves must not stop them again."""
     shapes = menu(RECORDED, 4)
@@ -300,7 +310,9 @@ def test_recordings_before_memory_ran_out_serve(
 
 def test_a_device_without_the_kernels_records_no_filters() -> None:
     assert (
-        distributions_on(torch.device("cpu"), TORCH) == distributions_on(torch.device("cuda"), TritonKernels()) == LAWS
+        distributions_on(torch.device("cpu"), TORCH)
+        == distributions_on(torch.device("cuda"), TritonKernels())
+        == DISTRIBUTIONS
     )
     assert [distributions.filters for distributions in distributions_on(torch.device("cuda"), TORCH)] == [()]
 

@@ -143,6 +143,18 @@ def test_a_decoder_with_other_numbers_is_not_used(
     assert "runs without the CPU decoder" in caplog.text
 
 
+def test_a_later_number_that_is_not_finite_is_noticed(target: LoadedModel, tmp_path: Path) -> None:
+    head = folders.load(folders.write_eagle(tmp_path / "head"), target)
+
+    def spoilt(tree: Any, head: Any, shape: Any, backend: Any, block_size: int) -> list[torch.Tensor]:
+        *rest, last = tree(head, shape, backend, block_size)
+        return [*rest, last * torch.nan if isinstance(backend, HeadDecoder) else last]
+
+    assert isinstance(backends(target, head)[1], HeadDecoder)
+    with instead(decoder, "_tree", spoilt):
+        assert isinstance(backends(target, head)[1], TorchHead)
+
+
 def test_weights_are_stored_in_a_smaller_type_only_if_it_has_all_numbers(target: LoadedModel, tmp_path: Path) -> None:
     head = folders.load(folders.write_eagle(tmp_path / "head"), target)
     exact = backends(target, head, torch.bfloat16)
@@ -206,7 +218,7 @@ def test_answers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, n
         assert engine.draft_runner.fast_paths["fast decoder"] == is_decoded
         prompts = tiny.prompts(VOCABULARY, [3, 30, 9], seed=1)
         requests = [
-            tiny.request(str(number), prompt, CHAINS, max_tokens=20, temperature=1.0, seed=number)
+            tiny.request(str(number), prompt, CHAINS, max_tokens=20, temperature=2.0, seed=number)
             for number, prompt in enumerate(prompts)
         ]
         run = tiny.run(engine, requests)

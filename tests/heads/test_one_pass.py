@@ -12,7 +12,7 @@ import pytest
 from engine.drafting import one_pass, reading
 from engine.drafting.one_pass import BlockDrafter, OnePassDrafter
 from engine.models.cpu_decoder import CpuDecoder
-from engine.models.heads import samplers
+from engine.models.heads import dflash, samplers
 from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from tests.engine import test_output_distribution as output_distribution
@@ -124,6 +124,14 @@ def test_attention_by_the_kernel_of_devices_gives_the_same_logits(
     recorder, texts = served(target, written, SPECULATIONS["tree"], few=True, paged=True)
     expected = oracles.Eagle(written, target) if name == "eagle" else oracle(written, target)
     assert largest_error(target, written, expected, recorder, texts, most=20) < 1e-3
+
+
+def test_a_convolution_left_out_is_found_out(target: LoadedModel, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    written = write(tmp_path / "head", "dflash2")
+    with instead(dflash.Convolution, "convolve", lambda _, self, side, kernel, state: state):
+        recorder, texts = served(target, written, SPECULATIONS["chains"], few=True, paged=True)
+        assert largest_error(target, written, oracle(written, target), recorder, texts, most=20) > 1e-2
 
 
 @pytest.mark.parametrize("name", grid(["eagle", *USUAL], {"dspark, recurrent"}))

@@ -14,6 +14,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from engine.attention.attention import HOOK
 from engine.config import CacheConfig, EngineConfig, ModelConfig
@@ -201,6 +204,16 @@ def test_rows_do_not_change_each_other(tmp_path: Path, monkeypatch: pytest.Monke
         served(folder, plain, "auto")
 
 
+def test_shares_of_a_split_model_are_not_quantised() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        share = DTensor.from_local(torch.ones(2, 2), init_device_mesh("cpu", (1,)), [Replicate()])
+        assert not quantising.is_quantised(torch.nn.Parameter(share))
+        assert torch.equal(quantising.in_float32(share.bfloat16()).to_local(), torch.ones(2, 2))
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_of_torchao_is_served(dtype: torch.dtype, tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
@@ -220,7 +233,7 @@ def test_a_checkpoint_of_torchao_is_served(dtype: torch.dtype, tmp_path: Path) -
         assert run.tokens["off"] == answer(model, 16)
         assert loaded.weight_bytes < 0.75 * unquantised.weight_bytes
     assert run.num_accepted > 0
-    with pytest.raises(ConfigError, match="are of torch.float32; leave --dtype out" if dtype == torch.float32 else "b"):
+    with pytest.raises(ConfigError, match=f"are of {dtype}; leave --dtype out"):
         build_engine(EngineConfig(model=ModelConfig(target=folder, dtype="float16")))
 
 

@@ -238,5 +238,5 @@ def test_quantization_of_plain_weights_is_a_format_of_weights(tmp_path: Path) ->
     assert with_quantization(config, "fp8").model.weights == "fp8"
     same = parse_flags([str(tmp_path), "--weights", "int4"]).engine_config()
     assert with_quantization(same, "int4") == same
-    with pytest.raises(ConfigError, match="--quantization fp8"):
+    with pytest.raises(ConfigError, match="--quantization fp8 contradicts --weights int4"):
         with_quantization(same, "fp8")

@@ -55,6 +55,7 @@ OFF = {"speculation": Speculation(), "fanout": ()}
 ROWS: dict[str, dict[str, Any]] = {
     "bv_race with text drafts": {**drafts("bv_race", 2, 1), "text_drafts": TEXT_DRAFTS},
     "block": drafts("block", 1, 1, 1),
+    "block with text drafts": {**drafts("block", 1, 1), "text_drafts": TEXT_DRAFTS},
     "a tree with text drafts": {**drafts("traversal", 2, 2), "text_drafts": TEXT_DRAFTS},
     "late children": drafts("greedy", 1, 3),
     "text drafts alone": {**OFF, "text_drafts": TEXT_DRAFTS},
@@ -202,7 +203,8 @@ def shared_numbers(uniform: Any, seed: Any, position: Any, purpose: Any, chain: 
 def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
     """One variant verifies with the whole law after a refused text draft; another uses one number twice."""
     with instead(verifying, name, wrong):
-        assert min(found.p_value for found in fits(("text drafts alone", "bv_race with text drafts")).values()) < ALPHA
+        found = fits(("text drafts alone", "bv_race with text drafts", "block with text drafts"))
+    assert min(one.p_value for one in found.values()) < ALPHA
 
 
 def test_emissions_tell_what_was_followed() -> None:

@@ -1,7 +1,8 @@
 """Heads of the EAGLE and DFlash types on a CPU: their passes in one call each, by the decoder of language models.
 
-A head's own modules (`eagle.py`, `dflash.py`) are the oracle: every start compares passes with them, and a head whose
-numbers differ runs through them.
+A head's own modules (`eagle.py`, `dflash.py`) are the oracle: every start compares passes of one text with them, and a
+head whose numbers differ runs through them. DSpark's term is not compared at start: chains are verified with the
+distributions that it leads to.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class HeadDecoder(CpuDecoder):
             self._put(nt.OWN_KERNELS, aligned((self._capacity, width), np.dtype(np.float32)))
 
     def states_of(self, state_TX: Tensor | None, num_leaving: int, of_target: bool) -> tuple[Array, Array, Array]:
-        """Return the states that a pass reads, and room for those that leave it."""
+        """Return the target's states, those that a pass reads (or room to project them to), and room for its own."""
         leaving = np.empty((num_leaving, self._shape.hidden_dim), dtype=np.float32)
         if state_TX is None:
             return NO_STATES, NO_STATES, leaving
@@ -175,9 +176,8 @@ def _difference(head: Head, shape: KVShape, backends: Sequence[HeadBackend], blo
     """Return the largest difference between two backends' states and products, as a share of the largest number."""
     computed = _block if isinstance(head, DFlash) else _tree
     found = [computed(head, shape, backend, block_size) for backend in backends]
-    return max(
-        float((one - other).abs().max() / one.abs().max().clamp(min=1e-6)) for one, other in zip(*found, strict=True)
-    )
+    shares = [(one - other).abs().max() / one.abs().max().clamp(min=1e-6) for one, other in zip(*found, strict=True)]
+    return float(torch.stack(shares).max())  # NaN if one is
 
 
 _NUM_READ = 20

@@ -1,7 +1,7 @@
 """Samplers of chains after one pass of a head: a *draft row* is a row of the pass that drafts one token.
 
-Slot l of a text drafts the token at depth l. A sampler computes logits below any drafted node from the results of the
-pass, so further chains need no further pass.
+The draft row of depth l drafts the token at that depth. A sampler computes logits below any drafted node from the
+results of the pass, so further chains need no further pass.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Distributions(NamedTuple):
         return self.any_greedy >= other.any_greedy and set(self.filters) >= set(other.filters)
 
 
-LAWS = (Distributions(False, ()), Distributions(True, tuple(one.name for one in FILTERS)))
+DISTRIBUTIONS = (Distributions(False, ()), Distributions(True, tuple(one.name for one in FILTERS)))
 """Steps are recorded for each of these: softmax alone, and any distribution."""
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
 RECORDED_RULES = frozenset({"block", "bv_race"})

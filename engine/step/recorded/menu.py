@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.kernels.protocol import Kernels
-from engine.step.recorded.inputs import LAWS, MOST_NODES, Distributions, StepShape
+from engine.step.recorded.inputs import DISTRIBUTIONS, MOST_NODES, Distributions, StepShape
 
 MOST_ROWS = 256
 """Rows of the target's pass in the largest step that is recorded."""
@@ -15,16 +15,16 @@ MOST_ROWS = 256
 
 def work(shape: StepShape) -> tuple[int, int, int]:
     """Return the order of the shapes that have room for a step."""
-    return shape.num_rows, shape.draft_length, LAWS.index(shape.distributions)
+    return shape.num_rows, shape.draft_length, DISTRIBUTIONS.index(shape.distributions)
 
 
 def distributions_on(device: torch.device, kernels: Kernels) -> Sequence[Distributions]:
     """Return the distributions for which steps are recorded: without the kernels, filters on a device need the host."""
-    return LAWS if device.type != "cuda" or kernels.by_tiles else LAWS[:1]
+    return DISTRIBUTIONS if device.type != "cuda" or kernels.by_tiles else DISTRIBUTIONS[:1]
 
 
 def menu(
-    drafts: Sequence[tuple[int, int]], most_sequences: int, distributions: Sequence[Distributions] = LAWS
+    drafts: Sequence[tuple[int, int]], most_sequences: int, distributions: Sequence[Distributions] = DISTRIBUTIONS
 ) -> list[StepShape]:
     """Return the shapes that are recorded, with few requests first, because launches weigh most there.
 

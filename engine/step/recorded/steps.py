@@ -45,7 +45,7 @@ from engine.step.verify import emitted
 log = logging.getLogger("polydraft")
 
 _ENGINE = Path(__file__).parents[2]
-_TOLD = 16
+_REPORT_EVERY = 16
 """Number of recordings between two reports of progress."""
 LEAST_FREE = 0.6
 """Recording stops if less than this share of the memory that was free before is left."""
@@ -328,7 +328,7 @@ class RecordedSteps:
             try:
                 shared = _shared(runners, shapes, most_pages)
                 for number, shape in enumerate(shapes):
-                    if number % _TOLD == 0:
+                    if number % _REPORT_EVERY == 0:
                         progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
                     if graphs.free_bytes() < least_free * free_bytes:
                         log.info("recorded %d of %d shapes of steps: memory is short", number, len(shapes))
