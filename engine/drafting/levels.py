@@ -76,6 +76,30 @@ def _draft_row_of_distributions(layout: Layout) -> Ints:
     return draft_row_N
 
 
+class Draws(NamedTuple):
+    """Arrays of all draws of a step, which the compiled loops read as a plain tuple: Numba takes a named one slowly."""
+
+    distributions: npt.NDArray[np.float32]
+    """[N, V] output: the distributions that the tokens were drawn from."""
+    tokens: Ints
+    """[L, C] output: the drafted tokens."""
+    temperatures: npt.NDArray[np.float32]
+    least_logs: npt.NDArray[np.float32]
+    top_ks: Ints
+    top_ps: npt.NDArray[np.float32]
+    """[N] of each distribution."""
+    uniforms: npt.NDArray[np.float64]
+    """[L, C]"""
+    first_chains: Ints
+    num_chains: Ints
+    leaders: Ints
+    """Chains as in `_Chains`."""
+    target_ids: Ints
+    """The target's id of each token in a head's own vocabulary; empty if the vocabularies are equal."""
+    spread: npt.NDArray[np.float32]
+    """Working memory for such logits over the target's vocabulary."""
+
+
 class _Bounds(NamedTuple):
     """Bounds of the passes of a step."""
 
@@ -172,12 +196,10 @@ class Levels:
         decoder, runner = self._decoder, self._runner
         whole = build([sequence for one in passes for sequence in one], runner.block_size)
         bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
-        of_layout = _chains_of(layout)
-        tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
+        draws = self._draws(layout, parameters, uniform_LC, probs_NV, bounds.most_distributions)
         target_states, states, leaving = decoder.states_of(
             taps_TX, bounds.most_distributions, of_target=taps_TX is not None
         )
-        target_ids = decoder.target_ids
         numba_levels.draw_levels(
             *decoder.ready(
                 runner.storage, runner.block_size, bounds.most_rows, int(whole.num_keys.sum()) // len(passes)
@@ -196,22 +218,35 @@ class Levels:
             whole.node_positions,
             whole.limits,
             whole.positions_T,
-            *_of_distributions(parameters, layout),
+            tuple(draws),
+            _chains_of(layout).parents,
+            target_states,
+            states,
+            leaving,
+            decoder.room_for_logits(bounds.most_distributions),
+        )
+        return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))
+
+    def _draws(
+        self, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor, probs_NV: Tensor, most: int
+    ) -> Draws:
+        """Return the arrays of a step's draws. most: distributions of the largest level."""
+        of_layout, target_ids = _chains_of(layout), self._decoder.target_ids
+        temperatures, least_logs, top_ks, top_ps = _of_distributions(parameters, layout)
+        return Draws(
+            probs_NV.numpy(),
+            np.zeros((layout.max_length, layout.num_chains), dtype=np.int64),
+            temperatures,
+            least_logs,
+            top_ks,
+            top_ps,
             uniform_LC.numpy(),
             of_layout.first_chains,
             of_layout.num_chains,
             of_layout.leaders_LC,
-            of_layout.parents,
-            target_states,
-            states,
-            leaving,
             _NO_TOKENS if target_ids is None else target_ids,
-            np.empty((0 if target_ids is None else bounds.most_distributions, probs_NV.shape[1]), dtype=np.float32),
-            decoder.room_for_logits(bounds.most_distributions),
-            probs_NV.numpy(),
-            tokens_LC,
+            np.empty((0 if target_ids is None else most, probs_NV.shape[1]), dtype=np.float32),
         )
-        return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))
 
     @property
     def has_term(self) -> bool:
@@ -236,29 +271,20 @@ class Levels:
         from engine.drafting import numba_levels  # Numba is there where there is a decoder
 
         decoder, runner = self._decoder, self._runner
-        of_layout, draft_row_N = _chains_of(layout), _draft_row_of_distributions(layout)
-        most = int(np.diff(of_layout.probs_ends, prepend=0).max())
-        target_ids = decoder.target_ids
-        tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
+        probs_ends = _chains_of(layout).probs_ends
+        most = int(np.diff(probs_ends, prepend=0).max())
+        draws = self._draws(layout, parameters, uniform_LC, probs_NV, most)
         shared, _, table = decoder.ready(runner.storage, runner.block_size, most, 0)
         numba_levels.draw_below(
             shared,
             numba_levels.below().address,
             table,
-            of_layout.probs_ends,
+            probs_ends,
             last_R.numpy(),
             decoder.embedded_term,
             np.ascontiguousarray(base_SX.numpy()),
-            draft_row_N,
-            *_of_distributions(parameters, layout),
-            uniform_LC.numpy(),
-            of_layout.first_chains,
-            of_layout.num_chains,
-            of_layout.leaders_LC,
-            _NO_TOKENS if target_ids is None else target_ids,
-            np.empty((0 if target_ids is None else most, probs_NV.shape[1]), dtype=np.float32),
+            _draft_row_of_distributions(layout),
+            tuple(draws),
             decoder.room_for_logits(most),
-            probs_NV.numpy(),
-            tokens_LC,
         )
-        return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))
+        return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))

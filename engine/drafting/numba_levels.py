@@ -1,8 +1,9 @@
 """The drafting loop in Numba: passes over all levels, distributions below their nodes, and draws, in one call.
 
 For draft models and heads that the CPU's decoder runs (`cpu_decoder.py`), and rows whose distributions depend on
-logits, temperature and filters alone.
-`chains.draw_levels`, which takes any rows, is the oracle: the same numbers give the same tokens, to the bit.
+logits, temperature and filters alone. `chains.draw_levels`, which takes any rows, is the oracle of `draw_levels`: the
+same numbers give the same tokens, to the bit. `draw_below` draws after the pass of a head with a term. Its oracle is
+`OnePassDrafter` with the head's sampler, whose products round differently.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -84,34 +85,41 @@ def draw():
 
 
 @compiled_for_cpu()
-def _put_draws(
-    table,
-    distributions,
-    temperatures,
-    least_logs,
-    top_ks,
-    top_ps,
-    uniforms,
-    first_chains,
-    num_chains,
-    leaders,
-    tokens,
-    target_ids,
-    spread,
-):
-    """Write what `_draw` reads of a level into the table."""
-    put2(table, _PROBS, distributions)
-    put1(table, _TEMPERATURES, temperatures)
-    put1(table, _LEAST_LOGS, least_logs)
-    put1(table, _TOP_KS, top_ks)
-    put1(table, _TOP_PS, top_ps)
-    put1(table, _UNIFORMS, uniforms)
-    put1(table, _FIRST_CHAINS, first_chains)
-    put1(table, _NUM_CHAINS, num_chains)
-    put1(table, _LEADERS, leaders)
-    put1(table, _TOKENS, tokens)
+def _put_draws(table, draws, level, drawn):
+    """Write what `_draw` reads of a level into the table. drawn: the slice of the level's distributions."""
+    (
+        distributions,
+        tokens,
+        temperatures,
+        least_logs,
+        top_ks,
+        top_ps,
+        uniforms,
+        first_chains,
+        num_chains,
+        leaders,
+        target_ids,
+        spread,
+    ) = draws
+    put2(table, _PROBS, distributions[drawn])
+    put1(table, _TEMPERATURES, temperatures[drawn])
+    put1(table, _LEAST_LOGS, least_logs[drawn])
+    put1(table, _TOP_KS, top_ks[drawn])
+    put1(table, _TOP_PS, top_ps[drawn])
+    put1(table, _UNIFORMS, uniforms[level])
+    put1(table, _FIRST_CHAINS, first_chains[drawn])
+    put1(table, _NUM_CHAINS, num_chains[drawn])
+    put1(table, _LEADERS, leaders[level])
+    put1(table, _TOKENS, tokens[level])
     put1(table, _TARGET_IDS, target_ids)
     put2(table, _SPREAD, spread)
+
+
+@compiled_for_cpu()
+def _token_above(draws, level, distribution):
+    """Return the token of the node above a distribution, which the level before has drawn."""
+    tokens, first_chains = draws[1], draws[7]
+    return tokens[level - 1, first_chains[distribution]]
 
 
 @compiled_for_cpu(nogil=True)
@@ -133,66 +141,34 @@ def draw_levels(
     node_positions,
     limits,
     positions,
-    temperatures,
-    least_logs,
-    top_ks,
-    top_ps,
-    uniforms,
-    first_chains,
-    num_chains,
-    leaders,
+    draws,
     parents,
     target_states,
     states,
     leaving,
-    target_ids,
-    spread,
     logits,
-    distributions,
-    tokens,
 ):
-    """Draw all levels: fill `distributions` [N, V] and `tokens` [L, C].
+    """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of `levels.Draws`.
 
     after_logits: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's
     rows, sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
-    wanted, in the later ones all are. uniforms, leaders: [L, C]. parents: [N] the node above each distribution, in its
-    level. target_states: [T, X] input of the first pass's rows, of width 0 if the model reads none; states: working
-    memory for their projection; leaving: the same for the states that a pass returns, which the next one reads.
-    target_ids: the target's id of each token in a head's own vocabulary, empty if the vocabularies are equal; spread:
-    working memory for such logits over the target's.
+    wanted, in the later ones all are. parents: [N] the node above each distribution, in its level. target_states:
+    [T, X] input of the first pass's rows, of width 0 if the model reads none; states: working memory for their
+    projection; leaving: the same for the states that a pass returns, which the next one reads.
     """
     first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
     for level in range(len(ends)):
-        end_row, end_sequence, end_part, end_distribution = (
-            ends[level, 0],
-            ends[level, 1],
-            ends[level, 2],
-            ends[level, 3],
-        )
+        end_row, end_sequence, end_part = ends[level, 0], ends[level, 1], ends[level, 2]
+        end_distribution = ends[level, 3]
         entering = known_tokens[first_row:end_row]
         chosen = wanted
         if level > 0:
             chosen = np.arange(end_row - first_row)
             for number in range(end_row - first_row):
-                entering[number] = tokens[level - 1, first_chains[first_distribution + number]]
+                entering[number] = _token_above(draws, level, first_distribution + number)
             states = leaving[parents[first_distribution:end_distribution]]
             target_states = target_states[:0]
-        drawn = slice(first_distribution, end_distribution)
-        _put_draws(
-            table,
-            distributions[drawn],
-            temperatures[drawn],
-            least_logs[drawn],
-            top_ks[drawn],
-            top_ps[drawn],
-            uniforms[level],
-            first_chains[drawn],
-            num_chains[drawn],
-            leaders[level],
-            tokens[level],
-            target_ids,
-            spread,
-        )
+        _put_draws(table, draws, level, slice(first_distribution, end_distribution))
         numba_decoder.run(
             shared,
             function,
@@ -257,22 +233,11 @@ def draw_below(
     embedded,
     base,
     draft_rows,
-    temperatures,
-    least_logs,
-    top_ks,
-    top_ps,
-    uniforms,
-    first_chains,
-    num_chains,
-    leaders,
-    target_ids,
-    spread,
+    draws,
     logits,
-    distributions,
-    tokens,
 ):
-    """Draw all levels from the logits of draft rows and terms of the tokens before: fill `distributions` [N, V] and
-    `tokens` [L, C].
+    """Draw all levels from the logits of draft rows and terms of the tokens before: fill the distributions and tokens
+    of `draws`.
 
     function: address of `below`. ends: [L] end of each level's distributions; last_tokens: above the roots; embedded:
     [V, r] embeddings of tokens before; base: [S, draft vocabulary] logits of draft rows; draft_rows: [N] of each
@@ -284,26 +249,12 @@ def draw_below(
     for level in range(len(ends)):
         drawn = slice(first, ends[level])
         for number in range(ends[level] - first):
-            previous = last_tokens[number] if level == 0 else tokens[level - 1, first_chains[first + number]]
+            previous = last_tokens[number] if level == 0 else _token_above(draws, level, first + number)
             if previous < 0 or previous >= len(embedded):
                 raise IndexError("a token is outside the vocabulary")
             for column in range(embedded.shape[1]):
                 memory[number, column] = embedded[previous, column]
-        _put_draws(
-            table,
-            distributions[drawn],
-            temperatures[drawn],
-            least_logs[drawn],
-            top_ks[drawn],
-            top_ps[drawn],
-            uniforms[level],
-            first_chains[drawn],
-            num_chains[drawn],
-            leaders[level],
-            tokens[level],
-            target_ids,
-            spread,
-        )
+        _put_draws(table, draws, level, drawn)
         put2(table, _MEMORY, memory[: ends[level] - first])
         put2(table, _LOGITS, logits[: ends[level] - first])
         put2(table, _BASE, base)

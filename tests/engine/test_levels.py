@@ -161,8 +161,10 @@ def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, 
 
     def spoilt(right: Any, *arguments: Any) -> None:
         named = dict(zip(names, arguments, strict=True))
-        {**WRONG, **WRONG_OF_HEADS}[wrong](named)
-        right(*named.values())
+        changed = named | levels.Draws(*named["draws"])._asdict()
+        {**WRONG, **WRONG_OF_HEADS}[wrong](changed)
+        draws = tuple(changed[name] for name in levels.Draws._fields)
+        right(*(draws if name == "draws" else changed[name] for name in names))
 
     of_head = wrong in WRONG_OF_HEADS
     compared = Compared(EagleDrafter if of_head else ModelDrafter)
