@@ -61,7 +61,7 @@ def openai_client(daemon: Daemon) -> Iterator[openai.OpenAI]:
 def one_seat(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     """A calibrated daemon with one seat, one place in the queue, frequent keep-alives, two keys and a path prefix."""
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    limits = ["--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--sse-keep-alive-interval", "0.1"]
+    limits = ["--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--sse-keep-alive-interval", "0.02"]
     more = ["--root-path", PREFIX, "--enable-log-requests"]
     return daemons.get(*pair_arguments, *keys, *limits, *more, key=KEYS[0])
 
