@@ -26,7 +26,7 @@ Spoil = Callable[[Group], Group]
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**COMMON),
     "window and softcap": transformers.Gemma2Config(
-        **COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=5.0
+        **COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=5.0
     ),
     "window": transformers.MistralConfig(**COMMON, head_dim=8, sliding_window=6),
     "sinks": transformers.GptOssConfig(
@@ -36,7 +36,9 @@ CONFIGS: dict[str, Any] = {
 
 
 def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
-    """Prompts of nine sequences in scattered blocks, then a decode step of them: single tokens and trees."""
+    """Prompts of nine sequences in scattered blocks, then a decode step of them: single tokens and trees, some of which
+    see no key before the sixth.
+    """
     chance = np.random.default_rng(seed)
     blocks = chance.permutation(200).tolist()
     lengths = [*chance.integers(14, 19, 7).tolist(), 50, 5]
@@ -46,7 +48,8 @@ def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
         prompts.append(SequenceInput(chance.integers(3, 101, length).tolist(), 0, mine, NO_NODES, slice(0, 0)))
         tree = merge_chains(chance.integers(3, 6, (number % 4, 3)).tolist())
         nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry()) if number % 4 else NO_NODES
-        steps.append(SequenceInput([int(chance.integers(3, 101))], length, mine, nodes, slice(0, None)))
+        token = int(chance.integers(3, 101))
+        steps.append(SequenceInput([token], length, mine, nodes, slice(0, None), first_key=5 * (number % 3 == 1)))
     return prompts, steps
 
 
