@@ -133,6 +133,19 @@ class StepLayout:
     words: Ints
     """[T, W] 64-bit words: which nodes each token sees."""
 
+    @property
+    def seen(self) -> tuple[Integers, ...]:
+        """Return which keys each token sees, in the order of the arguments of `numba_decoder.run`."""
+        return (
+            self.words,
+            self.pages,
+            self.first_keys,
+            self.ends,
+            self.num_keys,
+            self.node_positions,
+            self.limits,
+        )
+
     def part(self, begin: int, end: int) -> StepLayout:
         """Return the layout of the sequences of these numbers alone."""
         sequences = slice(begin, end)
