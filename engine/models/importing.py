@@ -1,10 +1,13 @@
 """Imports transformers without packages that no served model uses, which take memory and time at every start.
 
-Transformers imports what it finds: SciPy for losses of object detection, and torch's compiler, which imports Triton.
+Transformers imports what it finds: SciPy for losses of object detection, torch's compiler, which imports Triton, and
+torchao, which only weights in its layouts need.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +23,37 @@ def import_transformers() -> Any:
 
     Triton is used on CUDA devices only.
     """
-    unused = ["scipy"] if torch.cuda.is_available() else ["scipy", "triton"]
+    unused = ["scipy", "torchao"] if torch.cuda.is_available() else ["scipy", "torchao", "triton"]
     with _absent(unused):
         import transformers.modeling_utils
     return transformers
+
+
+@cache
+def import_torchao() -> None:
+    """Import torchao, and let transformers use it from now on."""
+    import_transformers()
+    from transformers.quantizers import quantizer_torchao
+    from transformers.utils.import_utils import is_torchao_available
+
+    is_torchao_available.cache_clear()
+    # It warns of libraries for layouts that are not served, and torch of names that it registers.
+    with _quiet("torchao", "torch.utils._pytree"):
+        importlib.reload(quantizer_torchao)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Let loggers report errors alone, temporarily."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

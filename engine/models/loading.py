@@ -161,7 +161,7 @@ def load(
                 dtype=_load_dtype(dtype, config, device, split, weights in FORMATS),
                 attn_implementation=HOOK,
                 output_loading_info=True,
-                **load_options(weights, device),
+                **load_options(weights, stored_method(config), device),
                 **placed,
             )
     except Exception as error:  # transformers and safetensors raise exceptions of many types

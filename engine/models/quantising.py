@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.config import Weights
 from engine.errors import ConfigError
+from engine.models.importing import import_torchao
 
 FORMATS: tuple[Weights, ...] = ("fp8", "int4")
 """Formats in which torchao quantises weights while they are loaded."""
@@ -78,8 +79,13 @@ def _check_device(weights: str, dtype: str, capability: tuple[int, int]) -> None
         )
 
 
-def load_options(weights: str, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that quantise; none for the checkpoint's own weights."""
+def load_options(weights: str, method: str | None, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that quantise; none for the checkpoint's own weights.
+
+    method: by which the checkpoint is quantised.
+    """
+    if weights in FORMATS or method == TORCHAO:
+        import_torchao()
     if weights not in FORMATS:
         return {}
     from transformers import TorchAoConfig

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,14 +19,27 @@ from engine.models.loading import load
 
 torch.cuda.is_available = lambda: False
 load("demo/draft", None, "auto", torch.device("cpu"))
-print(*[name for name in ("triton", "scipy.optimize") if name in sys.modules])
+print(*[name for name in ("triton", "scipy.optimize", "torchao") if name in sys.modules])
 import scipy.optimize
+"""
+_QUANTISED = """
+model = load("demo/draft", None, "auto", torch.device("cpu"), weights="fp8").model
+print(type(model.model.layers[0].mlp.up_proj.weight).__module__)
+model.save_pretrained(sys.argv[1])
 """
 
 
-def test_loading_imports_neither_triton_nor_scipy() -> None:
+def test_loading_imports_neither_triton_nor_scipy_nor_torchao() -> None:
     run = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
     assert not run.stdout.split()
+
+
+def test_torchao_is_imported_for_its_weights_without_warnings(tmp_path: Path) -> None:
+    """It warns of libraries for other layouts. Transformers then also writes such weights."""
+    program = [sys.executable, "-c", _PROGRAM + _QUANTISED, str(tmp_path)]
+    run = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["torchao.quantization"]
+    assert not [line for line in run.stderr.splitlines() if "torchao" in line or "pytree" in line], run.stderr
 
 
 def test_packages_are_absent_for_a_time() -> None:

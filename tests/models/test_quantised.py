@@ -102,7 +102,7 @@ def served(target: str, draft: str, weights: str) -> Engine:
 
 def quantised(folder: str, weights: str) -> Any:
     """The model that transformers quantises, without our attention."""
-    options = quantising.load_options(weights, CPU)
+    options = quantising.load_options(weights, None, CPU)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
