@@ -150,7 +150,7 @@ def _of_distributions(parameters: DistributionParameters, layout: Layout) -> tup
 
 def levels_of(runner: ModelRunner) -> Levels | None:
     """Return the drafting in one call with a model or head; None if its backend or kernels do not allow it."""
-    if find_spec("numba") is None:
+    if runner.device.type != "cpu" or find_spec("numba") is None:
         return None
     from engine.kernels.numba_kernels import NumbaKernels
     from engine.models.cpu_decoder import CpuDecoder  # Numba is there

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from engine.errors import LoadError, first_line
+
 log = logging.getLogger("polydraft")
 
 Compiler = Literal["Triton", "Numba"]
@@ -39,10 +41,26 @@ def usable(
     try:
         fault = find_fault(device, *more)
     except Exception as error:  # a compiler that is missing, or a device that cannot run them
+        raise_if_lost(device, error)
         fault = str(error) or type(error).__name__
     if fault is not None:
         log.warning("%s without %s kernels: %s", what, compiler, fault)
     return fault is None
+
+
+def raise_if_lost(device: torch.device, error: Exception) -> None:
+    """Raise LoadError if a device computes nothing any more after an error, as after a read outside of its memory.
+
+    Everything that is tried next would fail as well, with an error that names another place.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        raise LoadError(
+            f"{device} has failed and needs another process: {first_line(error)}; CUDA_LAUNCH_BLOCKING=1 shows where"
+        ) from error
 
 
 def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels import raise_if_lost
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import ChainNoise, Chains, Filters, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH
@@ -73,6 +74,8 @@ def find_fault(kernels: Kernels, name: str, operands: Sequence[tuple[Any, ...]])
             if not all(map(_agree, found, expected)):
                 return "results differ from those of plain operations"
     except Exception as error:  # a kernel that cannot be compiled or run here
+        for device in {one.device for one in _tensors_in(list(operands))}:
+            raise_if_lost(device, error)
         return str(error) or type(error).__name__
     return None
 

@@ -27,6 +27,7 @@ from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import KVShape
 from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
+from engine.kernels import raise_if_lost
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.kinds import is_decoder, is_lean
 from engine.models.lean import LeanDecoder
@@ -135,6 +136,7 @@ def choose_backend(
                 probe(loaded, shape, choice.backend, paged, _LONG_PROMPT, block_size, only_warns)
             return choice
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
+            raise_if_lost(device, error)
             # Memory may end on one rank only, which must not try another backend while the others wait for its share.
             if (kind, paged) == choices[-1] or (loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)):
                 raise
@@ -238,7 +240,7 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
                 with _in_float32(loaded.model):
                     exact_NV = plain()
             except Exception as error:  # a model that computes in its own type, or memory: the bound is smaller then
-                log.info("%s: probed without float32: %s", loaded.name, error)
+                log.warning("%s: probed without float32: %s", loaded.name, error)
     return distance(torch.cat(of_paths), plain_NV, exact_NV, dtype)
 
 

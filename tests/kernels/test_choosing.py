@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.kernels import choosing
+from engine.errors import LoadError
+from engine.kernels import choosing, usable
 from engine.kernels.choosing import cases, choose, find_fault
 from engine.kernels.protocol import ChainVerdict, Kernels
 from engine.kernels.torch_kernels import TORCH, TorchKernels
@@ -150,3 +152,32 @@ def test_a_cpu_s_kernels_are_chosen_once() -> None:
     assert type(choose(DEVICE)) is kernels_of("Numba")
     assert choose(DEVICE) is choose(torch.device("cpu"))
     assert type(choose(torch.device("meta"))) is TorchKernels
+
+
+class Failing(TorchKernels):
+    def softmax(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_device_that_computes_nothing_any_more_ends_the_start(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(device: torch.device) -> None:
+        if is_lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def failing(*_: Any) -> str | None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with FakeTensorMode():
+        rows = torch.empty(2, 9, device="cuda"), torch.empty(2, device="cuda")
+        tried = (
+            lambda: find_fault(Failing(), "softmax", [rows]),
+            lambda: None if usable.__wrapped__("rows are summed", failing, rows[0].device) else "",
+        )
+        for one in tried:
+            if not is_lost:
+                assert one() is not None
+                continue
+            with pytest.raises(LoadError, match="cuda:0 has failed and needs another process: an illegal memory"):
+                one()

@@ -45,6 +45,7 @@ from engine.step.verify import emitted
 log = logging.getLogger("polydraft")
 
 _ENGINE = Path(__file__).parents[2]
+_MEMORY_SHORT = "recorded %d of %d shapes of steps: memory is short; the others are launched operation by operation"
 _REPORT_EVERY = 16
 """Number of recordings between two reports of progress."""
 LEAST_FREE = 0.6
@@ -331,7 +332,7 @@ class RecordedSteps:
                     if number % _REPORT_EVERY == 0:
                         progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
                     if graphs.free_bytes() < least_free * free_bytes:
-                        log.info("recorded %d of %d shapes of steps: memory is short", number, len(shapes))
+                        log.warning(_MEMORY_SHORT, number, len(shapes))
                         break
                     step = RecordedStep(shape, shared)
                     step.record(record)
@@ -343,7 +344,7 @@ class RecordedSteps:
                         f"decode steps cannot be recorded as CUDA graphs: {_operation(first)}: {first}; start with "
                         "--enforce-eager, which launches their operations one by one"
                     ) from error
-                log.warning("recorded %d of %d shapes of steps: memory is short", len(self.steps), len(shapes))
+                log.warning(_MEMORY_SHORT, len(self.steps), len(shapes))
         self.num_bytes = free_bytes - graphs.free_bytes()
 
 
