@@ -268,12 +268,13 @@ def _emissions(
 
 def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, num_draft_kept: int) -> Emission:
     """Return the emission of an accepted prefix of one of the row's chains, and the token after it."""
+    chains = map(tree.tokens_of, tree.paths if row.reports_drafts else ())
     return Emission(
         accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]) if accepted else (),
         next_token=next_token,
         num_nodes=tree.num_nodes,
         num_draft_kept=num_draft_kept,
-        chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts and tree.num_nodes else (),
+        chains=tuple(filter(None, chains)),  # a row that draws nothing has one empty chain
         rank=rank,
     )
 
