@@ -80,6 +80,18 @@ class ThinkingGrammar:
         if self._grammar is not None and end is not None:
             self._grammar.check_answer(emitted[max(0, end - self._num_answered) :])
 
+    def allows(self, emitted: Sequence[int]) -> bool:
+        """Whether the masks of thoughts allow the tokens that a step has emitted. If they do not, all masks of the
+        request together left no token. `check_answer` checks a first token that may belong to the grammar.
+        """
+        for depth, token in enumerate(emitted):
+            path, num_tokens = tuple(emitted[:depth]), self._num_answered + depth
+            begins = self._grammar is not None and not (self._thinking.is_begun or num_tokens)
+            mask = None if begins or self._thoughts.end(path) is not None else self._inside(num_tokens)
+            if mask is not None and not mask[token]:
+                return False
+        return True
+
     def end(self) -> None:
         """Stop following the grammar."""
         if self._grammar is not None:

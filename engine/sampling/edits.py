@@ -35,7 +35,8 @@ Numbers = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 MASKED = RequestError(
-    "the answer has come to a text after which bad_words, allowed_token_ids and min_tokens leave no token; allow more",
+    "the answer has come to a text after which bad_words, allowed_token_ids, min_tokens and the budget of thoughts "
+    "leave no token; allow more",
     "bad_words",
     NOTHING_LEFT,
 )

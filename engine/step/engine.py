@@ -202,7 +202,10 @@ class Engine:
         """End the requests that emitted a token although their masks allowed none; it is not sent."""
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
         for row, outcome in zip(rows, outcomes, strict=True):
-            if row.text is not None and has_dead_end(row.text, outcome.token_ids, self.facts.vocab_size):
+            if (text := row.text) is None:
+                continue
+            in_thoughts = isinstance(text.grammar, ThinkingGrammar) and not text.grammar.allows(outcome.token_ids)
+            if in_thoughts or has_dead_end(text, outcome.token_ids, self.facts.vocab_size):
                 self._end(row.request_id, MASKED)
 
     def _end(self, request_id: str, error: RequestError) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import DEAD_END, NOTHING_LEFT, SERVER_FAULTS, RequestError
 from engine.grammar.grammar_queue import GrammarQueue
-from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation
+from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thinking
 from tests.engine import tiny
 
 VOCABULARY = 32
@@ -96,7 +96,27 @@ MASKS: dict[str, tuple[Sampling, Limits]] = {
         Limits(max_tokens=20, min_tokens=10),
     ),
     "words below the prompt": (Sampling(allowed_token_ids=(7,), bad_words=((4, 5, 7, 7),)), Limits()),
+    # The token that closes the thoughts is not allowed when their budget is spent.
+    "budget of thoughts": (
+        Sampling(allowed_token_ids=tuple(range(9)), thinking=Thinking(opens=9, closes=10, is_begun=True, budget=3)),
+        Limits(),
+    ),
 }
+
+
+def test_thoughts_that_cannot_be_closed_end_before_their_grammar() -> None:
+    """The grammar is not asked, because it comes after the thoughts."""
+    target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
+    engine = tiny.build(target, None)
+    engine.grammar_queue = GrammarQueue(OneToken(1), 4, engine.grammar_queue._after_thoughts)  # type: ignore[arg-type]
+    thinking = Thinking(opens=9, closes=10, is_begun=True, budget=2)
+    sampling = Sampling(grammar="any", thinking=thinking, bad_words=((10,),))
+    engine.submit(Request(request_id="a", prompt_token_ids=(3, 4, 5), sampling=sampling, limits=Limits(max_tokens=20)))
+    engine.queue_followed()
+    results = [engine.run_step() for _ in range(3)]
+    assert [len(result.outcomes) for result in results] == [1, 1, 0]
+    assert [(name, error.code) for name, error in results[2].failed] == [("a", NOTHING_LEFT)]
+    assert not engine.scheduler.has_work
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -141,6 +161,8 @@ def allowed_by(request: Request, answer: Sequence[int]) -> set[int]:
     sampling, text = request.sampling, [*request.prompt_token_ids, *answer]
     allowed = set(sampling.allowed_token_ids)
     allowed -= {word[-1] for word in sampling.bad_words if text[1 - len(word) :] == list(word[:-1])}
+    if sampling.thinking is not None and len(answer) == sampling.thinking.budget:
+        allowed &= {sampling.thinking.closes}
     return allowed - ({VOCABULARY - 1} if len(answer) < request.limits.min_tokens else set())
 
 

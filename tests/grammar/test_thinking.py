@@ -86,6 +86,25 @@ def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar
                 assert (got == expected).all(), (answer, path)
 
 
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("budget", [None, 0, 1, 2])
+@pytest.mark.parametrize("has_grammar", [True, False])
+def test_tokens_that_the_masks_of_thoughts_exclude_are_found(
+    is_begun: bool, budget: int | None, has_grammar: bool
+) -> None:
+    """A step emits them if other masks exclude the rest. What the grammar excludes is left to the grammar's check."""
+    thinking = Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
+    for text in itertools.product(range(VOCABULARY), repeat=4):
+        for place in range(4):
+            followed = ThinkingGrammar(thinking, FACTS, Alternating() if has_grammar else None)
+            followed.masks(text[:place], [()])()
+            thoughts = [at for at in range(place, 4) if CLOSES not in text[:at] and (is_begun or text[:1] == (OPENS,))]
+            if not is_begun:
+                thoughts = [at for at in thoughts if at]  # the first token is the grammar's, or an answer's
+            expected = all(by_hand(thinking, text[:at], has_grammar)[text[at]] for at in thoughts)
+            assert followed.allows(text[place:]) == expected, (text, place)
+
+
 @pytest.mark.parametrize(
     ("is_begun", "steps", "seen"),
     [
