@@ -169,7 +169,7 @@ def _effort(body: CountTokensRequest) -> Effort | None:
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]]:
     """Return the tools, except deferred ones that no search result has named."""
     named = {
-        part.get("tool_name")
+        str(part.get("tool_name"))
         for turn in body.messages if isinstance(turn.content, list)
         for block in turn.content if isinstance(block.get("content"), list)
         for part in block["content"] if isinstance(part, dict) and part.get("type") == TOOL_REFERENCE

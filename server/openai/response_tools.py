@@ -25,7 +25,8 @@ class Names:
 
     def offered(self, namespace: Any, name: Any) -> Any:
         """Return a function's name in the prompt; unknown names are returned unchanged."""
-        return self.of_members.get((namespace, name), name) if isinstance(namespace, str) else name
+        is_member = isinstance(namespace, str) and isinstance(name, str)  # else pydantic refuses the name later
+        return self.of_members.get((namespace, name), name) if is_member else name
 
     def called(self, name: str) -> dict[str, str]:
         """Return the fields of a call's item that name the function: name, and namespace if there is one."""

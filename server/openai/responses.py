@@ -170,7 +170,8 @@ def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str,
 def _thoughts(item: dict[str, Any], number: int) -> str:
     """Return the text of a reasoning item, or of its summary."""
     parts = item.get("content") or item.get("summary") or []
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    is_list = isinstance(parts, list)
+    if not is_list or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise RequestError("input: a reasoning item holds parts with text", f"input.{number}")
     return "".join(part["text"] for part in parts)
 
