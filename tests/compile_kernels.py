@@ -19,7 +19,7 @@ from engine.kernels.triton_keep import _keep
 from engine.kernels.triton_nucleus import _edge, _narrow
 from engine.kernels.triton_nucleus import _keep as _keep_nucleus
 from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
-from engine.models.triton_layer import _gate, _norm, _rotate_and_write
+from engine.models.triton_layer import _ROUNDED_TILE, _gate, _norm, _rotate_and_write, _round_rows
 
 _ATTENTION = {
     "page_size": 16,
@@ -106,6 +106,9 @@ def compile_layer(dtype: str) -> None:
     for flag in (False, True):
         compiled(_rotate_and_write, numbers, {"head_dim": 80, "block": 128, "has_norm": flag})
     compiled(_gate, numbers, {"tile": 1024})
+    if dtype == "*bf16":
+        rounding = {"rows": dtype, "rounded": "*fp8e4nv", "scales": "*fp32"}
+        compiled(_round_rows, rounding, {"tile": _ROUNDED_TILE}, ("rows", "rounded", "width"), num_warps=8)
 
 
 def main() -> None:

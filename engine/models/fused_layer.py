@@ -20,6 +20,11 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return usable("layers are computed", find_fault, device, dtype)
 
 
+def use_float8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernel rounds rows to fp8."""
+    return usable("rows are rounded to fp8", find_rounding_fault, device, dtype)
+
+
 def synthetic_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return distinct numbers to try kernels on, the same every time."""
     return torch.arange(prod(shape), device=device).sqrt().mul(7).sin().view(shape).to(dtype)
@@ -58,4 +63,22 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
             return "rotations differ"
     if not torch.equal(values[slots], heads[:, num_heads + num_kv_heads :]):
         return "values differ"
+    return None
+
+
+def find_rounding_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the fault of the kernel that rounds rows to fp8 on a device; None if it agrees with the plain operations,
+    in which a quotient may be rounded once more.
+    """
+    from engine.models import triton_layer
+
+    rows, most = synthetic_rows(device, dtype, 5, 480), torch.finfo(torch.float8_e4m3fn).max
+    rows[3] = 0
+    rounded, scales = triton_layer.round_rows(rows)
+    expected = (rows.abs().amax(1, keepdim=True) / most).float()
+    if not torch.allclose(scales, expected, atol=0, rtol=torch.finfo(dtype).eps):
+        return "scales of fp8 differ"
+    # Three bits after the first.
+    if not torch.allclose(rounded.float() * scales, rows.float(), atol=2e-3, rtol=1 / 16):
+        return "rows of fp8 differ"
     return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from engine.models.packing import is_plain
+from engine.models.quantising import has_scheme, is_quantised
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
@@ -14,25 +16,35 @@ _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
 
 def may_decode(config: Any) -> bool:
     """Whether the configuration is that of a decoder like Llama without quantisation."""
+    return _is_like_llama(config) and getattr(config, "quantization_config", None) is None
+
+
+def _is_like_llama(config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         config.model_type in _MODEL_TYPES
         and config.hidden_act == "silu"
         and rope.get("rope_type") in _ROPE_TYPES
         and rope.get("partial_rotary_factor", 1) == 1
-        and getattr(config, "quantization_config", None) is None
     )
 
 
 def is_decoder(model: Any) -> bool:
-    """Whether a model is a decoder like Llama."""
+    """Whether a model is a decoder like Llama with plain weights."""
+    return may_decode(model.config) and _has_linears(model, is_plain)
+
+
+def _has_linears(model: Any, is_known: Callable[[Any], bool]) -> bool:
+    """Whether a model's linear layers are those of a decoder like Llama, and all of a known kind. Quantised ones are of
+    other classes, or missing; or their weights are.
+    """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    # Quantised layers are of other classes, or missing; or their weights are.
-    return (
-        may_decode(model.config)
-        and len(linears) == 7 * model.config.num_hidden_layers + 1
-        and all(map(is_plain, linears))
-    )
+    return len(linears) == 7 * model.config.num_hidden_layers + 1 and all(map(is_known, linears))
+
+
+def _is_plain_or_quantised(module: Any) -> bool:
+    """Whether a linear layer is plain, of torchao, or of compressed-tensors."""
+    return is_plain(module) or (type(module) is nn.Linear and (has_scheme(module) or is_quantised(module.weight)))
 
 
 def window_of(attention: Any) -> int | None:
@@ -43,10 +55,14 @@ def window_of(attention: Any) -> int | None:
 
 
 def is_lean(model: Any) -> bool:
-    """Whether a model is a decoder like Llama, without sliding windows, and without biases outside attention."""
-    windows = [window_of(layer.self_attn) for layer in model.model.layers] if is_decoder(model) else [0]
+    """Whether a model is a decoder like Llama, without sliding windows, and without biases outside attention. Its
+    linear layers may be quantised by torchao or compressed-tensors.
+    """
     return (
-        not any(window is not None for window in windows)
+        _is_like_llama(model.config)
+        and _has_linears(model, _is_plain_or_quantised)
+        and all(window_of(layer.self_attn) is None for layer in model.model.layers)
+        and not is_quantised(model.model.embed_tokens.weight)
         and not getattr(model.config, "mlp_bias", False)
         and model.lm_head.bias is None
     )

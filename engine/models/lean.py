@@ -1,21 +1,22 @@
 """A decoder like Llama without the layers' own Python: the same numbers in fewer calls.
 
 transformers spends 0.2 to 0.3 ms of Python per layer, which is most of a pass over a few tokens of a small model. Here
-a layer is about twenty tensor operations: q, k and v are one product, gate and up another (the modules' weights become
-views of the joined ones, so nothing is stored twice), and rotation works on q and k together. Attention goes through
-the same hook. A model is accepted by its modules; every start compares the decoder with transformers (`probe.py`), and
-a model that it does not reproduce runs through transformers.
+a layer is about twenty tensor operations: q, k and v are one product, gate and up another (`products.py`, also for
+quantised weights), and rotation works on q and k together. Attention goes through the same hook. A model is accepted by
+its modules; every start compares the decoder with transformers (`probe.py`), and a model that it does not reproduce
+runs through transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.attention.attention import AttentionMetadata, attend
 from engine.attention.paged import Paged
@@ -23,22 +24,7 @@ from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import NORMED
 from engine.models.checkpoint import context_length
 from engine.models.fused_layer import use_kernels
-
-
-class _Linear(NamedTuple):
-    """A product with a weight [N, K], and a bias."""
-
-    weight_NK: Tensor
-    bias_N: Tensor | None = None
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return linear(rows, self.weight_NK, self.bias_N)
-
-    def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
-        """Add the product of the rows to `sums_TN` in place."""
-        sums_TN.addmm_(rows_TK, self.weight_NK.t())
-        if self.bias_N is not None:
-            sums_TN += self.bias_N
+from engine.models.products import RowProduct, product
 
 
 @dataclass
@@ -47,13 +33,13 @@ class _Layer:
 
     layer_idx: int
     attention_norm: Tensor
-    qkv: _Linear
+    qkv: RowProduct
     norms: tuple[Tensor, Tensor] | None
     """Norms of q and k, if the layer has them."""
-    output: _Linear
+    output: RowProduct
     mlp_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: RowProduct
+    down: RowProduct
 
 
 class LeanDecoder:
@@ -65,7 +51,7 @@ class LeanDecoder:
         """
         config, body = model.config, model.model
         self._body = body
-        self._head = _Linear(model.lm_head.weight)
+        self._dtype: torch.dtype = body.embed_tokens.weight.dtype
         self._eps = float(config.rms_norm_eps)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._num_heads = int(config.num_attention_heads)
@@ -77,6 +63,8 @@ class LeanDecoder:
         # Position by position, the angles take a dozen launches in every pass.
         places = torch.arange(context_length(config) if self.use_kernels else 0, device=model.device)
         self._rotation_PD = self._rotation(places, half)
+        self._product = partial(product, use_kernels=self.use_kernels)
+        self._head = self._product([model.lm_head])
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
     reads_pages = False
@@ -84,8 +72,7 @@ class LeanDecoder:
     @property
     def kv_dtype(self) -> torch.dtype:
         """Return the model's own type."""
-        dtype: torch.dtype = self._head.weight_NK.dtype
-        return dtype
+        return self._dtype
 
     def weight_used(self, weight: Tensor) -> Tensor:
         """Return the model's own weight."""
@@ -98,22 +85,19 @@ class LeanDecoder:
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
         """Do nothing: torch manages its threads."""
 
-    @staticmethod
-    def _layer(number: int, layer: Any) -> _Layer:
+    def _layer(self, number: int, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        biases = [part.bias for part in parts if part.bias is not None]
         return _Layer(
             layer_idx=number,
             attention_norm=layer.input_layernorm.weight.detach(),
-            qkv=_joined(parts, torch.cat(biases) if biases else None),
+            qkv=self._product([attention.q_proj, attention.k_proj, attention.v_proj]),
             norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
             if hasattr(attention, "q_norm")
             else None,
-            output=_joined((attention.o_proj,), attention.o_proj.bias),
+            output=self._product([attention.o_proj]),
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-            down=_joined((mlp.down_proj,)),
+            gate_up=self._product([mlp.gate_proj, mlp.up_proj]),
+            down=self._product([mlp.down_proj]),
         )
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
@@ -201,16 +185,3 @@ class LeanDecoder:
         )
         attended, _ = attend(layer, query_1HTD, key_1HTD, value_1HTD, None, self._scaling, metadata=metadata)
         return layer.output(attended[0].flatten(1))
-
-
-def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> _Linear:
-    """Return the product of modules with their weights stacked; the modules keep views of them."""
-    if len(modules) == 1:
-        return _Linear(modules[0].weight.data, bias)
-    weight = torch.cat([module.weight.data for module in modules])
-    start = 0
-    for module in modules:
-        stop = start + module.weight.shape[0]
-        module.weight.data = weight[start:stop]
-        start = stop
-    return _Linear(weight, bias)

@@ -32,7 +32,7 @@ from engine.models.backend import Backend, TransformersBackend
 from engine.models.kinds import is_decoder, is_lean
 from engine.models.lean import LeanDecoder
 from engine.models.loading import LoadedModel, arithmetic_dtype
-from engine.models.quantising import dequantised, has_quantised, in_float32, quantises_rows, schemes_off
+from engine.models.quantising import dequantised, has_quantised, in_float32, quantises_rows, rounding_off
 from engine.models.runner import ModelRunner
 from engine.speculation.topology import merge_chains
 
@@ -327,14 +327,14 @@ def _weights(model: Any, backend: Backend) -> Iterator[None]:
 @contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
     """Let a model compute in float32, temporarily."""
-    with schemes_off(model), _converted(model, in_float32):
+    with rounding_off(model), _converted(model, in_float32):
         yield
 
 
 @contextmanager
 def _rows_unrounded(model: Any) -> Iterator[None]:
     """Let products of quantised weights compute with unrounded rows, temporarily."""
-    with schemes_off(model), _converted(model, dequantised):
+    with rounding_off(model), _converted(model, dequantised):
         yield
 
 

@@ -140,11 +140,16 @@ def quantises_rows(model: nn.Module) -> bool:
     return any(by_torchao) or any(scheme.input_activations is not None for scheme in schemes)
 
 
+def rounds_rows(module: nn.Module) -> bool:
+    """Whether the product of a layer that rounds its rows is to round them now (`rounding_off`)."""
+    return getattr(module, "quantization_enabled", True)
+
+
 @contextmanager
-def schemes_off(model: nn.Module) -> Iterator[None]:
-    """Let layers of compressed-tensors compute plain products, temporarily."""
-    changed: list[Any] = [module for module in model.modules() if has_scheme(module)]
-    before = [getattr(module, "quantization_enabled", True) for module in changed]
+def rounding_off(model: nn.Module) -> Iterator[None]:
+    """Let layers of compressed-tensors, and joined products (`products.py`), not round their rows, temporarily."""
+    changed: list[Any] = [module for module in model.modules() if has_scheme(module) or has_float8_rows(module)]
+    before = [rounds_rows(module) for module in changed]
     try:
         for module in changed:
             module.quantization_enabled = False
@@ -152,6 +157,26 @@ def schemes_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was in zip(changed, before, strict=True):
             module.quantization_enabled = was
+
+
+def has_float8_rows(module: Any) -> bool:
+    """Whether a linear layer has a weight of torchao in fp8 with a scale for each row, so that rows can be stacked."""
+    if type(module) is not nn.Linear or has_scheme(module) or not is_quantised(module.weight):
+        return False
+    weight: Any = module.weight.data
+    return type(weight).__name__ == "Float8Tensor" and list(weight.block_size) == [1, weight.shape[1]]
+
+
+def rounds_to_float8(weight: Any) -> bool:
+    """Whether a weight (`has_float8_rows`) is multiplied with rows that are rounded to fp8 as our kernel does it."""
+    to = weight.data.act_quant_kwargs
+    return (
+        to is not None
+        and weight.dtype == torch.bfloat16
+        and {weight.data.qdata.dtype, to.float8_dtype} == {torch.float8_e4m3fn}
+        and type(to.granularity).__name__ == "PerRow"
+        and to.hp_value_lb is to.hp_value_ub is None
+    )
 
 
 def in_float32(weight: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 _GATE_TILE = 1024
+_ROUNDED_TILE = 8192
 
 
 @triton.jit
@@ -82,6 +83,25 @@ def _gate(joined, result, width, tile: tl.constexpr):
     tl.store(result + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
+@triton.jit
+def _round_rows(rows, rounded, scales, width, tile: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64) * width, tl.arange(0, tile)
+    largest = tl.zeros([tile], tl.float32)
+    for begin in range(0, width, tile):
+        inside = begin + column < width
+        value = tl.load(rows + row + begin + column, mask=inside, other=0.0)
+        largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
+    # torchao's scale is of the rows' type first.
+    scale = (tl.max(largest, axis=0) / 448.0).to(rows.dtype.element_ty).to(tl.float32)
+    tl.store(scales + tl.program_id(0), scale)
+    divisor = tl.where(scale == 0, 1.0, scale)
+    for begin in range(0, width, tile):
+        inside = begin + column < width
+        value = tl.load(rows + row + begin + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.clamp(tl.div_rn(value, divisor), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(rounded + row + begin + column, value.to(tl.float8e4nv), mask=inside)
+
+
 def norm(hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of rows that are contiguous."""
     num_rows, width = hidden_TD.shape
@@ -124,3 +144,13 @@ def gate(joined_TX: Tensor) -> Tensor:
     result_TM = joined_TX.new_empty((num_rows, width))
     _gate[(num_rows, triton.cdiv(width, _GATE_TILE))](joined_TX, result_TM, width, tile=_GATE_TILE)
     return result_TM
+
+
+def round_rows(rows_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in fp8 and their scales [T, 1]: the largest number of a row becomes fp8's largest."""
+    num_rows, width = rows_TK.shape
+    rounded_TK = torch.empty_like(rows_TK, dtype=torch.float8_e4m3fn)
+    scales_T1 = torch.empty((num_rows, 1), dtype=torch.float32, device=rows_TK.device)
+    tile = min(_ROUNDED_TILE, triton.next_power_of_2(width))
+    _round_rows[(num_rows,)](rows_TK, rounded_TK, scales_T1, width, tile=tile, num_warps=8)
+    return rounded_TK, scales_T1

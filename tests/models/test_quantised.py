@@ -23,6 +23,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.errors import ConfigError, LoadError
 from engine.models import loading, probe, quantising
 from engine.models.kinds import is_lean
+from engine.models.lean import LeanDecoder
 from engine.models.loading import LoadedModel, load
 from engine.models.packing import is_plain
 from engine.step.building import build_engine
@@ -223,7 +224,7 @@ def test_a_checkpoint_of_torchao_is_served(dtype: torch.dtype, tmp_path: Path) -
     loaded = load(folder, None, "auto", CPU)
     assert "Int8" in type(loaded.model.model.layers[0].mlp.up_proj.weight).__name__
     assert loaded.model.dtype == dtype
-    assert not is_lean(loaded.model), "joining weights would undo the quantisation"
+    assert is_lean(loaded.model)
     unquantised = load(plain, None, str(dtype).removeprefix("torch."), CPU)
     assert len([module for module in loaded.model.modules() if is_plain(module)]) <= 1, "only the head is plain"
     run = tiny.run(served(folder, plain, "auto"), greedy_requests(16))
@@ -241,14 +242,17 @@ def test_a_checkpoint_of_compressed_tensors_is_served(tmp_path: Path) -> None:
     plain = written(tmp_path / "plain")
     folder = stored_as_compressed_tensors(tmp_path / "fp8", plain)
     engine = served(folder, plain, "auto")
-    run = tiny.run(engine, greedy_requests(16))
+    assert isinstance(engine.target.backend, LeanDecoder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert run.tokens["off"] == run.tokens["block"] == answer(model, 16)
+    # Roundings of rows to 8 bits fall differently in two right implementations, and random models notice.
+    with quantising.rounding_off(engine.target.model), quantising.rounding_off(model):
+        run = tiny.run(engine, greedy_requests(16))
+        assert run.tokens["off"] == run.tokens["block"] == answer(model, 16)
     assert run.num_accepted > 0
     layer = engine.target.model.model.layers[0].mlp.up_proj
     assert quantising.quantises_rows(engine.target.model)
     rounded, row = layer(torch.linspace(-1, 1, 64)), torch.linspace(-1, 1, 64)
-    with quantising.schemes_off(engine.target.model):
+    with quantising.rounding_off(engine.target.model):
         assert not torch.equal(layer(row), rounded)
         assert torch.equal(layer(row), torch.nn.functional.linear(row, layer.weight))
     assert torch.equal(layer(row), rounded)

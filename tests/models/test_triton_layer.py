@@ -13,7 +13,7 @@ triton_layer = pytest.importorskip("engine.models.triton_layer")
 
 
 from engine.attention.tensors import NORMED  # noqa: E402
-from engine.models import fused_layer, lean  # noqa: E402
+from engine.models import fused_layer, lean, products  # noqa: E402
 from engine.models.lean import LeanDecoder  # noqa: E402
 from engine.models.probe import find_kv_shape  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
@@ -100,7 +100,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
     """A layer adds to what was there before it."""
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
-    with instead(lean._Linear, "add_to", lambda _, product, sums, rows: sums.copy_(product(rows))):
+    with instead(products.PlainProduct, "add_to", lambda _, product, sums, rows: sums.copy_(product(rows))):
         assert not agree(numbers(loaded, True), expected)
 
 
@@ -108,7 +108,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
 def test_biases_that_are_left_out_are_found_out() -> None:
     loaded = randomised(LEAN["llama, biases"], seed=5)
     expected = numbers(loaded, False)
-    with instead(lean._Linear, "__call__", lambda _, product, rows: linear(rows, product.weight_NK)):
+    with instead(products.PlainProduct, "__call__", lambda _, product, rows: linear(rows, product.weight_NK)):
         assert not agree(numbers(loaded, True), expected)
 
 
