@@ -84,6 +84,8 @@ def _add_models(router: APIRouter, server: Server) -> None:
             "object": "model",
             "created": started,
             "owned_by": "polydraft",
+            "root": server.settings.model or name,
+            "parent": None,
             "max_model_len": client.ready_facts().max_model_len,
         }
 

@@ -22,8 +22,6 @@ from server.version import VERSION
 _OWN = Path(__file__).parent / "static"
 _SWAGGER_UI = Path(fastapi_offline.__file__).parent / "static"
 """Swagger UI as its package ships it (Apache-2.0)."""
-_READ = ["GET", "HEAD"]
-"""Methods of a page; HEAD is for probes."""
 _NO_MARKUP = "require-trusted-types-for 'script'; trusted-types 'none'"
 """Policy that forbids scripts to turn text into markup."""
 _INLINE_STYLES = "style-src-attr 'unsafe-inline'"
@@ -83,7 +81,7 @@ def install(app: FastAPI, server: Server) -> None:
 
 
 def _add(app: FastAPI, path: str, page: Any) -> None:
-    app.add_api_route(path, page, methods=_READ, include_in_schema=False)
+    app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
 
 
 def _add_files(app: FastAPI, path: str, folder: Path) -> None:

@@ -124,6 +124,7 @@ _HTTP_ERRORS = {
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_encoding"),
     426: ("invalid_request_error", "sockets_not_supported"),
     431: ("invalid_request_error", "headers_too_large"),
     503: ("service_unavailable", "too_many_connections"),
@@ -134,6 +135,26 @@ def http_error(status: int, message: str, headers: dict[str, str] | None = None)
     """Return an error of the transport: authentication, routing, size."""
     kind, code = _HTTP_ERRORS.get(status, ("invalid_request_error", None))
     return ApiError(status, ErrorBody(message, kind, code=code), headers)
+
+
+API_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+)
+"""Paths that clients with a wrong base URL miss."""
+
+
+def _no_route(path: str) -> str:
+    """Return the message for an unknown path, with the served path that ends alike."""
+    near = next((one for one in API_PATHS if path.rstrip("/").endswith(one.removeprefix("/v1"))), None)
+    hint = f" (did you mean {near}? check the base URL)" if near else ""
+    return f"{path} does not exist here{hint}; /docs lists the paths"
 
 
 def _validation_message(error: RequestValidationError) -> ErrorBody:
@@ -187,7 +208,8 @@ def install(app: FastAPI) -> None:
         if isinstance(error.__cause__, RequestError):
             # FastAPI replaces errors that are raised while it reads a body.
             return error_response(error.__cause__, request.url.path)
-        answer = http_error(error.status_code, str(error.detail), dict(error.headers or {}))
+        detail = _no_route(request.url.path) if error.status_code == 404 else str(error.detail)
+        answer = http_error(error.status_code, detail, dict(error.headers or {}))
         return error_response(answer, request.url.path)
 
     async def on_error(request: Request, error: Exception) -> Response:

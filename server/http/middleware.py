@@ -99,12 +99,17 @@ class RequestEnvelope:
             await error_response(error, call.path)(scope, receive, send_marked)
         elif self._is_too_large(headers):
             await error_response(http_error(413, self._size_message), call.path)(scope, receive, send_marked)
+        elif (coding := headers.get("content-encoding", "identity")).lower() != "identity":
+            refused = http_error(415, f"bodies with Content-Encoding {coding!r} are not read; send it uncompressed")
+            await error_response(refused, call.path)(scope, receive, send_marked)
         elif (refusal := self._too_many(scope, call.client)) is not None:
             scope["state"]["rejection"] = refusal.rejection
             await error_response(refusal, call.path)(scope, receive, send_marked)
         else:
             try:
-                await self._app(scope, self._limited(receive), send_marked)
+                # A HEAD is answered as GET; the HTTP server leaves out the body.
+                asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self._app(asked, self._limited(receive), send_marked)
             except Exception as error:
                 if reads_nothing:
                     # Over TCP the system usually closes first (`listening.bind`). The server closes the connection,

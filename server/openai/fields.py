@@ -103,7 +103,8 @@ class Body(Wire):
 class GenerationFields(Body):
     """Common fields of chat, completions and `/v1/responses`."""
 
-    model: Name
+    model: Name | None = None
+    """Name of the model; without one the served model answers, as with vLLM."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     """Newer name of `max_tokens`; it takes precedence."""

@@ -57,11 +57,12 @@ def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
     return asked or {}
 
 
-def check_model(server: Server, name: str | None) -> None:
-    """Raise a 404 for a model that is not served."""
+def check_model(server: Server, name: str | None) -> str:
+    """Return the model's name, by default the served one. Raises a 404 for a model that is not served."""
     names = server.settings.served_names()
     if name is not None and name not in names:
         raise model_not_found(name, ", ".join(names))
+    return names[0] if name is None else name
 
 
 def engine_requests(
@@ -186,7 +187,7 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
 
     Raises RequestError if there are more than `most` tokens.
     """
-    check_model(server, body.model)
+    body.model = check_model(server, body.model)
     server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()
@@ -225,7 +226,7 @@ async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
 
 async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:
     """Return the generation of a text's continuation."""
-    check_model(server, body.model)
+    body.model = check_model(server, body.model)
     server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()

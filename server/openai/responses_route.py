@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from server.http.bodies import BodyRoute
 from server.http.errors import error_response, http_error
+from server.openai.preparing import check_model
 from server.openai.responses import ResponsesRequest, ResponseWriter, as_chat
 from server.openai.translating import answer_translated
 from server.state import Server
@@ -27,6 +28,7 @@ def build_router(server: Server) -> APIRouter:
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """Answer a conversation in the format of OpenAI's Responses API; nothing is stored."""
         server.unknown_fields.check(body)
+        body.model = check_model(server, body.model)
         return await answer_translated(http, server, body, as_chat, ResponseWriter, _PARAMS)
 
     @router.get("/v1/responses", include_in_schema=False)

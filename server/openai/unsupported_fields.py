@@ -50,7 +50,7 @@ _HARMLESS = frozenset(
 """Names that every route ignores: they do not change an answer."""
 
 _REQUIRED = frozenset({"model", "messages", "prompt", "input", "tokens"})
-"""Fields whose misspelling must be noticed."""
+"""Fields whose misspelling is noticed, because they are then missing, or changes nothing (`model`)."""
 
 
 @dataclass(frozen=True, init=False, eq=False)

@@ -49,7 +49,7 @@ class ChunkWriter(AnswerWriter):
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options goes with stream: true", "stream_options")
         self._generation = generation
-        self._model = body.model
+        self._model = body.model or ""
         self._with_metrics = with_metrics
         self._options = body.stream_options or StreamOptions()
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"

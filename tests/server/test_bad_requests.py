@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.http.errors import API_PATHS
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 
@@ -74,7 +76,6 @@ def send(http: httpx.Client, path: str, fields: dict[str, Any]) -> httpx.Respons
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"model": 5}, "model"),
-        ({"model": None}, "model"),
         ({"user": 5}, "user"),
         ({"metrics": "all"}, "metrics"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
@@ -328,6 +329,30 @@ def test_a_large_body_is_refused_unread(daemon: Daemon) -> None:
 def test_an_unknown_route_is_not_found(http: httpx.Client, method: str, path: str) -> None:
     """404 with a code."""
     assert error_of(http.request(method, f"{http.base_url}{path}"), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", API_PATHS)
+def test_a_wrong_base_url_is_recognised(http: httpx.Client, path: str) -> None:
+    """The error names the path that the client meant, and that path exists."""
+    assert path in http.get("/openapi.json").json()["paths"]
+    bare = path.removeprefix("/v1")
+    for wrong in {f"/v1/v1{bare}", f"/api{path}", f"/v1/{path}", bare} - {path}:
+        response = http.post(f"{http.base_url}{wrong}", json={})
+        assert response.status_code == 404
+        assert f"(did you mean {path}? check the base URL)" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip"])
+def test_compressed_bodies_are_refused_by_their_coding(http: httpx.Client, coding: str) -> None:
+    """415 that names the header, and not a fault of the JSON."""
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    response = http.post(COMPLETIONS, content=gzip.compress(b"{}"), headers=headers)
+    error = error_of(response, 415)
+    assert error["code"] == "unsupported_encoding"
+    assert coding in error["message"]
+    plain = {"content-type": "application/json", "content-encoding": "identity"}
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1})
+    assert http.post(COMPLETIONS, content=body, headers=plain).status_code == 200
 
 
 @pytest.mark.parametrize(

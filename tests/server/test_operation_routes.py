@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,6 +69,36 @@ def test_another_model_has_no_tokens_here(http: httpx.Client) -> None:
     """Only the served model's tokenizer is at hand."""
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
         assert error_of(http.post(path, json={"model": "another", **body}), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/load", "/metrics", "/v1/models"])
+def test_probes_may_send_head(http: httpx.Client, path: str) -> None:
+    """HEAD has the status of GET and no body; a route without GET has neither."""
+    answer = http.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert http.head("/tokenize").status_code == http.get("/tokenize").status_code == 405
+
+
+def test_a_model_has_the_fields_that_benchmarks_read(http: httpx.Client) -> None:
+    """`vllm bench serve` without --model reads id and root: the model's folder or name on the hub."""
+    (card,) = http.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", MAX_POSITIONS)
+    assert Path(card["root"], "config.json").is_file()
+    assert http.get(f"/v1/models/{MODEL}").json() == card
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    ],
+)
+def test_the_served_model_answers_a_request_without_a_name(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """The answer names it."""
+    assert http.post(path, json=body).json()["model"] == MODEL
+    assert error_of(http.post(path, json={**body, "model": "another"}), 404)["code"] == "model_not_found"
 
 
 def test_the_version_is_told(http: httpx.Client) -> None:
