@@ -37,7 +37,8 @@ class Backend(Protocol):
         """Return the numbers that represent a weight of the model, in the type of the arithmetic."""
 
     def prepare(self, works: Callable[[], bool]) -> int:
-        """Drop the model's own weights if they are stored in another layout; return the memory of the latter, in bytes.
+        """Drop the model's own weights if they are stored in another layout; return the memory that this backend takes
+        besides the model's own, in bytes.
 
         works: whether the changed model still computes its numbers.
         """

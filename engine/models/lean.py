@@ -45,9 +45,12 @@ class _Layer:
 class LeanDecoder:
     """Runs the passes of one model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, longest: int = 0) -> None:
         """Take over a model that `kinds.is_lean` accepts; its linear layers then share their memory with this
         object.
+
+        longest: tokens of the longest text that it reads; 0 is the model's own limit. Only nodes that are never emitted
+        lie after it.
         """
         config, body = model.config, model.model
         self._body = body
@@ -61,8 +64,8 @@ class LeanDecoder:
         self._sign = torch.cat([-half, half])
         self.use_kernels = use_kernels(torch.device(model.device), model.dtype)
         # Position by position, the angles take a dozen launches in every pass.
-        places = torch.arange(context_length(config) if self.use_kernels else 0, device=model.device)
-        self._rotation_PD = self._rotation(places, half)
+        num_places = min(context_length(config), longest or context_length(config)) if self.use_kernels else 0
+        self._rotation_PD = self._rotation(torch.arange(num_places, device=model.device), half)
         self._product = partial(product, use_kernels=self.use_kernels)
         self._head = self._product([model.lm_head])
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
@@ -79,8 +82,8 @@ class LeanDecoder:
         return weight
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Do nothing: products on a device read weights unchanged."""
-        return 0
+        """Return the memory of the angles: products on a device read weights unchanged."""
+        return sum(part_PD.nbytes for part_PD in self._rotation_PD)
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
         """Do nothing: torch manages its threads."""

@@ -63,24 +63,30 @@ class BackendOption(NamedTuple):
 
     name: str
     takes: Callable[[Any], bool]
-    make: Callable[[Any, ModelConfig], Backend]
+    make: Callable[[Any, ModelConfig, int], Backend]
+    """Makes one for a model, its requested formats, and the tokens of the longest text; 0 is the model's own limit."""
 
 
 def _is_cpu_decoder(model: Any) -> bool:
     return torch.device(model.device).type == "cpu" and is_decoder(model) and find_spec("numba") is not None
 
 
-def _cpu_decoder(model: Any, config: ModelConfig) -> Backend:
+def _cpu_decoder(model: Any, config: ModelConfig, longest: int) -> Backend:  # noqa: ARG001
     from engine.models.cpu_decoder import CpuDecoder  # Numba is installed
 
     kv_dtype = torch.bfloat16 if config.kv_dtype == "bfloat16" else torch.float32
     return CpuDecoder(model, 8 if config.weights == "int8" else 16, kv_dtype)
 
 
+def _lean_decoder(model: Any, _: ModelConfig, longest: int) -> Backend:
+    # The probe reads its own texts.
+    return LeanDecoder(model, longest and max(longest, 2 * _LONG_PROMPT))
+
+
 BACKENDS = (
     BackendOption("CPU decoder", _is_cpu_decoder, _cpu_decoder),
-    BackendOption("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
-    BackendOption("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
+    BackendOption("lean decoder", is_lean, _lean_decoder),
+    BackendOption("transformers", lambda _: True, lambda model, *_: TransformersBackend(model)),
 )
 """Fastest first; the last one supports any model."""
 
@@ -112,12 +118,14 @@ def choose_backend(
     shape: KVShape,
     block_size: int = _BLOCK_SIZE,
     config: ModelConfig | None = None,
+    longest: int = 0,
     backends: Sequence[BackendOption] | None = None,
 ) -> BackendChoice:
     """Return the fastest backend that reproduces the model's numbers; raise LoadError if there is none.
 
     block_size: tokens of a block while serving, for which kernels are compiled; config: requested number formats;
-    backends: those that are tried, fastest first; all if None.
+    longest: tokens of the longest text that is served, 0 is the model's own limit; backends: those that are tried,
+    fastest first; all if None.
     """
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
@@ -128,7 +136,7 @@ def choose_backend(
         try:
             if kind.make is not _cpu_decoder:
                 _compute_as(loaded, config, device)
-            choice = BackendChoice(kind.make(loaded.model, config), paged)
+            choice = BackendChoice(kind.make(loaded.model, config, longest), paged)
             only_warns = config.probe == "warn"
             probe(loaded, shape, choice.backend, paged, block_size=block_size, only_warns=only_warns)
             if paged and loaded.max_positions > 2 * _LONG_PROMPT:

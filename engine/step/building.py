@@ -94,11 +94,11 @@ def assemble(
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
     choices: list[BackendChoice] = []
     weight_bytes = []
+    facts = _facts(config, models)
     for model, shape in zip(models, shapes, strict=True):
-        choice, num_bytes = _prepare(model, shape, config, progress, is_owner, target, choices)
+        choice, num_bytes = _prepare(model, shape, config, facts.max_model_len, progress, is_owner, target, choices)
         choices.append(choice)
         weight_bytes.append(num_bytes)
-    facts = _facts(config, models)
     device = torch.device(target.model.device)
     progress("trying the kernels of distributions and verdicts")
     kernels = choose(device)
@@ -255,12 +255,15 @@ def _prepare(
     loaded: LoadedModel,
     shape: KVShape,
     config: EngineConfig,
+    longest: int,
     progress: Progress,
     is_owner: bool,
     target: LoadedModel,
     earlier: Sequence[BackendChoice],
 ) -> tuple[BackendChoice, int]:
-    """Return (how a model is run, the memory that its weights then take). earlier: the target's, for a head."""
+    """Return (how a model is run, the memory that its weights then take). longest: tokens of the longest text; earlier:
+    the target's, for a head.
+    """
     if isinstance(loaded.model, Head):
         device = torch.device(loaded.model.device)
         backend: HeadBackend = TorchHead(loaded.model)
@@ -272,7 +275,7 @@ def _prepare(
         laid_out_bytes = backend.prepare(lambda: True) if is_owner and device.type == "cpu" else 0
         return BackendChoice(backend, has_kernel(device)), laid_out_bytes + loaded.weight_bytes
     progress(f"probing {loaded.name}")
-    choice = choose_backend(loaded, shape, config.cache.block_size, config.model)
+    choice = choose_backend(loaded, shape, config.cache.block_size, config.model, longest)
     if loaded.ranks is not None or not is_owner:  # a part of a split model cannot be tried on this rank alone
         return choice, loaded.weight_bytes
     progress(f"laying out the weights of {loaded.name}")

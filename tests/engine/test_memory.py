@@ -9,15 +9,21 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 import torch
+import transformers
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.config_check import lookahead
 from engine.errors import ConfigError
+from engine.models import lean
+from engine.models.lean import LeanDecoder
 from engine.scheduling.text_drafters import most_text_draft_tokens
-from engine.step.building import assemble
+from engine.step import building
+from engine.step.building import assemble, kv_shape_of
 from engine.step.memory import plan_memory
 from engine.step.recorded.menu import buffer_bytes, menu
 from tests.engine import tiny
+from tests.models.test_architectures import COMMON
+from tests.wrong import instead
 
 GIB = 1 << 30
 CONFIG = EngineConfig(
@@ -104,6 +110,37 @@ def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) 
     assert rows(msgspec.structs.replace(drafts, speculation=text_drafts)) == 1 + 4 * 5 + from_text
     alone = msgspec.structs.replace(drafts, speculation=text_drafts, model=ModelConfig(target="target"))
     assert rows(alone) == 1 + from_text
+
+
+def test_angles_of_positions_are_made_before_the_pool_is_sized() -> None:
+    """For the served texts, and counted with the weights: what is then free does not hold them."""
+    whole, longest = 1024, 300
+    target = tiny.load_model(transformers.LlamaConfig(**{**COMMON, "max_position_embeddings": whole}), 1)
+    made: list[int] = []
+
+    def angles(rotation: Any, decoder: LeanDecoder, places: torch.Tensor, like: torch.Tensor) -> Any:
+        made.append(len(places))
+        return rotation(decoder, places, like)
+
+    def planned(plan: Any, *of: Any) -> Any:
+        made.append(-1)
+        return plan(*of)
+
+    def weights(chosen: int) -> int:
+        config = EngineConfig(model=ModelConfig(target="t"), scheduler=SchedulerConfig(max_model_len=chosen))
+        return assemble(config, target, None, is_owner=True).facts.memory_plan["weights"]
+
+    with (
+        tiny.without_cpu_decoder(),
+        instead(lean, "use_kernels", lambda *_: True),
+        instead(LeanDecoder, "_rotation", angles),
+        instead(building, "plan_memory", planned),
+    ):
+        served = weights(longest)
+        assert made[0] == longest
+        assert made.index(-1) > 0, "the memory that is free is asked for later"
+        head_dim = kv_shape_of(target).key_dim
+        assert weights(0) - served == (whole - longest) * 2 * head_dim * target.model.dtype.itemsize
 
 
 def test_the_context_is_the_models_if_the_pool_holds_it(caplog: pytest.LogCaptureFixture) -> None:

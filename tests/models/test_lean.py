@@ -57,7 +57,7 @@ class TurnedDecoder(LeanDecoder):
         self._sign = -self._sign
 
 
-def failing(model: Any, config: ModelConfig) -> Backend:
+def failing(model: Any, config: ModelConfig, longest: int) -> Backend:
     raise RuntimeError("biases of another shape")
 
 
@@ -86,9 +86,9 @@ def test_others_run_through_transformers(name: str) -> None:
     assert not is_lean(randomised(OTHERS[name], seed=3).model)
 
 
-@pytest.mark.parametrize("make", [lambda model, _: TurnedDecoder(model), failing], ids=["wrong numbers", "an error"])
+@pytest.mark.parametrize("make", [lambda model, *_: TurnedDecoder(model), failing], ids=["wrong numbers", "an error"])
 def test_a_model_that_it_does_not_reproduce_runs_through_transformers(
-    make: Callable[[Any, ModelConfig], Backend],
+    make: Callable[[Any, ModelConfig, int], Backend],
 ) -> None:
     loaded = randomised(LEAN["llama"], seed=3)
     backends = (BackendOption("lean decoder", is_lean, make), WITHOUT_CPU[-1])

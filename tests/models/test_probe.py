@@ -167,7 +167,7 @@ def test_faults_of_models_in_bfloat16_are_found(caplog: pytest.LogCaptureFixture
         probe.probe(loaded, shape)
     assert not caplog.records
     config = ModelConfig(target="t", dtype="bfloat16", probe="warn")
-    served = probe.BackendOption("plain", lambda _: True, lambda model, _: TransformersBackend(model.bfloat16()))
+    served = probe.BackendOption("plain", lambda _: True, lambda model, *_: TransformersBackend(model.bfloat16()))
     with instead(*WITHOUT_COMPACTION):
         probe.choose_backend(loaded, shape, config=config, backends=[served])
     assert "served all the same, as --probe warn asks" in caplog.text

@@ -12,6 +12,7 @@ from torch.nn.functional import linear, rms_norm, silu
 triton_layer = pytest.importorskip("engine.models.triton_layer")
 
 
+from engine.attention.inputs import build  # noqa: E402
 from engine.attention.tensors import NORMED  # noqa: E402
 from engine.models import fused_layer, lean, products  # noqa: E402
 from engine.models.lean import LeanDecoder  # noqa: E402
@@ -28,10 +29,10 @@ TAPS = (0, 2, 3, NORMED)
 Numbers = tuple[torch.Tensor, ...]
 
 
-def numbers(loaded: Any, by_kernels: bool) -> Numbers:
+def numbers(loaded: Any, by_kernels: bool, longest: int = 0) -> Numbers:
     """Logits of a step of single tokens and trees after prompts; all keys, values and hidden states."""
     with instead(lean, "use_kernels", lambda *_: by_kernels):
-        decoder = LeanDecoder(loaded.model)
+        decoder = LeanDecoder(loaded.model, longest)
     shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
     runner = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder, paged=by_kernels)
     prompts, steps = passes()
@@ -50,6 +51,16 @@ def agree(found: Numbers, expected: Numbers) -> bool:
 def test_models_get_the_numbers_of_the_plain_operations(name: str) -> None:
     loaded = randomised(LEAN[name], seed=5)
     assert agree(numbers(loaded, True), numbers(loaded, False))
+
+
+def test_angles_reach_as_far_as_the_served_texts() -> None:
+    """Fewer positions than a pass has would be noticed."""
+    loaded = randomised(LEAN["llama"], seed=5)
+    expected = numbers(loaded, False)
+    prompts, steps = passes()
+    end = max(int(build(some, PAGE).positions_T.max()) + 1 for some in (prompts[2:4], [steps[2], steps[8], steps[3]]))
+    assert agree(numbers(loaded, True, end), expected)
+    assert not agree(numbers(loaded, True, end - 2), expected)
 
 
 def swapped(operation: Any, joined: Any, rotation: Any, *rest: Any) -> Any:
