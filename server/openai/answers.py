@@ -167,6 +167,8 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+    """Stop string or stop token id that ended the choice (vLLM's field)."""
     prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
@@ -179,6 +181,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    """Stop string or stop token id that ended the choice (vLLM's field); chunks before the last have none."""
     prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
@@ -192,6 +196,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: dict[str, Any]
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
 

@@ -143,7 +143,7 @@ class ChatWriter(ChunkWriter):
         message = ChatMessage(content, tool_calls=calls, reasoning_content=thoughts, reasoning=thoughts)
         of_prompt = msgspec.UNSET if choice.prompt_logprobs is None else choice.prompt_logprobs
         ids, drafts = known(choice.token_ids), known(choice.drafts)
-        return ChatChoice(index, message, choice.finish_reason, logprobs, of_prompt, ids, drafts)
+        return ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason, of_prompt, ids, drafts)
 
     def choices_of(self, delta: Delta) -> list[ChunkChoice]:
         """Return chunks with text, and one with the finish reason alone."""
@@ -152,9 +152,9 @@ class ChatWriter(ChunkWriter):
         if logprobs is not None or delta.token_ids or delta.drafts:
             first = chunks[0].delta if chunks else {"content": ""}
             ids, drafts = known(delta.token_ids), known(delta.drafts)
-            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs, ids, drafts)]
+            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs, token_ids=ids, drafts=drafts)]
         if delta.finish_reason is not None:
-            chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
+            chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason, stop_reason=delta.stop_reason))
         return chunks
 
 
@@ -189,7 +189,15 @@ class CompletionWriter(ChunkWriter):
         prompt_ids = msgspec.UNSET if ids is None else choice.request.prompt_token_ids
         drafts = known(choice.drafts)
         return CompletionChoice(
-            index, choice.text, choice.finish_reason, logprobs, of_prompt, known(ids), prompt_ids, drafts
+            index,
+            choice.text,
+            choice.finish_reason,
+            logprobs,
+            choice.stop_reason,
+            of_prompt,
+            known(ids),
+            prompt_ids,
+            drafts,
         )
 
     def choices_of(self, delta: Delta) -> list[CompletionChoice]:
@@ -204,6 +212,7 @@ class CompletionWriter(ChunkWriter):
                 delta.text,
                 delta.finish_reason,
                 logprobs,
+                msgspec.UNSET if delta.finish_reason is None else delta.stop_reason,
                 token_ids=ids,
                 prompt_token_ids=prompt_ids,
                 drafts=known(delta.drafts),

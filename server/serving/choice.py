@@ -79,6 +79,7 @@ class Choice:
         self.num_thought = 0
         """Number of tokens of thoughts."""
         self.finish_reason: str | None = None
+        self._last_token: int | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
         self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
@@ -109,6 +110,14 @@ class Choice:
     def stop_string(self) -> str | None:
         """Stop string that has ended the answer; None if it runs or has ended otherwise."""
         return self._cut.found
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Stop string, or the id from stop_token_ids, that has ended the answer; None if nothing of the request has."""
+        if self.finish_reason is None or self.stop_string is not None:
+            return self.stop_string
+        ends = self.finish_reason != "length" and self._last_token in self.request.limits.stop_token_ids
+        return self._last_token if ends else None
 
     @property
     def num_mispredicted(self) -> int:
@@ -144,6 +153,7 @@ class Choice:
             text += self._cut.finish()
         parts = self._read(echoed + text)
         self.num_tokens += num_taken
+        self._last_token = outcome.token_ids[num_taken - 1] if num_taken else self._last_token
         self.num_predicted += min(outcome.num_predicted, num_taken)
         self.text += "".join(part for part in parts if isinstance(part, str))
         self.thoughts += "".join(part.text for part in parts if isinstance(part, Thought))

@@ -36,6 +36,8 @@ class Delta:
     """Token ids of the prompt, in a choice's first delta."""
     drafts: Sequence[DraftedStep] | None = None
     """Drafts of the step, if they were requested."""
+    stop_reason: str | int | None = None
+    """Stop string or stop token id that has ended the choice."""
 
     @property
     def num_logprobs(self) -> int:
@@ -96,7 +98,8 @@ class Generation:
                         token_ids = None if choice.token_ids is None else choice.token_ids[before:]
                         of_prompt = choice.request.prompt_token_ids if token_ids is not None and not before else None
                         drafts = None if choice.drafts is None else choice.drafts[-1:]
-                        yield Delta(index, released, choice.finish_reason, new, token_ids, of_prompt, drafts)
+                        stop = choice.stop_reason
+                        yield Delta(index, released, choice.finish_reason, new, token_ids, of_prompt, drafts, stop)
             except PolydraftError:
                 early_end = "error"
                 raise

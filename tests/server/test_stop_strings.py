@@ -92,6 +92,36 @@ def test_a_stop_token_ends_the_answer_without_its_text(http: httpx.Client, full_
     pytest.fail("none of the text's tokens ended it")
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Once upon"}]}
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(PATH, {}), ("/v1/chat/completions", CHAT)])
+def test_an_answer_names_what_ended_it(http: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
+    """`stop_reason` is the stop string or the stop token's id, and null after any other end; a stream's last chunk
+    has the same, and no other chunk any.
+    """
+    call = {key: value for key, value in CALL.items() if not prompt or key != "prompt"} | prompt
+    (free,) = http.post(path, json={**call, "return_token_ids": True}).json()["choices"]
+    text = free["text"] if path == PATH else free["message"]["content"]
+    # A token that came before would end the answer there.
+    token = next(one for at, one in enumerate(free["token_ids"]) if at > 8 and one not in free["token_ids"][:at])
+    stop = a_stop_in(text, 30)
+    cases: list[tuple[dict[str, Any], str | int | None]] = [
+        ({"stop": ["never to be seen", stop]}, stop),
+        ({"stop_token_ids": [2, token]}, token),
+        ({"stop": ["never to be seen"], "stop_token_ids": [2]}, None),
+    ]
+    for fields, ended_by in cases:
+        (choice,) = http.post(path, json={**call, **fields}).json()["choices"]
+        assert choice["stop_reason"] == ended_by
+        assert choice["finish_reason"] == ("length" if ended_by is None else "stop")
+        with open_stream(http, path, **call, **fields) as stream:
+            chunks = [chunk["choices"][0] for chunk in stream.read() if chunk["choices"]]
+        reported = [chunk["stop_reason"] for chunk in chunks if "stop_reason" in chunk]
+        assert reported == [ended_by]
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
+
+
 def test_each_choice_stops_by_itself(http: httpx.Client) -> None:
     """A stop string of one choice does not end the others."""
     call = {**CALL, "n": 3}
