@@ -246,7 +246,7 @@ def foretell(pair: ModelPair, requests: Sequence[int], contexts: Sequence[int]) 
 def beside_measured(pair: ModelPair, file: Path) -> dict[str, dict[str, float]]:
     """Return step times of a session's first part next to the estimates, and their ratio."""
     try:
-        found = json.loads(file.read_text(encoding="utf8"))["sections"]["trace"]["found"]["step_s"]
+        found = json.loads(file.read_text(encoding="utf8"))["sections"]["engine"]["found"]["step_s"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file}: no step times of a session on a device (gpu-part-1.json)") from error
     result = {}

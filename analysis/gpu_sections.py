@@ -1,214 +1,72 @@
-"""Sections of a session on a device (`gpu_session.py`), each in a separate process.
+"""Sections of a session on a device (`gpu_session.py`) that run an engine, each in a separate process.
 
-A section writes its results after every item. Times are those of the device, synchronised.
+A section writes its results after every item.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from analysis import arms
-from analysis.fast_paths import fast_paths, steps_of, without
+from analysis.fast_paths import without
+from analysis.gpu_engine import ACCEPTANCE, QWEN3_SAMPLING, build, cells, check_output, plan_of, profile, steps
+from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait
 from analysis.load import Load
+from analysis.peers import sampled
 from demo import bench_pair
-from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
+from engine.control.step_time import Point
 from engine.models.loading import adopt, load_pair
 from engine.models.probe import find_kv_shape, probe
 from engine.models.quantising import FORMATS
 from engine.plan import Plan
 from engine.step.building import assemble
-from engine.step.calibration import measure_points, synthetic_plan
+from engine.step.calibration import measure_points
 from engine.step.distribution_check import check_distribution
 from engine.step.engine import Engine
 from loadtest.statistics import median_of_ratios
 
-_SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
-_CACHE_BYTES = 48 << 30
-_ACCEPTANCE = 0.75
-_LEAST_RECORDED = 0.5
-"""Least share of a lone request's steps that are recorded; the others read its prompt, or a plan that has no room."""
+_FEW_SHAPES = ("off", "block:1x5", "bv_race:4x5", "adaptive")
+_SHAPES = ("off", "block:1x3", "block:1x5", "bv_race:2x5", "bv_race:4x5", "adaptive")
+_DRY_LOADS = ((1, 40), (2, 40))
 
 
-def has_cuda() -> bool:
-    """Whether torch can use a CUDA device."""
-    return torch.cuda.is_available()
-
-
-class SectionResults:
-    """Results of a section, written to disk after every item."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._found: dict[str, Any] = {"failures": []}
-
-    def add(self, name: str, value: Any) -> None:
-        """Add an item."""
-        self._found[name] = value
-        self._write()
-        print(f"{name}: {json.dumps(value)[:400]}", flush=True)
-
-    def require(self, holds: bool, otherwise: str) -> None:
-        """Record a failure if a condition does not hold."""
-        if not holds:
-            self._found["failures"].append(otherwise)
-            self._write()
-            print(f"FAILED: {otherwise}", flush=True)
-
-    def _write(self) -> None:
-        self._file.write_text(json.dumps(self._found, indent=1) + "\n")
-
-
-def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
-    """Build an engine around a pair that is created on the device; every fall-back is a failure."""
-    register()
-    began = time.monotonic()
-    on_cuda = options.device == "cuda"
-    target, draft, about = bench_pair.make(
-        options.target,
-        options.draft,
-        options.vocabulary,
-        _ACCEPTANCE,
-        4096,
-        device=options.device,
-        dtype=torch.bfloat16 if on_cuda else torch.float32,
-    )
-    for model in (target, draft):
-        model.set_attn_implementation(HOOK)
-    config = EngineConfig(
-        model=ModelConfig(target="target", draft="draft", device=options.device),
-        cache=CacheConfig(memory_bytes=_CACHE_BYTES if on_cuda else 1 << 26),
-        scheduler=SchedulerConfig(max_num_seqs=64 if on_cuda else 8),
-        speculation=SpeculationConfig(
-            num_drafts=8, draft_length=5, max_num_drafts=8, max_draft_length=8, observed_share=0.0
-        ),
-    )
-    engine = assemble(config, adopt(target, "target"), adopt(draft, "draft"), lambda text: print(text, flush=True))
-    findings.add("pair", about)
-    findings.add("build_s", time.monotonic() - began)
-    findings.add("memory_plan", engine.facts.memory_plan)
-    found = fast_paths(engine)
-    findings.add("ways", found)
-    if on_cuda:
-        require_all(findings, found)
-    return engine
-
-
-def require_all(findings: SectionResults, found: Mapping[str, bool]) -> None:
-    """Require every fast path: a fall-back would be measured in its place."""
-    for name, used in found.items():
-        findings.require(used, f"{name}: not used")
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def middle_s(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the median time of synchronised runs over about this many seconds."""
-    work()
-    wait(device)
-    runs: list[float] = []
-    while len(runs) < 5 or (sum(runs) < seconds and len(runs) < 400):
-        began = time.perf_counter()
-        work()
-        wait(device)
-        runs.append(time.perf_counter() - began)
-    return statistics.median(runs)
-
-
-def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) -> Plan:
-    """Return a synthetic plan."""
-    return synthetic_plan(engine, num_rows, context, arms.speculation_of(name))
-
-
-def trace(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Measure ceilings, times of passes, and the parts of a step."""
+def engine(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Build an engine; measure steps, distributions of its output, and speeds, each shortly; profile a step."""
     device = torch.device(options.device)
-    findings.add("ceilings", ceilings(device, options.scale))
-    engine = build(options, findings)
-    times = {}
-    for context in (300, 500, 1000):
-        for name in ("off", "block:1x5", "bv_race:4x5", "bv_race:8x4"):
-            plan = plan_of(engine, name, context=context)
-            step = partial(engine.carry_out, plan)
-            times[f"{name} behind {context}"] = middle_s(step, device, options.scale)
-            findings.add("step_s", times)
+    on_cuda = options.device == "cuda"
+    found = ceilings(device, options.scale / 2)
+    findings.add("ceilings", found)
+    built = build(options, findings)
+    findings.attempt("steps", partial(steps, options, findings, built, found["copied_bytes_per_s"]))
+    checked = [("off", "recorded", {}), ("bv_race:4x5", "recorded", {}), ("bv_race:4x5", "recorded", QWEN3_SAMPLING)]
+    findings.attempt("distributions", partial(check_output, options, findings, built, checked, 3000))
+    loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
+
+    def speeds() -> None:
+        points = measure_points(built, arms.speculation_of("adaptive"))
+        cells(options, findings, built, points, _FEW_SHAPES, loads, 2.0)
+
+    findings.attempt("speeds", speeds)
     for name in ("off", "bv_race:4x5"):
-        findings.add(f"profile {name}", profile(engine, plan_of(engine, name)))
-    rows = {}
-    for count in (1, 21):
-        logits = synthetic(count, options.vocabulary, device)
-        temperature = torch.ones(count, device=device)
-        work = partial(engine.target.kernels.softmax, logits, temperature)
-        rows[count] = middle_s(work, device, options.scale / 4)
-    findings.add("distribution_of_rows_s", rows)
+        findings.attempt(f"profile {name}", partial(_profile, findings, built, name))
 
 
-def synthetic(num_rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """Return the same synthetic numbers every time, without a generator."""
-    return torch.linspace(-3, 3, num_rows * width, device=device).view(num_rows, width)
-
-
-def ceilings(device: torch.device, scale: float) -> dict[str, float]:
-    """Measure copied bytes per second, and operations per second of a matrix product."""
-    size = (1 << 30) if device.type == "cuda" else (1 << 24)
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    width = 8192 if device.type == "cuda" else 512
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left = synthetic(width, width, device).to(dtype)
-    return {
-        "copied_bytes_per_s": 2 * size / middle_s(lambda: target.copy_(source), device, scale / 2),
-        "operations_per_s": 2 * width**3 / middle_s(lambda: left @ left, device, scale / 2),
-    }
-
-
-def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
-    """Return the 25 operations of a step that take longest, and the share of its time in which the device is idle."""
-    from torch.profiler import ProfilerActivity
-
-    on_cuda = engine.target.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    engine.carry_out(plan)
-    wait(engine.target.device)
-    began = time.perf_counter()
-    with torch.profiler.profile(activities=activities) as profiled:
-        for _ in range(num_steps):
-            engine.carry_out(plan)
-        wait(engine.target.device)
-    wall_s = time.perf_counter() - began
-    key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-    found = profiled.key_averages()
-    if on_cuda:  # a kernel's time also counts for the operation that launched it
-        found = [event for event in found if event.device_type.name == "CUDA"]
-    events = sorted(found, key=lambda event: getattr(event, key), reverse=True)
-    busy_s = sum(getattr(event, key) for event in events) / 1e6
-    return {
-        "wall_s": wall_s / num_steps,
-        "idle_share": max(0.0, 1 - busy_s / wall_s),
-        "operations": [
-            {"name": event.key[:80], "calls": event.count / num_steps, "us": getattr(event, key) / num_steps}
-            for event in events[:25]
-        ],
-    }
+def _profile(findings: SectionResults, built: Engine, name: str) -> None:
+    findings.add(f"profile {name}", profile(built, plan_of(built, name)))
 
 
 def variants(options: argparse.Namespace, findings: SectionResults) -> None:
@@ -252,53 +110,103 @@ def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
 
 
 def law(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Compare the first tokens of many answers with the target's distribution, by a G-test."""
-    engine = build(options, findings)
-    chance = random.Random(7)
-    # All but one token of the prompt fill blocks, which the answers share. So their first steps compute one token, as
-    # all recorded steps do.
-    prompt = [chance.randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
+    """Compare the first tokens of many answers with the target's distribution, in steps of every kind."""
+    # Steps of few rows are recorded, or leave equal nodes separate; those of many rows do not.
+    kinds = ("equal nodes merged", "equal nodes apart", "recorded")
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        (name, kind, {}) for name in ("off", "block:1x5", "bv_race:4x5") for kind in kinds
+    ]
+    filters = ({"top_p": 0.8}, {"top_k": 20, "min_p": 0.01, "top_p": 0.9}, QWEN3_SAMPLING)
+    cases += [("bv_race:2x3", "recorded", {**one}) for one in filters]
     num_answers = max(200, round(4000 * options.scale))
-    cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ("off", "block:1x5", "bv_race:4x5")]
-    cases += [("bv_race:2x3", {"top_p": 0.8}), ("bv_race:2x3", {"top_k": 20, "min_p": 0.01, "top_p": 0.9})]
-    for name, filters in cases:
-        # Steps of few rows are recorded, or leave equal nodes separate; those of many rows do not. Here all steps are
-        # of one type.
-        for kind in ("recorded",) if filters else ("equal nodes merged", "equal nodes apart", "recorded"):
-            few = max(200, num_answers // 8) if kind == "recorded" else num_answers
-            with steps_of(engine, kind) as served:
-                check = check_distribution(engine, name, arms.speculation_of(name), prompt, few, 1.0, **filters)
-            key = ", ".join([name, kind, *filters])
-            findings.add(key, {**asdict(check), "recorded_steps": sum(served), "steps": len(served)})
-            findings.require(not check.rejected, f"{key}: not the target's distribution (p = {check.p_value:.2g})")
-            if kind == "recorded" and engine.recorded.num_recorded:
-                findings.require(sum(served) > len(served) / 2, f"{key}: most steps were not recorded")
+    check_output(options, findings, build(options, findings), cases, num_answers)
 
 
 def record(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Measure tokens per second of every shape in turns, cell by cell: the smallest number of requests first."""
-    engine = build(options, findings)
+    """Measure tokens per second of every shape, then of transformers' continuous batching."""
+    built = build(options, findings)
+    points = measure_points(built, arms.speculation_of("adaptive"))
     on_cuda = options.device == "cuda"
-    points = measure_points(engine, arms.speculation_of("adaptive"))
-    cells = []
-    lengths = {1: (300, 1000), 4: (300, 1000), 16: (300, 1000), 64: (300,)} if on_cuda else {1: (40,), 2: (40,)}
-    for concurrency, contexts in lengths.items():
-        for length in contexts:
-            chance = random.Random(length)
-            prompts = [
-                tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(2 * concurrency)
-            ]
-            load = Load(prompts, 96 if on_cuda else 8, 1.0)
-            arms.check_room(engine.facts, _SHAPES, load, concurrency)
-            with tqdm(total=1, disable=True) as progress:
-                make = partial(arms.make_arms, engine, _SHAPES, points, load)
-                cell = arms.measure(make, load, concurrency, 6 * options.scale, progress, 2 * options.scale)
-            cells.append({"context": length, **cell})
-            findings.add("cells", cells)
-            for name, arm in cell["arms"].items():
-                # With more requests most steps also read a prompt, and such steps are not recorded.
-                slow = on_cuda and concurrency == 1 and arm["share_of_recorded_steps"] < _LEAST_RECORDED
-                findings.require(not slow, f"{name}, one request behind {length}: few of its steps were recorded")
+    measure = partial(cells, options, findings, built, points, _SHAPES, seconds=4.0)
+    loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
+    findings.attempt("speeds", partial(measure, loads))
+    counts = (1, 16, 64) if on_cuda else (2,)
+    findings.attempt("batches", partial(batches, options, findings, built, points, counts))
+    target = built.target.model
+    del measure, built
+    gc.collect()
+    if on_cuda:
+        torch.cuda.empty_cache()
+    findings.attempt("transformers", partial(continuous, options, findings, target, counts))
+
+
+def _prompts(options: argparse.Namespace, count: int) -> list[tuple[int, ...]]:
+    length = 300 if options.device == "cuda" else 40
+    chance = random.Random(count)
+    return [tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(count)]
+
+
+def _num_tokens(options: argparse.Namespace) -> int:
+    return 64 if options.device == "cuda" else 8
+
+
+def batches(
+    options: argparse.Namespace, findings: SectionResults, built: Engine, points: Sequence[Point], counts: Sequence[int]
+) -> None:
+    """Measure tokens per second of batches that start and end together, as `continuous` measures transformers."""
+    result: dict[str, dict[str, float]] = {}
+    for count in counts:
+        load = Load(_prompts(options, count), _num_tokens(options), 1.0)
+        made = arms.make_arms(built, ("off", "adaptive"), points, load)
+        result[str(count)] = {name: _rate(partial(_num_answered, arm, count)) for name, arm in made.items()}
+        findings.add("batches, tokens per second", result)
+
+
+def _num_answered(arm: arms.Arm, count: int) -> int:
+    """Answer the next requests of an arm, and return the number of tokens."""
+    return sum(map(len, arm.answers([*islice(arm.requests, count)]).values()))
+
+
+def continuous(options: argparse.Namespace, findings: SectionResults, target: Any, counts: Sequence[int]) -> None:
+    """Measure tokens per second of transformers' continuous batching on the same weights and prompts."""
+    from transformers import ContinuousBatchingConfig
+
+    target.set_attn_implementation("sdpa")
+    config = sampled(_num_tokens(options), 1.0)
+    # On a CPU it would take most of the memory.
+    small = {} if options.device == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
+    result = {}
+    for count in counts:
+        prompts = [list(prompt) for prompt in _prompts(options, count)]
+
+        def answer(prompts: list[list[int]] = prompts) -> int:
+            outputs = target.generate_batch(
+                prompts,
+                generation_config=config,
+                continuous_batching_config=ContinuousBatchingConfig(**small),
+                persistent_manager=True,
+            )
+            num_tokens = sum(len(one.generated_tokens) for one in outputs.values())
+            if num_tokens != len(prompts) * _num_tokens(options):
+                raise ValueError(f"{len(prompts)} answers of transformers have {num_tokens} tokens")
+            return num_tokens
+
+        try:
+            with torch.inference_mode(False):  # its thread writes to tensors that it has made here
+                result[str(count)] = _rate(answer)
+        finally:
+            target.destroy_cached_continuous_batching_manager()
+        findings.add("transformers' continuous batching, tokens per second", result)
+
+
+def _rate(work: Callable[[], int], num_runs: int = 3) -> float:
+    """Return the median tokens per second of work that returns its tokens, after a first run."""
+    work()
+    rates = []
+    for _ in range(num_runs):
+        began = time.perf_counter()
+        rates.append(work() / (time.perf_counter() - began))
+    return sorted(rates)[num_runs // 2]
 
 
 def weights(options: argparse.Namespace, findings: SectionResults) -> None:
@@ -311,7 +219,7 @@ def weights(options: argparse.Namespace, findings: SectionResults) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dtype = torch.bfloat16 if on_cuda else torch.float32
         sizes = options.target, options.draft, options.vocabulary
-        target, draft, about = bench_pair.make(*sizes, _ACCEPTANCE, 4096, device=options.device, dtype=dtype)
+        target, draft, about = bench_pair.make(*sizes, ACCEPTANCE, 4096, device=options.device, dtype=dtype)
         target.save_pretrained(f"{folder}/target")
         draft.save_pretrained(f"{folder}/draft")
         findings.add("pair", about)
@@ -359,16 +267,7 @@ def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     }
 
 
-def add_setting(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of all sections."""
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu is a dry run")
-    parser.add_argument("--target", default="8b", choices=bench_pair.SIZES, help="size of the made target (default 8b)")
-    parser.add_argument("--draft", default="0.6b", choices=bench_pair.SIZES, help="of the draft model (default 0.6b)")
-    parser.add_argument("--vocabulary", type=int, default=151_936, help="tokens (default 151936)")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of all durations; small for a dry run")
-
-
-_SECTIONS = {"trace": trace, "variants": variants, "law": law, "record": record, "weights": weights}
+_SECTIONS = {"engine": engine, "variants": variants, "law": law, "record": record, "weights": weights}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

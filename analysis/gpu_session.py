@@ -1,5 +1,6 @@
-"""`make gpu-check`: 40 minutes on a CUDA device, in four parts: correctness and a profile, the benefit of each fast
-path, the figures for the record, and quantised weights (which need torchao).
+"""`make gpu-check`: 37 minutes on a CUDA device, in five parts. The first finds the most in at most eight minutes:
+imports, every kernel, an engine, tests. The others: speeds for the record, the benefit of each fast path with the
+distribution of the output, quantised weights (which need torchao), and other tests.
 
 Every section runs in a separate process with a time limit. Results are written after every item, so a section that
 hangs, crashes or exceeds its limit leaves its results so far. A fall-back (plain operations instead of kernels, steps
@@ -9,8 +10,10 @@ that are not recorded) is a failure. Needs no git, no network and no checkpoint:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +27,12 @@ from loadtest.environment import environment
 
 NEEDED = ("msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "pytest")
 """Modules that a machine with a device must have; the others that Polydraft depends on are not imported."""
+_LONGEST_LINE = 400
+_SHOWN = (
+    *("seconds_until", "recorded_shapes", "warnings", "ceilings", "plain_share_of_roofline", "step_s", "goals"),
+    *("batches, tokens per second", "transformers' continuous batching, tokens per second"),
+)
+"""Items that are printed at the end of a part."""
 _LEFT_S = 15
 """Time of the tests' limit in which they are stopped and their results are written."""
 
@@ -39,17 +48,20 @@ class Section:
 
 PARTS: dict[int, Sequence[Section]] = {
     1: (
-        Section("tests", 270, "the tests of kernels and graphs"),
-        Section("trace", 260, "ceilings, the fast paths in use, times of passes, and what a step consists of"),
+        Section("imports", 50, "every module of the engine, and the device"),
+        Section("kernels", 120, "every kernel at the shapes of Qwen3-8B and Qwen3-0.6B: its error, its time"),
+        Section("engine", 220, "its start, fall-backs, steps, the distribution of its output, speeds, and a profile"),
+        Section("tests", 90, "tests of kernels and graphs"),
     ),
-    2: (
+    2: (Section("record", 290, "tokens a second of every shape at 1, 4, 16 and 64 requests, and transformers'"),),
+    3: (
         Section("variants", 370, "kernels, graphs and shapes against the same without them, in turns"),
         Section("law", 160, "the distribution of the output, drawn by the build that is measured"),
     ),
-    3: (Section("record", 530, "tokens a second of every shape and of plain decoding, at 1, 4, 16 and 64 requests"),),
     4: (
         Section("weights", 530, "the checkpoint's weights, fp8 and int4: the probe, the distribution, times of steps"),
     ),
+    5: (Section("other-tests", 270, "the other tests of kernels"),),
 }
 
 
@@ -72,37 +84,62 @@ class Setting:
         ]
 
 
-def run_section(section: Section, setting: Setting, folder: Path) -> dict[str, Any]:
-    """Run a section to its end or its time limit; its log and its results stay in the folder."""
+def run_section(section: Section, setting: Setting, folder: Path, log: Path) -> dict[str, Any]:
+    """Run a section to its end or its time limit; its output is appended to the log, its results are returned."""
     found = folder / f"{section.name}.json"
     found.unlink(missing_ok=True)
-    if section.name == "tests":
-        command = ["-m", "analysis.gpu_tests", str(found), str(section.limit_s - _LEFT_S)]
+    if section.name.endswith("tests"):
+        command = ["-m", "analysis.gpu_tests", section.name, str(found), str(section.limit_s - _LEFT_S)]
+    elif section.name in ("imports", "kernels"):
+        command = ["-m", f"analysis.gpu_{section.name}", str(found), *setting.arguments()]
     else:
         command = ["-m", "analysis.gpu_sections", section.name, str(found), *setting.arguments()]
     surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if setting.device == "cuda":
         surroundings["POLYDRAFT_TEST_DEVICE"] = "cuda"
     began = time.monotonic()
-    log = folder / f"{section.name}.log"
-    with log.open("w", encoding="utf8") as output:
+    with log.open("ab") as output:
+        output.write(f"== {section.name}\n".encode())
+        output.flush()
+        # The processes of a section end with it.
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=surroundings,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [sys.executable, *command],
-                env=surroundings,
-                timeout=section.limit_s,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-            ended = "ended" if done.returncode == 0 else f"failed with {done.returncode}"
+            code = process.wait(section.limit_s)
+            ended = "ended" if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
             ended = f"stopped after {section.limit_s:g} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     lines = log.read_text(encoding="utf8", errors="replace").strip().splitlines()
-    result = {"ended": ended, "seconds": round(time.monotonic() - began, 1), "last_line": lines[-1] if lines else ""}
+    result = {"ended": ended, "seconds": round(time.monotonic() - began, 1), "last_line": lines[-1][:_LONGEST_LINE]}
     if found.exists():
         result["found"] = json.loads(found.read_text())
     return result
+
+
+def report(name: str, result: dict[str, Any]) -> None:
+    """Print what a section found: its end, its failures, times of kernels, goals."""
+    found = result.get("found", {})
+    print(f"{name}: {result['ended']}, {result['seconds']} s; {len(found.get('failures', []))} failures", flush=True)
+    if result["ended"] != "ended":
+        print(f"  last line: {result['last_line']}")
+    for failure in found.get("failures", []):
+        print(f"  FAILED {failure[:_LONGEST_LINE]}")
+    if "missing" in found:
+        print(f"  device: {found['device']}; missing: {found['missing']}")
+    for item, value in found.items():
+        if isinstance(value, dict) and "us" in value:
+            print(f"  {item}: " + ", ".join(f"{key} {number:.4g}" for key, number in value.items()))
+    for item in _SHOWN:
+        if item in found:
+            print(f"  {item}: {json.dumps(found[item])}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,16 +149,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         print(f"gpu-check: {sys.executable} has no {', '.join(missing)}; install them first", file=sys.stderr)
         return 2
-    from analysis import gpu_sections
+    from analysis import gpu_results
 
     options = parser().parse_args(arguments)
     setting = Setting(options.device, options.target, options.draft, options.vocabulary, options.scale)
-    if setting.device == "cuda" and not gpu_sections.has_cuda():
+    if setting.device == "cuda" and not gpu_results.has_cuda():
         print("gpu-check: this machine has no CUDA device (or its torch cannot use one)", file=sys.stderr)
         return 2
     options.output.mkdir(parents=True, exist_ok=True)
     all_well = True
     for number in options.part or sorted(PARTS):
+        log = options.output / f"gpu-part-{number}.log"
+        log.unlink(missing_ok=True)
         document: dict[str, Any] = {
             "what": "a session on a device, by analysis.gpu_session",
             "part": number,
@@ -131,24 +170,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         for section in PARTS[number]:
             print(f"part {number}, {section.name}: {section.what} ...", flush=True)
-            result = run_section(section, setting, options.output)
-            failures = result.get("found", {}).get("failures", [])
-            all_well &= result["ended"] == "ended" and not failures
-            said = "; ".join(failures) or result["last_line"]
-            print(f"  {result['ended']}, {result['seconds']} s; {said}", flush=True)
+            result = run_section(section, setting, options.output, log)
+            all_well &= result["ended"] == "ended" and not result.get("found", {}).get("failures")
             document["sections"][section.name] = result
             (options.output / f"gpu-part-{number}.json").write_text(json.dumps(document, indent=1) + "\n")
+            (options.output / f"{section.name}.json").unlink(missing_ok=True)
+        print(f"\npart {number}:")
+        for name, result in document["sections"].items():
+            report(name, result)
     return 0 if all_well else 1
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    from analysis import gpu_sections
+    from analysis import gpu_results
 
     result = argparse.ArgumentParser(prog="python -m analysis.gpu_session", description=__doc__.split("\n\n")[0])
     result.add_argument("--part", type=int, action="append", choices=sorted(PARTS), help="may be repeated; default all")
     result.add_argument("--output", type=Path, default=Path("docs/results/gpu"), help="folder of results and logs")
-    gpu_sections.add_setting(result)
+    gpu_results.add_setting(result)
     return result
 
 

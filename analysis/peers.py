@@ -117,7 +117,6 @@ class Transformers:
         self.target, self.draft = (
             load(path, dtype=dtype).to(device).eval() for path in (options.target, options.draft)
         )
-        self._config = transformers.GenerationConfig
         self._threads = options.threads
         self.num_tokens = options.tokens
         for model in (self.target, self.draft):
@@ -137,7 +136,7 @@ class Transformers:
     def continuous(self, prompts: Prompts, temperature: float) -> Answers:
         """Run continuous batching."""
         torch.set_num_threads(self._threads)
-        outputs = self.target.generate_batch(prompts, generation_config=self._sampled(temperature))
+        outputs = self.target.generate_batch(prompts, generation_config=sampled(self.num_tokens, temperature))
         return [
             outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.rsplit("_", 1)[1]))
         ]
@@ -147,22 +146,29 @@ class Transformers:
         ids = torch.tensor(prompts, device=self.target.device)
         with torch.inference_mode():
             output = self.target.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=self._sampled(temperature), **more
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=sampled(self.num_tokens, temperature),
+                **more,
             )
         answers: Answers = output[:, ids.shape[1] :].tolist()
         return answers
 
-    def _sampled(self, temperature: float) -> Any:
-        # Omitted fields would come from the checkpoint's generation_config, which may sample.
-        sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        return self._config(
-            max_new_tokens=self.num_tokens,
-            min_new_tokens=self.num_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            do_sample=temperature > 0,
-            **sampled,
-        )
+
+def sampled(num_tokens: int, temperature: float) -> Any:
+    """Return transformers' configuration of answers of this many tokens, without an end."""
+    from transformers import GenerationConfig
+
+    # Omitted fields would come from the checkpoint's generation_config, which may sample.
+    filters = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    return GenerationConfig(
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        do_sample=temperature > 0,
+        **filters,
+    )
 
 
 def measure(

@@ -33,6 +33,7 @@ LONG = (
     "deploy/test_ray",
     "server/test_lm_eval",
     "analysis/test_gpu_session",
+    "analysis/test_gpu_kernels",
     "analysis/test_arms",
     "analysis/test_papers",
     "engine/test_recorded_steps",

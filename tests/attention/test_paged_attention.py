@@ -33,6 +33,7 @@ from tests.models.test_lean import randomised  # noqa: E402
 from tests.wrong import calls_of, instead  # noqa: E402
 
 PAGE = 4
+ROOT = Path(__file__).parents[2]
 CASES: dict[str, Any] = {
     **CONFIGS,
     "heads in threes": transformers.LlamaConfig(
@@ -313,9 +314,9 @@ def test_tiles_have_few_sizes() -> None:
 
 def test_a_server_compiles_few_kernels() -> None:
     """Launches are distinguished as Triton does, over 400 steps of many sizes; needs no device."""
-    script = Path(__file__).parent.parent / "kernel_kinds.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.kernel_kinds"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     attention, verification = map(int, done.stdout.split())
     # For three sizes of tiles, whole or in parts, and what merges parts.

@@ -202,13 +202,11 @@ def test_a_row_is_drawn_from_by_the_kernels_or_without_them() -> None:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper() -> None:
-    """Without a device: down to the machine code of an H100, by the compiler that Triton brings; no tile spills.
-
-    -P: the folder of tests has an `engine`, too.
-    """
-    script = Path(__file__).parent.parent / "compile_kernels.py"
+    """Without a device: down to the machine code of an H100, by the compiler that Triton brings; no tile spills."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.compile_kernels"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     layer = "_norm", *["_rotate_and_write"] * 2, "_gate"
     for_types = [

@@ -1,0 +1,256 @@
+"""Engine of a session on a device (`gpu_session.py`): how it is built, and what is measured of it.
+
+Times are those of the device, synchronised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from analysis import arms
+from analysis.device_model import DEVICES, model_of
+from analysis.fast_paths import fast_paths, steps_of
+from analysis.gpu_results import SectionResults, middle_s, require_all, told, wait
+from analysis.load import Load
+from demo import bench_pair
+from engine.attention.attention import HOOK, register
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.control.step_time import Point
+from engine.models.loading import adopt
+from engine.plan import Plan
+from engine.step.building import assemble
+from engine.step.calibration import synthetic_plan
+from engine.step.distribution_check import check_distribution, check_power, is_blind
+from engine.step.engine import Engine
+
+ACCEPTANCE = 0.75
+_CACHE_BYTES = 48 << 30
+_LEAST_RECORDED = 0.5
+"""Least share of a lone request's steps that are recorded; the others read its prompt, or a plan that has no room."""
+QWEN3_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+"""Sampling of Qwen3's generation_config."""
+
+
+def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
+    """Build an engine around a pair that is created on the device; every fall-back is a failure.
+
+    If it cannot be built with recorded steps, that is a failure, and it is built without.
+    """
+    register()
+    findings.keep_warnings()
+    began = time.monotonic()
+    on_cuda = options.device == "cuda"
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    sizes = options.target, options.draft, options.vocabulary
+    target, draft, about = bench_pair.make(*sizes, ACCEPTANCE, 4096, device=options.device, dtype=dtype)
+    findings.add("pair", about)
+    for model in (target, draft):
+        model.set_attn_implementation(HOOK)
+    start = {"the pair": round(time.monotonic() - began, 1)}
+
+    def assembled(enforce_eager: bool) -> Engine:
+        config = EngineConfig(
+            model=ModelConfig(target="target", draft="draft", device=options.device, enforce_eager=enforce_eager),
+            cache=CacheConfig(memory_bytes=_CACHE_BYTES if on_cuda else 1 << 26),
+            scheduler=SchedulerConfig(max_num_seqs=64 if on_cuda else 8),
+            speculation=SpeculationConfig(
+                num_drafts=8, draft_length=5, max_num_drafts=8, max_draft_length=8, observed_share=0.0
+            ),
+        )
+        return assemble(config, adopt(target, "target"), adopt(draft, "draft"), tell)
+
+    def tell(text: str) -> None:
+        start[text] = round(time.monotonic() - began, 1)
+        findings.add("seconds_until", start)
+
+    engine = None
+    try:
+        engine = assembled(enforce_eager=False)
+    except Exception as error:  # of the first engine that a device builds: all else can still be measured
+        traceback.print_exc()
+        findings.require(False, f"an engine with recorded steps cannot be built: {told(error)}")
+    if engine is None:
+        gc.collect()
+        if on_cuda:
+            torch.cuda.empty_cache()
+        engine = assembled(enforce_eager=True)
+    tell("the engine is built")
+    findings.add("memory_plan", engine.facts.memory_plan)
+    findings.add("recorded_shapes", engine.recorded.num_recorded)
+    found = fast_paths(engine)
+    findings.add("ways", found)
+    if on_cuda:
+        require_all(findings, found)
+    return engine
+
+
+def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) -> Plan:
+    """Return a synthetic plan."""
+    return synthetic_plan(engine, num_rows, context, arms.speculation_of(name))
+
+
+def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine, copied_bytes_per_s: float) -> None:
+    """Measure steps of one request, and plain steps of more with their share of the roofline.
+
+    copied_bytes_per_s: measured bandwidth, for devices whose data sheet is not known.
+    """
+    device, on_cuda = engine.target.device, options.device == "cuda"
+    bandwidth = bytes_per_s(torch.cuda.get_device_name() if on_cuda else "", copied_bytes_per_s)
+    shape = model_of(options.target, options.vocabulary)
+    shares: dict[str, float] = {}
+    for num_rows in (1, 4, 16, 64) if on_cuda else (1, 2):
+        plan = plan_of(engine, "off", num_rows, 300)
+        needed = 2 * shape.weights + num_rows * 300 * shape.token_bytes
+        shares[str(num_rows)] = needed / bandwidth / _step_s(findings, engine, plan, options.scale / 2, on_cuda)
+        findings.add("plain_share_of_roofline", shares)
+    times: dict[str, float] = {}
+    for context in (300, 1000):
+        for name in ("off", "block:1x5", "bv_race:4x5", "bv_race:8x4"):
+            plan = plan_of(engine, name, context=context)
+            times[f"{name} behind {context}"] = _step_s(findings, engine, plan, options.scale / 2, on_cuda)
+            findings.add("step_s", times)
+    wait(device)
+
+
+def _step_s(findings: SectionResults, engine: Engine, plan: Plan, seconds: float, must_record: bool) -> float:
+    """Return the median time of a step, which must be a recorded one if the device has them."""
+    is_recorded = engine.recorded.find(plan) is not None
+    findings.require(is_recorded or not must_record, f"a step of {_named(plan)} is not a recorded one")
+    return middle_s(partial(engine.carry_out, plan), engine.target.device, seconds)
+
+
+def _named(plan: Plan) -> str:
+    return f"{len(plan.rows)} requests that draft {plan.rows[0].fanout or 'nothing'}"
+
+
+def bytes_per_s(device: str, copied_bytes_per_s: float) -> float:
+    """Return the bandwidth on the data sheet of a device of this name, or what was measured if it is not known."""
+    known = [one for name, one in DEVICES.items() if name in device.lower().replace(" ", "")]
+    return known[0].bytes_per_s if known else copied_bytes_per_s
+
+
+def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
+    """Return the 25 operations of a step that take longest, and the share of its time in which the device is idle."""
+    from torch.profiler import ProfilerActivity
+
+    on_cuda = engine.target.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    engine.carry_out(plan)
+    wait(engine.target.device)
+    began = time.perf_counter()
+    with torch.profiler.profile(activities=activities) as profiled:
+        for _ in range(num_steps):
+            engine.carry_out(plan)
+        wait(engine.target.device)
+    wall_s = time.perf_counter() - began
+    key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    found = profiled.key_averages()
+    if on_cuda:  # a kernel's time also counts for the operation that launched it
+        found = [event for event in found if event.device_type.name == "CUDA"]
+    events = sorted(found, key=lambda event: getattr(event, key), reverse=True)
+    busy_s = sum(getattr(event, key) for event in events) / 1e6
+    return {
+        "wall_s": wall_s / num_steps,
+        "idle_share": max(0.0, 1 - busy_s / wall_s),
+        "operations": [
+            {"name": event.key[:80], "calls": event.count / num_steps, "us": getattr(event, key) / num_steps}
+            for event in events[:25]
+        ],
+    }
+
+
+def check_output(
+    options: argparse.Namespace,
+    findings: SectionResults,
+    engine: Engine,
+    cases: Sequence[tuple[str, str, Mapping[str, Any]]],
+    num_answers: int,
+) -> None:
+    """Compare the first tokens of many answers with the target's distribution, by a G-test.
+
+    cases: (shape, kind of its steps as in `steps_of`, fields of `Sampling`).
+    """
+    chance = random.Random(7)
+    # All but one token of the prompt fill blocks, which the answers share. So their first steps compute one token, as
+    # all recorded steps do.
+    prompt = [chance.randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
+    for name, kind, sampling in cases:
+        count = max(200, num_answers // 8) if kind == "recorded" else num_answers
+        with steps_of(engine, kind) as served:
+            of_case = {"temperature": 1.0, **sampling}
+            check = check_distribution(engine, name, arms.speculation_of(name), prompt, count, **of_case)
+        key = ", ".join([name, kind, *sampling])
+        findings.add(key, {**asdict(check), "recorded_steps": sum(served), "steps": len(served)})
+        findings.require(not check.rejected, f"{key}: not the target's distribution (p = {check.p_value:.2g})")
+        if kind == "recorded" and options.device == "cuda":
+            findings.require(sum(served) > len(served) / 2, f"{key}: most steps were not recorded")
+    power = check_power(engine, prompt, max(200, num_answers // 4), 1.0)
+    findings.add("a rule that is wrong", asdict(power))
+    findings.require(not is_blind(power), "the check of distributions did not find a rule that is wrong")
+
+
+def cells(
+    options: argparse.Namespace,
+    findings: SectionResults,
+    engine: Engine,
+    points: Sequence[Point],
+    names: Sequence[str],
+    loads: Sequence[tuple[int, int]],
+    seconds: float,
+) -> None:
+    """Measure tokens per second of arms in turns, cell by cell.
+
+    loads: (requests at once, tokens of a prompt); seconds: of plain decoding in a cell.
+    """
+    found = []
+    for concurrency, length in loads:
+        chance = random.Random(length)
+        prompts = [
+            tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(2 * concurrency)
+        ]
+        load = Load(prompts, 64 if options.device == "cuda" else 8, 1.0)
+        arms.check_room(engine.facts, names, load, concurrency)
+        make = partial(arms.make_arms, engine, names, points, load)
+        with tqdm(total=1, disable=True) as progress:
+            cell = arms.measure(make, load, concurrency, seconds * options.scale, progress, seconds / 3 * options.scale)
+        found.append({"context": length, **cell})
+        findings.add("cells", found)
+        for name, arm in cell["arms"].items():
+            # With more requests most steps also read a prompt, and such steps are not recorded.
+            few = concurrency == 1 and arm["share_of_recorded_steps"] < _LEAST_RECORDED
+            few &= options.device == "cuda"
+            findings.require(not few, f"{name}, one request behind {length}: few of its steps were recorded")
+        findings.add("goals", goals(found))
+
+
+def goals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the cells show of each goal: (found, aim, whether it is met).
+
+    Goals hold for the first cell of each concurrency.
+    """
+    ratios: dict[int, dict[str, float]] = {}
+    for cell in found:
+        of_arms = {name: arm["ratio_to_off"]["ratio"] for name, arm in cell["arms"].items()}
+        ratios.setdefault(cell["concurrency"], of_arms)
+    result = {}
+    for concurrency, aim in ((1, 2.0), (4, 2.0), (16, 1.3), (64, 0.98)):
+        if (ratio := ratios.get(concurrency, {}).get("adaptive")) is not None:
+            result[f"adaptive over plain, {concurrency} requests"] = (ratio, aim, ratio >= aim)
+    of_shapes = {name: ratio for name, ratio in ratios.get(1, {}).items() if ":" in name}
+    single = [ratio for name, ratio in of_shapes.items() if ":1x" in name]
+    several = [ratio for name, ratio in of_shapes.items() if ":1x" not in name]
+    if single and several:
+        ratio = max(several) / max(single)
+        result["several drafts over the best chain, one request"] = (ratio, 1.15, ratio >= 1.15)
+    return result
