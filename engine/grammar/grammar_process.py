@@ -136,7 +136,7 @@ class GrammarMatcher:
         """Return why the grammar cannot be followed; "" while it can, or after a dead end that its masks show."""
         if _is_dead_end(self._matcher):
             return "" if self._has_begun else "it allows no answer at all"
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return _brief(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes | None]:
         """Extend the answer by these tokens, and return a mask after each path below it."""
@@ -178,8 +178,11 @@ def _is_dead_end(matcher: LLMatcher) -> bool:
     return matcher.is_error() and matcher.get_error().startswith(_DEAD_END)
 
 
-def _first_line(text: str) -> str:
-    return (text.strip() or "unknown error").splitlines()[0][:400]
+def _brief(text: str) -> str:
+    """Return an error's first line, with the cause that the library names below a picture of the place."""
+    first, *others = (text.strip() or "unknown error").splitlines()
+    cause = next((line.removeprefix("error:") for line in others if line.startswith("error: ")), "")
+    return first[:400] + cause[:400]
 
 
 def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
@@ -268,7 +271,7 @@ def serve(control: socket.socket) -> None:
     try:
         tokenizer = read_vocabulary(vocabulary)
     except BaseException as error:  # llguidance raises exceptions of many types, including panics
-        tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}"
+        tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_brief(str(error))}"
     children: dict[int, int] = {}
     """File descriptor of each child's own socket, by process id."""
     woken, wake = socket.socketpair()

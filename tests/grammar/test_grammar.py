@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 from engine.config import GrammarConfig
 from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
 from engine.grammar.grammar import GrammarClient, GrammarPool
-from engine.grammar.grammar_process import Begun, Masks, Vocabulary, _first_line, follow, read_vocabulary
+from engine.grammar.grammar_process import Begun, Masks, Vocabulary, _brief, follow, read_vocabulary
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.sampling.edits import NodeContext, edit
@@ -206,8 +206,22 @@ def test_a_reason_is_the_library_s_first_line(vocabulary: Vocabulary) -> None:
     with pytest.raises(RequestError) as refused:
         followed_here(vocabulary, grammar)
     assert str(refused.value) == f"the grammar cannot be used: {matcher.get_error().strip().splitlines()[0]}"
-    assert len(_first_line("x" * 1000)) == 400
-    assert _first_line(" \n") == "unknown error"
+    assert len(_brief("x" * 1000)) == 400
+    assert _brief(" \n") == "unknown error"
+
+
+@pytest.mark.parametrize(
+    ("expression", "cause"),
+    [("([0-9]", "unclosed group"), ("(?=a)b", "look-around, including look-ahead"), (r"\1", "backreferences are")],
+)
+def test_a_reason_names_the_cause_of_a_refused_expression(vocabulary: Vocabulary, expression: str, cause: str) -> None:
+    """The library draws the place in further lines, and names the cause below them."""
+    for grammar in (
+        LLMatcher.grammar_from_regex(expression),
+        LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": expression})),
+    ):
+        with pytest.raises(RequestError, match=f"regex parse error: {cause}"):
+            followed_here(vocabulary, grammar)
 
 
 def test_masks_that_take_too_long_end_their_grammar(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
