@@ -19,7 +19,15 @@ from engine.kernels.triton_keep import _keep
 from engine.kernels.triton_nucleus import _edge, _narrow
 from engine.kernels.triton_nucleus import _keep as _keep_nucleus
 from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
-from engine.models.triton_layer import _ROUNDED_TILE, _gate, _norm, _rotate_and_write, _round_rows
+from engine.models.triton_layer import (
+    _ROUNDED_TILE,
+    HEAD_WARPS,
+    NORM_WARPS,
+    _gate,
+    _norm,
+    _rotate_and_write,
+    _round_rows,
+)
 
 _ATTENTION = {
     "page_size": 16,
@@ -102,9 +110,9 @@ def compile_layer(dtype: str) -> None:
     numbers = dict.fromkeys(("hidden", "weight", "normed", "joined", "result"), dtype)
     numbers |= dict.fromkeys(("cosines", "sines", "query_norm", "key_norm", "query", "keys", "values"), dtype)
     numbers |= {"slots": "*i64", "positions": "*i64", "eps": "fp32"}
-    compiled(_norm, numbers, {"block": 4096})
+    compiled(_norm, numbers, {"block": 4096}, num_warps=NORM_WARPS)
     for flag in (False, True):
-        compiled(_rotate_and_write, numbers, {"head_dim": 80, "block": 128, "has_norm": flag})
+        compiled(_rotate_and_write, numbers, {"head_dim": 80, "block": 128, "has_norm": flag}, num_warps=HEAD_WARPS)
     compiled(_gate, numbers, {"tile": 1024})
     if dtype == "*bf16":
         rounding = {"rows": dtype, "rounded": "*fp8e4nv", "scales": "*fp32"}

@@ -1,6 +1,7 @@
 """Counts the variants of kernels that a mixed load needs in Triton; needs no device.
 
-A variant is compiled at its first use, and that step waits. Prints the numbers for attention and for verification.
+A variant is compiled at its first use, and that step waits. Prints the numbers for attention, verification and
+distributions.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from engine.attention.paged import upload
 from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVShape, KVTensors
 from engine.drafting.numbers import draw_numbers, noise_of
-from engine.kernels import triton_block
+from engine.kernels import triton_block, triton_nucleus, triton_rows
 from engine.kernels.protocol import Chains, ProbsTable
 from engine.kernels.torch_kernels import TORCH
+from engine.kernels.triton_kernels import TritonKernels
+from engine.request import Sampling
+from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.topology import merge_chains
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
@@ -102,9 +106,33 @@ def verification() -> int:
     return len(kinds)
 
 
+def distributions() -> int:
+    """Distributions with all filters and without, and draws from them, of parts by level that begin at any row."""
+    kinds: set[str] = set()
+    names = {
+        triton_rows: ("_sum_exponentials", "_softmax", "_sum_tiles", "_draw"),
+        triton_nucleus: ("_narrow", "_keep", "_edge"),
+    }
+    for module, of_module in names.items():
+        for name in of_module:
+            setattr(module, name, Counting(getattr(module, name), kinds))
+    kernels = TritonKernels()
+    filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.05}
+    for num_rows, more in product(range(1, 9), ({}, filters)):
+        asked = [Sampling(temperature=0.6, **more) for _ in range(num_rows)]
+        parameters = DistributionParameters.of(asked, CPU, kernels).select(torch.arange(num_rows).repeat(3))
+        probs_NV = torch.zeros((3 * num_rows, WIDTH))
+        uniform_LC = torch.zeros((3, num_rows), dtype=torch.float64)
+        for level in range(3):
+            part = slice(level * num_rows, (level + 1) * num_rows)
+            found_NV = distribution(torch.zeros((num_rows, WIDTH)), parameters.select(part), probs_NV[part])
+            kernels.draw(found_NV, torch.arange(num_rows), uniform_LC[level])
+    return len(kinds)
+
+
 def main() -> None:
-    """Both, one line."""
-    print(attention(), verification())
+    """All, one line."""
+    print(attention(), verification(), distributions())
 
 
 if __name__ == "__main__":

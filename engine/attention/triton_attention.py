@@ -191,7 +191,8 @@ def _attend(
             total = total * fade + tl.sum(weights, axis=1)
             sums = sums * fade[:, None] + product(weights, value_tile, upcast)
             largest = new_largest
-    some = is_query & (total > 0)
+    # NaN is something: rows whose keys are broken must not get finite numbers.
+    some = is_query & (total != 0)
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head
     is_row = (row < tile_queries * groups) & (number < num_rows)
     inside = is_row[:, None] & (value_column[None, :] < value_dim)

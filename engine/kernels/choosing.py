@@ -162,7 +162,7 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
         10_000,
     )
     of_requests = filters.each(lambda one: one.repeat(2)[: len(temperature_B)])
-    storages = [torch.arange(width * 192, device=device).sin().view(3, 64, 2, width // 2) for width in (32, 40)]
+    storages = [torch.arange(width * 192, device=device).sin().view(3, 64, 2, width // 2) for width in (32, 40, 1024)]
     # Each move of the first sequence overwrites what the next one reads.
     moves = [[(slot, slot + 1) for slot in range(32)], [(60, 50)]]
     return {

@@ -18,23 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
-from engine.kernels.triton_rows import TILE, draw_token, weights_of
+from engine.kernels.triton_rows import ANYWHERE, TILE, draw_token, weights_of
 
-# Each kernel has one specialisation, because a step that needs a new one waits for the compiler. So it must not depend
-# on numbers that change from step to step, nor on whether small arrays begin at a multiple of 16 bytes, as some do for
-# even numbers of chains.
+# Each kernel has one specialisation (`triton_rows.ANYWHERE`), which depends on no number that changes between steps.
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
-_ANYWHERE = (
-    *("tokens", "target_rows", "draft_rows", "lengths", "log_ratios", "log_ceilings", "weights"),
-    *("surplus_sums", "target_sums", "accept_numbers", "residual_numbers", "score_numbers"),
-    *("accepted", "scores", "requests", "verdict"),
-)
 _LEAST_BLOCK = 16
 MOST_CHAINS = 1024
 """Most chains of a step: each program of a race reads all of them."""
 
 
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def _walk(
     tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights,
     width, length, block: tl.constexpr,
@@ -67,7 +60,7 @@ def _walk(
     tl.store(weights + at + 1 + place, weight, mask=inside)
 
 
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def _sum_prefixes(
     target, target_rows, draft, draft_rows, weights, surplus_sums, target_sums,
     width, num_tiles, length, tile: tl.constexpr,
@@ -83,7 +76,7 @@ def _sum_prefixes(
     tl.store(target_sums + at * num_tiles + number, tl.sum(mass.to(tl.float64), axis=0))
 
 
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def _decide(
     target, target_rows, draft, draft_rows, lengths, log_ratios, log_ceilings, weights, surplus_sums, target_sums,
     accept_numbers, residual_numbers, score_numbers, accepted, tokens, scores,
@@ -124,7 +117,7 @@ def _decide(
     tl.store(scores + chain, lower + (upper - lower) * (1 - tl.load(score_numbers + chain)))
 
 
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
 def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests, block: tl.constexpr):
     """Select the first of a request's chains with the smallest score; its chains are contiguous."""
     chain = tl.arange(0, block)

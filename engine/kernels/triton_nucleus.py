@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import triton_rows
-from engine.kernels.triton_rows import scaled_of
+from engine.kernels.triton_rows import ANYWHERE, scaled_of
 
 TILE = 2048
 _DIGITS = tl.constexpr(16)
@@ -50,7 +50,7 @@ def _is_asked_for(wanted, by_count: tl.constexpr):
     return wanted < 1
 
 
-@triton.jit(do_not_specialize=("num_rows", "number"))
+@triton.jit(do_not_specialize=("num_rows", "number"), do_not_specialize_on_alignment=ANYWHERE)
 def _narrow(
     numbers, largest, temperatures, wanted, lowest, sums, width, row_stride, num_rows, num_tiles, num_parts, number,
     tile: tl.constexpr, tiles: tl.constexpr, parts: tl.constexpr, by_count: tl.constexpr,
@@ -85,11 +85,14 @@ def _narrow(
     else:
         key = value.to(tl.int32, bitcast=True).to(tl.int64)
     to = sums + (number * num_rows + row) * size + tile_number * _DIGITS
-    for digit in tl.static_range(_DIGITS):
-        tl.store(to + digit, tl.sum(tl.where(key >= low + digit * worth, weight, 0.0).to(tl.float64), axis=0))
+    if tl.max(key, axis=0) < low:  # most tiles of later rounds: no token is at or above any candidate
+        tl.store(to + tl.arange(0, _DIGITS), tl.zeros([_DIGITS], tl.float64))
+    else:
+        for digit in tl.static_range(_DIGITS):
+            tl.store(to + digit, tl.sum(tl.where(key >= low + digit * worth, weight, 0.0).to(tl.float64), axis=0))
 
 
-@triton.jit(do_not_specialize=("num_rows", "number"))
+@triton.jit(do_not_specialize=("num_rows", "number"), do_not_specialize_on_alignment=ANYWHERE)
 def _keep(
     probs, top_ps, lowest, sums, kept, width, num_rows, num_tiles, number, tile: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +110,7 @@ def _keep(
     tl.store(kept + row * width + column, value, mask=column < width)
 
 
-@triton.jit(do_not_specialize=("num_rows", "number"))
+@triton.jit(do_not_specialize=("num_rows", "number"), do_not_specialize_on_alignment=ANYWHERE)
 def _edge(top_ks, lowest, sums, edges, num_rows, num_tiles, number, tiles: tl.constexpr):
     """Evaluate the last round of top-k: raise the row's edge to it."""
     row = tl.program_id(0).to(tl.int64)

@@ -20,6 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# A step that needs a new specialisation of a kernel waits for the compiler. So none depends on whether small arrays, or
+# their parts by level, begin at a multiple of 16 bytes, as some do for even numbers of rows.
+ANYWHERE = (
+    *("temperatures", "largest", "totals", "edges", "wanted", "lowest", "sums", "top_ks", "top_ps", "uniforms"),
+    *("tokens", "target_rows", "draft_rows", "lengths", "log_ratios", "log_ceilings", "weights"),
+    *("surplus_sums", "target_sums", "accept_numbers", "residual_numbers", "score_numbers"),
+    *("accepted", "scores", "requests", "verdict"),
+)
 TILE = 1024
 SOFTMAX_TILE = 4096
 
@@ -30,7 +38,7 @@ def scaled_of(value, whole, temperature):
     return tl.div_rn(value - whole, temperature)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _sum_exponentials(
     logits, temperatures, largest, totals, edges, width, row_stride, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
@@ -56,7 +64,7 @@ def _sum_exponentials(
     tl.store(totals + row * num_tiles + number, tl.sum(weight, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _softmax(
     logits, temperatures, largest, totals, edges, probs, width, row_stride, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
@@ -88,7 +96,7 @@ def weights_of(target, draft, weight, column, width, has_draft: tl.constexpr):
     return surplus, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _sum_tiles(
     target, target_rows, draft, draft_rows, weights, surplus_sums, target_sums,
     width, num_tiles, tile: tl.constexpr, has_draft: tl.constexpr,
@@ -130,7 +138,7 @@ def draw_token(
     return chosen * tile + tl.minimum(first, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _draw(
     target, target_rows, draft, draft_rows, weights, wanted, surplus_sums, target_sums, uniforms, tokens,
     width, num_tiles, tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr, has_wanted: tl.constexpr,

@@ -128,7 +128,8 @@ def _soften(scores, count, state):
     total = np.float32(0)
     for key in range(count):
         weight = exponential(scores[key] - most)
-        weight = weight if scores[key] > _HIDDEN else np.float32(0)
+        # Scores that are NaN are not hidden, and make the result NaN.
+        weight = weight if scores[key] != _HIDDEN else np.float32(0)
         scores[key] = weight
         total += weight
     state[0], state[1] = most, state[1] * shrink + total

@@ -21,6 +21,8 @@ from torch import Tensor
 
 _GATE_TILE = 1024
 _ROUNDED_TILE = 8192
+NORM_WARPS, HEAD_WARPS = 8, 1
+"""Warps of a norm of a row, and of a head's rotation: one warp adds a head's numbers without waiting for others."""
 
 
 @triton.jit
@@ -29,8 +31,9 @@ def _norm(hidden, weight, normed, width, eps, block: tl.constexpr):
     column = tl.arange(0, block)
     inside = column < width
     value = tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    # Loaded before the sum, behind which all threads wait for each other.
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     tl.store(normed + row + column, value * scale * factor, mask=inside)
 
 
@@ -53,19 +56,20 @@ def _rotate_and_write(
         # Rotation by halves: each number is paired with the one at its place in the other half.
         other_column = tl.where(column < head_dim // 2, column + head_dim // 2, column - head_dim // 2)
         other = tl.load(own + other_column, mask=inside, other=0.0)
-        first, second = value.to(tl.float32), other.to(tl.float32)
-        if has_norm:
-            scale = tl.rsqrt(tl.sum(first * first, axis=0) / head_dim + eps)
-            norm = query_norm
-            if head >= num_heads:
-                norm = key_norm
-            first *= scale * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-            second *= scale * tl.load(norm + other_column, mask=inside, other=0.0).to(tl.float32)
-            first, second = first.to(value.dtype).to(tl.float32), second.to(value.dtype).to(tl.float32)
         # A node after the longest text is drafted, and never emitted.
         place = tl.minimum(tl.load(positions + token), num_positions - 1) * head_dim
         cosine = tl.load(cosines + place + column, mask=inside, other=0.0).to(tl.float32)
         sine = tl.load(sines + place + column, mask=inside, other=0.0).to(tl.float32)
+        first, second = value.to(tl.float32), other.to(tl.float32)
+        if has_norm:
+            norm = query_norm
+            if head >= num_heads:
+                norm = key_norm
+            factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+            other_factor = tl.load(norm + other_column, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(first * first, axis=0) / head_dim + eps)
+            first, second = first * scale * factor, second * scale * other_factor
+            first, second = first.to(value.dtype).to(tl.float32), second.to(value.dtype).to(tl.float32)
         rotated = first * cosine + second * sine
         to = query + (token * num_heads + head) * head_dim
         if head >= num_heads:
@@ -106,7 +110,9 @@ def norm(hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of rows that are contiguous."""
     num_rows, width = hidden_TD.shape
     normed_TD = torch.empty_like(hidden_TD)
-    _norm[(num_rows,)](hidden_TD, weight_D, normed_TD, width, eps, block=triton.next_power_of_2(width))
+    _norm[(num_rows,)](
+        hidden_TD, weight_D, normed_TD, width, eps, block=triton.next_power_of_2(width), num_warps=NORM_WARPS
+    )
     return normed_TD
 
 
@@ -133,7 +139,7 @@ def rotate_and_write(
     _rotate_and_write[(num_tokens, num_heads + 2 * num_kv_heads)](
         joined_TX, *rotation, positions_T, query_norm, key_norm, slots_T, query_THD, keys, values,
         len(rotation[0]), num_heads, num_kv_heads, eps,
-        head_dim=head_dim, block=triton.next_power_of_2(head_dim), has_norm=norms is not None,
+        head_dim=head_dim, block=triton.next_power_of_2(head_dim), has_norm=norms is not None, num_warps=HEAD_WARPS,
     )  # fmt: skip
     return query_THD
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -96,6 +95,20 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(window: int | None, 
         found = triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), window)[0].cpu().double()
     assert triton_attention.tile_queries_of(count, 3, torch.float32) == 8
     assert (found[:clean] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_key_or_value_that_is_nan_is_not_hidden(parts: int, name: str) -> None:
+    """Otherwise the request goes on with finite numbers that are wrong."""
+    values = operands(torch.float32, 300)
+    (first, _), storage = values[:2]
+    getattr(storage, name)[:, first.block_ids[0] * PAGE + 3] = torch.nan
+    with in_parts(parts):
+        found = triton_attention.attend_paged(paged_of(values[0]), storage, 0, values[2], None, ScoreOptions(), None)[0]
+    count = len(build([first], PAGE).positions_T)
+    assert found[:count].isnan().all()
+    assert found[count:].isfinite().all()
 
 
 def operands(
@@ -318,7 +331,8 @@ def test_a_server_compiles_few_kernels() -> None:
     command = [sys.executable, "-m", "tests.kernel_kinds"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    attention, verification = map(int, done.stdout.split())
+    attention, verification, distributions = map(int, done.stdout.split())
     # For three sizes of tiles, whole or in parts, and what merges parts.
     assert attention == 3 * 2 + 1
     assert verification == 4, "one of each kernel"
+    assert distributions == 7 + 3, "one of each kernel, two of those that have edges or count"

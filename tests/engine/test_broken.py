@@ -131,8 +131,9 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool) -> None:
     assert tokens == expected
 
 
-def test_broken_keys_and_values_are_wiped() -> None:
-    """The next owner of the blocks answers as if nothing had been there."""
+@pytest.mark.parametrize("names", [("keys", "values"), ("keys",), ("values",)])
+def test_broken_keys_and_values_are_wiped(names: tuple[str, ...]) -> None:
+    """A request that reads them ends, and the next owner of the blocks answers as if nothing had been there."""
     asked = requests(SHAPES["bv_race"])
     expected, _ = run(engine(num_blocks=32), asked)
     machine = engine(num_blocks=32)
@@ -147,7 +148,8 @@ def test_broken_keys_and_values_are_wiped() -> None:
                 for runner in (machine.target, machine.draft_runner):
                     assert runner is not None
                     slots = slice(block * runner.block_size, (block + 1) * runner.block_size)
-                    runner.storage.keys[:, slots] = runner.storage.values[:, slots] = float("nan")
+                    for name in names:
+                        getattr(runner.storage, name)[:, slots] = float("nan")
         return carry_out(plan)
 
     with instead(machine, "carry_out", poisoned):
