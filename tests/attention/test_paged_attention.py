@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
