@@ -139,6 +139,8 @@ def run_group(
         except EOFError:
             break
     if is_stopped:
+        process.terminate()  # it writes where it is
+        process.join(1)
         process.kill()
     process.join(5)
     findings.require(not is_stopped, f"{name}: stopped after {limit_s:g} s, after {last}")

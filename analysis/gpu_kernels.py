@@ -21,7 +21,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from analysis import gpu_attention
 from analysis.gpu_groups import KernelGroup, error_of, rotations, run_group
-from analysis.gpu_results import SectionResults, add_setting, ceilings
+from analysis.gpu_results import SectionResults, add_setting, ceilings, tell_stack
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable
 from engine.kernels.torch_kernels import TORCH
@@ -264,6 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What is imported before a fork need not be imported after it. No module uses the device when it is imported.
     for name in ("attention.triton_attention", "models.triton_layer", "kernels.triton_kernels"):
         importlib.import_module(f"engine.{name}")
+    tell_stack()
     gc.collect()
     gc.freeze()  # recording collects garbage every time
     findings = SectionResults(options.output)

@@ -6,8 +6,10 @@ Times are those of the device, synchronised.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
+import signal
 import statistics
 import time
 import traceback
@@ -61,6 +63,11 @@ class SectionResults:
 
     def _write(self) -> None:
         self._file.write_text(json.dumps(self._found, indent=1) + "\n")
+
+
+def tell_stack() -> None:
+    """Let this process, and those that it forks, write the stacks of all threads when they are asked to end."""
+    faulthandler.register(signal.SIGTERM)
 
 
 def told(error: BaseException) -> str:

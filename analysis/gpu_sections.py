@@ -23,7 +23,7 @@ import torch
 from analysis import arms
 from analysis.fast_paths import without
 from analysis.gpu_engine import ACCEPTANCE, QWEN3_SAMPLING, build, cells, check_output, plan_of, profile, steps
-from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait
+from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, tell_stack, wait
 from analysis.load import Load
 from analysis.peers import sampled
 from demo import bench_pair
@@ -278,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="the JSON document")
     add_setting(parser)
     options = parser.parse_args(arguments)
+    tell_stack()
     with torch.inference_mode():
         _SECTIONS[options.section](options, SectionResults(options.output))
     return 0

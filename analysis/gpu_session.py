@@ -33,6 +33,10 @@ _SHOWN = (
     *("batches, tokens per second", "transformers' continuous batching, tokens per second"),
 )
 """Items that are printed at the end of a part."""
+_LAST_LINES = 25
+"""Lines of output that are kept of a section that failed or was stopped."""
+_STACK_S = 3
+"""Seconds for a stopped section to write its stacks."""
 _LEFT_S = 15
 """Time of the tests' limit in which they are stopped and their results are written."""
 
@@ -48,10 +52,10 @@ class Section:
 
 PARTS: dict[int, Sequence[Section]] = {
     1: (
-        Section("imports", 50, "every module of the engine, and the device"),
-        Section("kernels", 120, "every kernel at the shapes of Qwen3-8B and Qwen3-0.6B: its error, its time"),
-        Section("engine", 220, "its start, fall-backs, steps, the distribution of its output, speeds, and a profile"),
-        Section("tests", 90, "tests of kernels and graphs"),
+        Section("imports", 40, "every module of the engine, and the device"),
+        Section("kernels", 115, "every kernel at the shapes of Qwen3-8B and Qwen3-0.6B: its error, its time"),
+        Section("engine", 215, "its start, fall-backs, steps, the distribution of its output, speeds, and a profile"),
+        Section("tests", 110, "tests of kernels and graphs"),
     ),
     2: (Section("record", 290, "tokens a second of every shape at 1, 4, 16 and 64 requests, and transformers'"),),
     3: (
@@ -94,7 +98,7 @@ def run_section(section: Section, setting: Setting, folder: Path, log: Path) -> 
         command = ["-m", f"analysis.gpu_{section.name}", str(found), *setting.arguments()]
     else:
         command = ["-m", "analysis.gpu_sections", section.name, str(found), *setting.arguments()]
-    surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     if setting.device == "cuda":
         surroundings["POLYDRAFT_TEST_DEVICE"] = "cuda"
     began = time.monotonic()
@@ -114,11 +118,16 @@ def run_section(section: Section, setting: Setting, folder: Path, log: Path) -> 
             ended = "ended" if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
             ended = f"stopped after {section.limit_s:g} s"
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGTERM)  # they write where they are (`gpu_results.tell_stack`)
+                process.wait(_STACK_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    lines = log.read_text(encoding="utf8", errors="replace").strip().splitlines()
-    result = {"ended": ended, "seconds": round(time.monotonic() - began, 1), "last_line": lines[-1][:_LONGEST_LINE]}
+    result: dict[str, Any] = {"ended": ended, "seconds": round(time.monotonic() - began, 1)}
+    if ended != "ended":
+        lines = log.read_text(encoding="utf8", errors="replace").strip().splitlines()
+        result["last_lines"] = [line[:_LONGEST_LINE] for line in lines[-_LAST_LINES:]]
     if found.exists():
         result["found"] = json.loads(found.read_text())
     return result
@@ -128,8 +137,8 @@ def report(name: str, result: dict[str, Any]) -> None:
     """Print what a section found: its end, its failures, times of kernels, goals."""
     found = result.get("found", {})
     print(f"{name}: {result['ended']}, {result['seconds']} s; {len(found.get('failures', []))} failures", flush=True)
-    if result["ended"] != "ended":
-        print(f"  last line: {result['last_line']}")
+    for line in result.get("last_lines", ()):
+        print(f"  | {line}")
     for failure in found.get("failures", []):
         print(f"  FAILED {failure[:_LONGEST_LINE]}")
     if "missing" in found:

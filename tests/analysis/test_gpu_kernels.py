@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -135,6 +137,19 @@ def test_a_group_that_ends_badly_leaves_what_it_had(end: Any, failure: str | Non
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["first"] == 1
     assert found["failures"] == ([failure] if failure else [])
+
+
+@pytest.mark.slow
+def test_nothing_that_is_imported_before_a_fork_uses_a_device() -> None:
+    """A forked process could not use it then."""
+    program = (
+        "import importlib, os, torch, analysis.gpu_kernels\n"
+        "for name in ('attention.triton_attention', 'models.triton_layer', 'kernels.triton_kernels'):\n"
+        "    importlib.import_module(f'engine.{name}')\n"
+        "if not os.fork(): os._exit(torch.cuda._is_in_bad_fork())\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_runs_rotate_over_more_than_a_cache() -> None:

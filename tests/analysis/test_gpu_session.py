@@ -125,6 +125,8 @@ def test_each_part_fits_a_call_of_ten_minutes_and_its_tests_are_there() -> None:
     assert max(limits.values()) <= 540
     assert limits[1] <= 480
     assert limits[2] <= 300
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"| {section.name} | {section.limit_s:g} |" in page for section in PARTS[1])
     files = (*gpu_tests.FIRST, *gpu_tests.OTHERS)
     assert all((ROOT / "tests" / f"{name}.py").is_file() for name in files)
     assert "analysis.gpu_session" in (ROOT / "Makefile").read_text()
@@ -154,6 +156,7 @@ def test_a_section_that_ends_badly_leaves_what_it_had(
     result = run(Section("engine", 2 if "sleep" in program else 60, ""), tmp_path)
     assert (result["ended"], result["found"]) == (ended, left)
     assert "first: 1" in (tmp_path / "log").read_text()
+    assert (ended == "ended") or "first: 1" in result["last_lines"]
 
 
 def test_a_fall_back_is_a_failure(tmp_path: Path, capsys: Any) -> None:
@@ -305,6 +308,17 @@ def test_a_roofline_is_that_of_the_data_sheet() -> None:
     assert gpu_engine.bytes_per_s("NVIDIA H100 80GB HBM3", 1.0) == 3.35e12
     assert gpu_engine.bytes_per_s("NVIDIA H200", 1.0) == 4.8e12
     assert gpu_engine.bytes_per_s("", 7.0) == 7.0
+
+
+def test_a_section_that_is_stopped_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport faulthandler, signal, time\nfaulthandler.register(signal.SIGTERM)\n"
+        "def hangs():\n    time.sleep(60)\nhangs()\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert any(line.endswith("in hangs") for line in run(Section("engine", 3, ""), tmp_path)["last_lines"])
 
 
 def test_processes_of_a_section_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
