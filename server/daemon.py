@@ -35,6 +35,7 @@ from server.openai.foreign_fields import FOREIGN
 from server.openai.generation_defaults import generation_defaults
 from server.openai.unsupported_fields import UnknownFields
 from server.serving.engine_client import EngineClient
+from server.serving.load_log import LoadLog
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
 from server.serving.tracing import Tracing
@@ -137,12 +138,16 @@ class _Daemon:
         listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         stopping = asyncio.create_task(self._stop_wanted.wait())
         dying = asyncio.create_task(client.ended.wait())
+        load = LoadLog(self._server.observer.live, lambda: client.facts.num_blocks if client.facts else 0)
+        reporting = asyncio.create_task(load.run()) if self._server.settings.enable_log_stats else None
         await asyncio.wait({stopping, dying, listening}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             listening.result()
         if stopping.done() and client.is_alive:
             await self._drain()
         code = self._exit_code()
+        if reporting is not None:
+            reporting.cancel()
         await self._close(listening)
         return code
 

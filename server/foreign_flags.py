@@ -39,7 +39,11 @@ SAME = {
 }
 """Settings by their names in other servers."""
 
-OPPOSITE = {"disable_log_requests": "enable_log_requests", "disable_radix_cache": "enable_prefix_caching"}
+OPPOSITE = {
+    "disable_log_requests": "enable_log_requests",
+    "disable_log_stats": "enable_log_stats",
+    "disable_radix_cache": "enable_prefix_caching",
+}
 """Switches of other servers that turn off a setting of this one."""
 
 VALUES = {
@@ -99,7 +103,7 @@ FOREIGN: dict[str, Foreign] = {
         "long_prefill_token_threshold preemption_mode schedule_policy schedule_conservativeness stream_interval "
         "num_lookahead_slots prefix_caching_hash_algo",
     ),
-    **_ignored("--log-level decides", "disable_log_stats", "uvicorn_log_level log_level_http max_log_len"),
+    **_ignored("--log-level decides", values="uvicorn_log_level log_level_http max_log_len"),
     **_ignored("the server reads text only", values="limit_mm_per_prompt mm_processor_kwargs"),
     **_ignored(
         "grammars are followed by llguidance",

@@ -376,6 +376,9 @@ class ObservabilitySettings(BaseModel):
     enable_log_requests: bool = Field(
         False, description="log one line per request when its answer ends: tokens, times, speedup; never its text"
     )
+    enable_log_stats: bool = Field(
+        True, description="log load, tokens per second and speedup every 10 s while answers are generated"
+    )
     otlp_traces_endpoint: str | None = Field(
         None, description="address of an OpenTelemetry collector that gets a span per request, over HTTP"
     )

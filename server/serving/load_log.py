@@ -1,0 +1,55 @@
+"""A log line about load and speculation every few seconds while answers are generated.
+
+Not for: single requests (`observer.py`), or metrics (`metrics.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from engine.api import log_fields
+from server.serving.live import Live
+
+log = logging.getLogger("polydraft")
+
+INTERVAL_S = 10.0
+"""Time between two lines, as in vLLM."""
+
+
+class LoadLog:
+    """Rates between two reads of the live totals."""
+
+    def __init__(self, live: Live, num_blocks: Callable[[], int]) -> None:
+        """num_blocks: blocks of the K/V cache; 0 while the model loads."""
+        self._live, self._num_blocks = live, num_blocks
+        self._before = live.state(0)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the facts of the time since the last call, or None if no answer received a token in it.
+
+        tokens_per_second: of all answers; tokens_per_step: acceptance length; speedup: time of plain decoding over the
+        time taken. The last two are None if nothing was drafted or timed.
+        """
+        now, before = self._live.state(self._num_blocks()), self._before
+        self._before = now
+        more = {name: total - before["totals"][name] for name, total in now["totals"].items()}
+        if not more["tokens"]:
+            return None
+        return {
+            "running": now["num_running"],
+            "waiting": now["num_waiting"],
+            "tokens_per_second": more["tokens"] / (now["time_s"] - before["time_s"]),
+            "tokens_per_step": more["spec_tokens"] / more["spec_steps"] if more["spec_steps"] else None,
+            "speedup": more["plain_s"] / more["wall_s"] if more["wall_s"] else None,
+            "kv_cache_usage": now["kv_cache_usage"],
+        }
+
+    async def run(self, interval_s: float = INTERVAL_S) -> None:
+        """Write a line after every interval in which answers received tokens, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            if (facts := self.read()) is not None:
+                log.info("load", extra=log_fields(**facts))

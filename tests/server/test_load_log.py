@@ -1,0 +1,73 @@
+"""The log line about load: rates between two lines, nothing while nothing is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from server.serving.live import Live
+from server.serving.load_log import INTERVAL_S, LoadLog
+from tests.server.daemon_process import MODEL, Daemons
+from tests.server.event_stream import open_stream
+from tests.server.test_statistics import outcome, stats
+
+
+def take(live: Live, *parts: tuple[int, int]) -> None:
+    """Speculative steps of (emitted, accepted) tokens, each of 0.01 s instead of 0.03 s."""
+    for num_tokens, num_accepted in parts:
+        live.take(outcome(num_tokens, num_accepted), stats(wall_s=0.01, plain_s=0.03))
+
+
+def test_the_line_counts_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens from before a read are in no later line."""
+    clock = iter([0.0, 10.0, 14.0, 20.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    live = Live()
+    take(live, (4, 3), (4, 3))
+    load = LoadLog(live, lambda: 10)
+    take(live, (5, 4), (1, 0))
+    first = load.read()
+    assert first is not None
+    assert first["tokens_per_second"] == pytest.approx(0.6)
+    assert first["tokens_per_step"] == pytest.approx(3)
+    assert first["speedup"] is not None
+    live.take(outcome(2, 0, draft_length=0), stats())
+    second = load.read()
+    assert second is not None
+    assert second["tokens_per_second"] == pytest.approx(0.5)
+    assert (second["tokens_per_step"], second["speedup"]) == (None, None)
+    assert load.read() is None
+
+
+def test_nothing_is_written_while_nothing_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for one interval with tokens, and none for those without."""
+    caplog.set_level(logging.INFO, "polydraft")
+    live = Live()
+
+    async def some_intervals() -> None:
+        running = asyncio.create_task(LoadLog(live, lambda: 10).run(0.01))
+        await asyncio.sleep(0.05)
+        assert not caplog.records
+        take(live, (3, 2))
+        await asyncio.sleep(0.1)
+        running.cancel()
+
+    asyncio.run(some_intervals())
+    (record,) = caplog.records
+    assert (record.message, record.__dict__["fields"]["tokens_per_step"]) == ("load", 3)
+
+
+@pytest.mark.slow
+def test_a_daemon_reports_its_load(daemons: Daemons, pair_arguments: list[str]) -> None:
+    """While a stream runs, unless --disable-log-stats (vLLM's flag) turns it off."""
+    for flags, num_lines in ((), 1), (("--disable-log-stats",), 0):
+        daemon = daemons.get(*pair_arguments, "--no-calibrate", *flags)
+        until = time.monotonic() + INTERVAL_S + 3
+        with daemon.client() as http:
+            while time.monotonic() < until:
+                with open_stream(http, "/v1/completions", model=MODEL, prompt="a", max_tokens=90) as stream:
+                    stream.read()
+        assert min(1, daemon.log.count("INFO load running=")) == num_lines, daemon.log
