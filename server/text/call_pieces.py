@@ -198,6 +198,8 @@ class Calls:
         self.calls: list[Call] = []
         self.num_ended = 0
         """Number of complete calls."""
+        self.num_broken = 0
+        """Number of calls with invalid JSON whose end mark was read."""
         self._object: _Object | None = None
         self._is_announced = self._is_named = False
         self._waiting = ""

@@ -118,6 +118,7 @@ class JsonRegions:
         return True
 
     def _end(self, found: CallParts) -> None:
+        self._calls.num_broken += self._at is _JsonState.BROKEN
         self._follows_call = self._calls.end(found, self._before)
         self._at = _JsonState.TEXT
 

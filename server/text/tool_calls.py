@@ -50,8 +50,8 @@ class ToolCalls:
 
     @property
     def is_over(self) -> bool:
-        """Whether the only allowed call is complete, which ends the answer."""
-        return self._most is not None and self._calls.num_ended >= self._most
+        """Whether the only allowed call has ended, also as invalid JSON, which ends the answer."""
+        return self._most is not None and self._calls.num_ended + self._calls.num_broken >= self._most
 
     def feed(self, text: str, is_last: bool) -> list[str | Piece]:
         """Return the text outside calls and the pieces of calls in a piece of the answer."""
