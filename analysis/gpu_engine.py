@@ -29,10 +29,11 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.control.step_time import Point
 from engine.models.loading import adopt
 from engine.plan import Plan
-from engine.step.building import assemble
+from engine.step.building import assemble, recorded_drafts
 from engine.step.calibration import synthetic_plan
 from engine.step.distribution_check import check_distribution, check_power, is_blind
 from engine.step.engine import Engine
+from engine.step.recorded.menu import distributions_on, menu
 
 ACCEPTANCE = 0.75
 _CACHE_BYTES = 48 << 30
@@ -59,8 +60,8 @@ def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
         model.set_attn_implementation(HOOK)
     start = {"the pair": round(time.monotonic() - began, 1)}
 
-    def assembled(enforce_eager: bool) -> Engine:
-        config = EngineConfig(
+    def config_of(enforce_eager: bool) -> EngineConfig:
+        return EngineConfig(
             model=ModelConfig(target="target", draft="draft", device=options.device, enforce_eager=enforce_eager),
             cache=CacheConfig(memory_bytes=_CACHE_BYTES if on_cuda else 1 << 26),
             scheduler=SchedulerConfig(max_num_seqs=64 if on_cuda else 8),
@@ -68,6 +69,8 @@ def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
                 num_drafts=8, draft_length=5, max_num_drafts=8, max_draft_length=8, observed_share=0.0
             ),
         )
+
+    def assembled(config: EngineConfig) -> Engine:
         return assemble(config, adopt(target, "target"), adopt(draft, "draft"), tell)
 
     def tell(text: str) -> None:
@@ -76,7 +79,7 @@ def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
 
     engine = None
     try:
-        engine = assembled(enforce_eager=False)
+        engine = assembled(config_of(enforce_eager=False))
     except Exception as error:  # of the first engine that a device builds: all else can still be measured
         traceback.print_exc()
         findings.require(False, f"an engine with recorded steps cannot be built: {told(error)}")
@@ -84,15 +87,26 @@ def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
         gc.collect()
         if on_cuda:
             torch.cuda.empty_cache()
-        engine = assembled(enforce_eager=True)
+        engine = assembled(config_of(enforce_eager=True))
     tell("the engine is built")
     findings.add("memory_plan", engine.facts.memory_plan)
-    findings.add("recorded_shapes", engine.recorded.num_recorded)
     found = fast_paths(engine)
     findings.add("ways", found)
     if on_cuda:
         require_all(findings, found)
+        require_recorded(findings, engine, config_of(enforce_eager=False))
     return engine
+
+
+def require_recorded(findings: SectionResults, engine: Engine, config: EngineConfig) -> None:
+    """Require a recording of every shape: without one, steps of this shape would run unnoticed as they are."""
+    drafts = recorded_drafts(config, adopt(engine.draft_runner.model, "draft") if engine.draft_runner else None)
+    kernels = engine.target.kernels
+    asked = menu(drafts, config.scheduler.max_num_seqs, distributions_on(engine.target.device, kernels))
+    findings.add("recorded_shapes", f"{engine.recorded.num_recorded} of {len(asked)}")
+    left_out = [one for one in asked if one not in engine.recorded.steps]
+    shown = ", ".join(f"{one.sequences} requests of {one.num_drafts}x{one.draft_length}" for one in left_out[:4])
+    findings.require(not left_out, f"{len(left_out)} of {len(asked)} shapes are not recorded: {shown}")
 
 
 def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) -> Plan:

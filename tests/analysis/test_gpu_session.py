@@ -19,6 +19,7 @@ from analysis import arms, gpu_engine, gpu_imports, gpu_results, gpu_sections, g
 from analysis.gpu_results import SectionResults
 from analysis.gpu_session import PARTS, Section, Setting, run_section
 from analysis.load import Load
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from loadtest import environment
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
@@ -284,6 +285,25 @@ def test_a_step_that_silently_is_not_recorded_fails_its_section(tmp_path: Path) 
         "a step of 1 requests that draft (1, 1) is not a recorded one",
         "off, recorded: most steps were not recorded",
     ]
+
+
+def test_a_shape_that_is_not_recorded_fails_its_section(tmp_path: Path) -> None:
+    """Recording ends early where memory is short, and says so to the log alone."""
+    pytest.importorskip("triton")
+    target = tiny.llama(1, layers=1)
+    with tiny.with_recorded_steps([(0, 0), (1, 2)]):
+        engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_num_seqs=2)
+    findings, config = (
+        SectionResults(tmp_path / "found.json"),
+        EngineConfig(model=ModelConfig(target="target"), scheduler=SchedulerConfig(max_num_seqs=2)),
+    )
+    with instead(gpu_engine, "recorded_drafts", lambda *_: [(0, 0), (1, 2)]):
+        gpu_engine.require_recorded(findings, engine, config)
+        del engine.recorded.steps[max(engine.recorded.steps, key=lambda one: one.num_rows)]
+        gpu_engine.require_recorded(findings, engine, config)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["recorded_shapes"] == "7 of 8"
+    assert found["failures"] == ["1 of 8 shapes are not recorded: 2 requests of 1x2"]
 
 
 def test_an_engine_that_cannot_record_is_a_failure_and_still_measured(tmp_path: Path) -> None:
