@@ -180,7 +180,8 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
     arms = {}
     # Fixed shapes also report the measurements of the plain arm's steps, as they would with other requests; adaptive
     # reports its own.
-    shared = StepTimes(points)
+    recorded = engine.recorded
+    shared = StepTimes(points, is_eager=recorded.is_eager)
     share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
         blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
@@ -189,9 +190,9 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
         drafting = of_drafts.draft_window, of_drafts.by_head
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids, *drafting)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammar_queue.source)
-        own.recorded = engine.recorded
+        own.recorded = recorded
         speculation = speculation_of(name)
-        own.scheduler.times = StepTimes(points) if speculation.adaptive else shared
+        own.scheduler.times = StepTimes(points, is_eager=recorded.is_eager) if speculation.adaptive else shared
         if speculation.adaptive:
             scheduler.controller = Controller(own.scheduler.times, _LIMITS.max_draft_length)
         arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE), speculation)

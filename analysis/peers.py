@@ -66,7 +66,9 @@ class Own:
         self._threads = torch.get_num_threads()
         self.num_tokens = options.tokens
         adaptive = Speculation(num_drafts=speculation.num_drafts, draft_length=speculation.draft_length, adaptive=True)
-        self.engine.scheduler.times = times = StepTimes(measure_points(self.engine, adaptive))
+        self.engine.scheduler.times = times = StepTimes(
+            measure_points(self.engine, adaptive), is_eager=self.engine.recorded.is_eager
+        )
         self.engine.scheduler.controller = Controller(times, speculation.max_draft_length)
         self._adaptive = adaptive
         self._number = 0

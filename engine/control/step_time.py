@@ -15,7 +15,7 @@ model without nodes: what is chosen and what is reported come from the same numb
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -69,9 +69,10 @@ def _ramps(rows: float) -> Numbers:
 
 _NUM_RAMPS = len(_KNOTS) - 1
 # Places of the terms; those of texts are filled in by `sizes_of`.
-_TEXTS = _NUM_RAMPS + 7
+_TEXTS = _NUM_RAMPS + 8
 _NUM_REST = _TEXTS + 5
-_DRAFT_TEXTS = _NUM_REST + _NUM_RAMPS + 4
+_DRAFT_RAMPS = 5
+_DRAFT_TEXTS = _NUM_REST + _DRAFT_RAMPS + _NUM_RAMPS
 NUM_TERMS = _DRAFT_TEXTS + 2
 
 
@@ -82,26 +83,29 @@ def _is_shared(passes: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _sizes_without_texts(
-    rows: int, nodes: int, drafting: int, passes: tuple[int, ...], prompt: int, read: int
+    rows: int, nodes: int, drafting: int, passes: tuple[int, ...], prompt: int, read: int, is_eager: bool
 ) -> Numbers:
     sizes = np.zeros(NUM_TERMS)
     sizes[0] = 1.0
     sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
-    sizes[1 + _NUM_RAMPS : _TEXTS] = rows, rows > 1, bool(nodes), drafting, nodes, bool(prompt)
+    sizes[1 + _NUM_RAMPS : _TEXTS] = rows, rows > 1, bool(nodes), drafting, nodes, bool(prompt), is_eager
     if passes or read:
         of_passes = sizes[_NUM_REST:_DRAFT_TEXTS]
         of_passes[0] = 1.0
-        of_passes[1:4] = read, len(passes), len(passes) * _is_shared(passes)
+        eager_passes = max(1, len(passes)) * is_eager
+        of_passes[1:_DRAFT_RAMPS] = read, len(passes), len(passes) * _is_shared(passes), eager_passes
         for rows_of_pass in passes:
-            of_passes[4:] += _ramps(rows_of_pass)
+            of_passes[_DRAFT_RAMPS:] += _ramps(rows_of_pass)
     return sizes
 
 
-def sizes_of(work: StepWork, window: int) -> Numbers:
-    """Return [terms] the sizes by which the rates are multiplied. window: tokens that the draft model sees; 0 is
-    all.
+def sizes_of(work: StepWork, window: int, is_eager: bool) -> Numbers:
+    """Return [terms] the sizes by which the rates are multiplied. window: tokens that the draft model sees; 0 is all;
+    is_eager: see `StepTimes`.
     """
-    sizes = _sizes_without_texts(work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read).copy()
+    sizes = _sizes_without_texts(
+        work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read, is_eager
+    ).copy()
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length
     drafted_from = len(work.passes) * work.drafting * seen
@@ -153,14 +157,17 @@ class StepTimes:
         drift: float = _MACHINE_DRIFT,
         cold_std: float = _COLD_STD,
         rates: Sequence[float] = (),
+        is_eager: Callable[[StepWork], bool] = lambda _: False,
     ) -> None:
         """points: measurements of calibration; window: tokens that the draft model sees, 0 is all; drift: standard
         deviation that a second adds to the logarithm of the machine's factor; cold_std: noise of the first steps
-        after drafting began or stopped; rates: fitted to these points before.
+        after drafting began or stopped; rates: fitted to these points before; is_eager: whether the operations of
+        such a step are launched one by one, although other steps are recorded.
         """
         self.points = points
         self.host = HostTime()
         self._window = window
+        self.is_eager = is_eager
         self._drift = drift
         self._cold_std = cold_std
         self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}  # indices of the shapes' factors in the state
@@ -187,7 +194,7 @@ class StepTimes:
     def _fit(self, points: Sequence[Point]) -> Numbers:
         """Return [terms] rates for the points; the variance reflects what the points do not determine."""
         rates = np.zeros(NUM_TERMS)
-        sizes = np.array([sizes_of(work, self._window) for work, _, _ in points])
+        sizes = np.array([self._sizes_of(work) for work, _, _ in points])
         drafts_s, rests_s = np.array([_by_part(*point) for point in points]).T
         rest, draft = slice(0, _NUM_REST), slice(_NUM_REST, NUM_TERMS)
         rows = np.array([work.rows + work.nodes + work.prompt for work, _, _ in points])
@@ -196,15 +203,18 @@ class StepTimes:
         has_passes = np.array([bool(work.passes) for work, _, _ in points])
         if has_passes.any():
             rows = np.array([max(work.passes) for work, _, _ in points if work.passes])
-            ramps = slice(4, 4 + _NUM_RAMPS)
+            ramps = slice(_DRAFT_RAMPS, _DRAFT_RAMPS + _NUM_RAMPS)
             rates[draft] = _fitted(sizes[has_passes, draft], drafts_s[has_passes], ramps, rows)
         return rates
+
+    def _sizes_of(self, work: StepWork) -> Numbers:
+        return sizes_of(work, self._window, self.is_eager(work))
 
     # -- predicting ---------------------------------------------------------------------------------------------------
 
     def rest_s(self, work: StepWork) -> float:
         """Return the seconds of the rest of a step, whether it drafts or not: neither its drafting nor host time."""
-        parts = sizes_of(work, self._window)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
+        parts = self._sizes_of(work)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
         return float(parts) * math.exp(self._state[self._slot(work.shape)])
 
     def read_s(self, tokens: int) -> float:
@@ -235,7 +245,7 @@ class StepTimes:
 
     def _seconds(self, works: Sequence[StepWork]) -> tuple[Numbers, Numbers, Numbers]:
         """Return (seconds of drafting [steps], of the rest [steps], of each term [steps, terms])."""
-        sizes = np.array([sizes_of(work, self._window) for work in works])
+        sizes = np.array([self._sizes_of(work) for work in works])
         parts = sizes * self._current_rates()
         parts[:, :_NUM_REST] *= np.exp(self._state[[self._slot(work.shape) for work in works]])[:, None]
         return parts[:, _NUM_REST:].sum(1), parts[:, :_NUM_REST].sum(1), parts
@@ -314,7 +324,7 @@ class StepTimes:
         draft_s, rest_s = _by_part(work, draft_s, rest_s)
         slot = self._slot(work.shape)
         # Both parts are compared with the prediction from before the step.
-        parts = sizes_of(work, self._window) * self._current_rates()
+        parts = self._sizes_of(work) * self._current_rates()
         shape = math.exp(self._state[slot])
         predicted_s, predicted_draft_s = float(parts[:_NUM_REST].sum()), float(parts[_NUM_REST:].sum())
         slopes = np.zeros(len(self._state))

@@ -76,8 +76,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def without_prompts(self) -> StepWork:
-        """Return the same work without prompts."""
-        return msgspec.structs.replace(self, prompt=0, prompt_text=0)
+        """Return the same work without prompts, which the draft model does not read either."""
+        return msgspec.structs.replace(self, prompt=0, prompt_text=0, read=min(self.read, self.drafting))
 
     @property
     def without_drafts(self) -> StepWork:

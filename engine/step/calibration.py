@@ -24,6 +24,7 @@ from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
 from engine.step.engine import Engine
 from engine.step.profile_cache import NOWHERE, profile_file, read_profile, write_profile
+from engine.step.recorded.inputs import NUM_TEXT
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
@@ -34,7 +35,9 @@ other numbers are measured after the first only.
 """
 _TEXT = 256
 """Tokens of the texts in all other measurements."""
-_PROMPT_CHUNKS = (32, 128)
+_PROMPT_CHUNKS, _DEVICE_CHUNKS = (32, 128), (32, 128, 512, 2048)
+"""Tokens of a prompt in a step, on a CPU and on another device, which takes as long for some hundred tokens as for one.
+"""
 _LONG_PROMPT = 4096
 """Most tokens before a measured chunk of a prompt; beyond it, the cost per token is extrapolated."""
 _MOST_NODES = 256
@@ -49,7 +52,7 @@ _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
 this share), and by at most this factor.
 """
-_FORMAT = 17
+_FORMAT = 18
 """Version of the file; increased if the engine's steps, or their measurements, have changed."""
 _PLAIN = Speculation()
 
@@ -79,7 +82,7 @@ def measure(engine: Engine, config: EngineConfig, speculation: Speculation, prog
         why = found
     progress(f"measuring steps ({why})")
     points = measure_points(engine, speculation, _say_every(2.0, progress))
-    times = StepTimes(points, window)
+    times = StepTimes(points, window, is_eager=engine.recorded.is_eager)
     write_profile(file, msgspec.to_builtins(Measured(points, times.rates.tolist())), progress)
     return times
 
@@ -107,10 +110,16 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progre
         "model": msgspec.to_builtins(config.model),
         "scheduler": msgspec.to_builtins(config.scheduler),
         "speculation": [msgspec.to_builtins(speculation), config.speculation.draft_window],
-        "runs on": [torch.get_num_threads(), str(model.device)],
+        "runs on": [torch.get_num_threads(), str(model.device), _device_name(model.device)],
+        "recorded": engine.recorded.num_recorded,
         "versions": [_FORMAT, torch.__version__, version("transformers")],
     }
     return profile_file(config.profile_cache, described, progress)
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the name of a CUDA device; the file's name already depends on the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
@@ -135,7 +144,7 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
         return f"stored measurements do not fit, plain steps changed unequally: {said}"
     if not 1 / _MOST_CHANGED <= fewest <= most <= _MOST_CHANGED:
         return f"stored measurements do not fit, plain steps changed too much: {said}"
-    times = StepTimes(points, window, rates=rates)
+    times = StepTimes(points, window, rates=rates, is_eager=engine.recorded.is_eager)
     times.scale(sum(factors.values()) / len(factors))
     return times
 
@@ -168,12 +177,15 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
             yield synthetic_plan(engine, num_rows, text)
     usual = min(_TEXT, engine.facts.max_model_len // 2)
     room = min(_MOST_NODES, config.max_num_batched_tokens // 2)
-    for chunk in _PROMPT_CHUNKS:
-        if chunk <= min(room, usual):
+    on_device = engine.target.device.type != "cpu"
+    for chunk in _chunks_on_device(engine, usual) if on_device else _PROMPT_CHUNKS:
+        if on_device or chunk <= min(room, usual):
             yield synthetic_plan(engine, 1, usual, num_prompt=chunk)
     long = max(context for context in _contexts(engine, 2) if context <= _LONG_PROMPT)
     if long > usual:
-        yield synthetic_plan(engine, 1, long, num_prompt=_PROMPT_CHUNKS[0])
+        of_device = _chunks_on_device(engine, long)
+        chunk = of_device[len(of_device) // 2] if on_device else _PROMPT_CHUNKS[0]
+        yield synthetic_plan(engine, 1, long, num_prompt=chunk)
     if not speculation.num_drafts:
         return
     length = min(3, speculation.draft_length)
@@ -191,6 +203,16 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
                     yield synthetic_plan(engine, num_rows, longer, chains)
     one_chain = msgspec.structs.replace(speculation, num_drafts=1, draft_length=length, tree=())
     yield synthetic_plan(engine, 1, usual, one_chain, num_read=usual)
+    if engine.recorded.num_recorded:  # the draft model's passes without the recording, and little else
+        yield synthetic_plan(engine, 1, usual, one_chain, num_read=NUM_TEXT + 1)
+
+
+def _chunks_on_device(engine: Engine, context: int) -> list[int]:
+    """Return the chunks of a prompt after this many tokens; the longest fits a step in which a request decodes."""
+    config = engine.scheduler.config
+    room = engine.facts.max_model_len - context - 1
+    most = min(config.max_num_batched_tokens - 1, config.max_prompt_tokens or room, room)
+    return sorted({min(chunk, most) for chunk in _DEVICE_CHUNKS})
 
 
 def _contexts(engine: Engine, num_rows: int) -> Iterator[int]:

@@ -77,7 +77,7 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
     odd = StepWork.of(Plan((row(input_ids=8, draft_input_ids=3, first_index=20, fanout=(2,)),)))
     assert (odd.prompt, odd.prompt_text, odd.read, odd.shape) == (7, 7 * 23, 2, (2, 1))
     assert odd.plain == StepWork(rows=1, text=28)
-    assert odd.without_prompts == replace(odd, prompt=0, prompt_text=0)
+    assert odd.without_prompts == replace(odd, prompt=0, prompt_text=0, read=1), "the draft model read them, too"
     assert odd.without_drafts == StepWork(rows=1, text=28, prompt=7, prompt_text=7 * 23)
 
 

@@ -22,6 +22,7 @@ from engine.step import calibration
 from engine.step.calibration import measure, measure_points, middle_steps
 from engine.step.engine import Engine
 from engine.step.profile_cache import read_profile
+from engine.step.recorded.inputs import DISTRIBUTIONS, StepShape
 from engine.step.telemetry import Stopwatch
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
@@ -267,6 +268,19 @@ def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path) -
     # Another shape is another measurement, and another window.
     assert "measuring" in measured(engine, folder, num_drafts=2)[0][0]
     assert "measuring" in measured(engine, folder, draft_window=64)[0][0]
+
+
+@pytest.mark.usefixtures("measures_once")
+def test_another_card_is_measured_even_if_all_its_steps_are_as_much_faster(engine: Engine, tmp_path: Path) -> None:
+    """Also the same card, if there was memory for fewer recorded steps."""
+    _, first = measured(engine, tmp_path)
+    with taking(first, 0.5, 0.5):
+        assert measured(engine, tmp_path)[0] == ["using the measurements of an earlier start"]
+        with instead(calibration, "_device_name", lambda *_: "another"):
+            assert "there are no measurements" in measured(engine, tmp_path)[0][0]
+        steps: Any = {StepShape(1, 0, 0, DISTRIBUTIONS[0]): None}
+        engine.recorded.steps = steps
+        assert "there are no measurements" in measured(engine, tmp_path)[0][0]
 
 
 @pytest.mark.usefixtures("measures_once")

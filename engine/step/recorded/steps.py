@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine.attention.attention import AttentionMetadata
 from engine.attention.paged import Paged
+from engine.control.step_work import Shape, StepWork
 from engine.drafting.chains import draw_levels
 from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
 from engine.drafting.numbers import noise_of
@@ -36,7 +37,7 @@ from engine.plan import Plan, StepVerdict
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
-from engine.step.recorded.inputs import StepInputs, StepShape, shape_of, views
+from engine.step.recorded.inputs import NUM_TEXT, StepInputs, StepShape, shape_of, views
 from engine.step.recorded.menu import work
 from engine.step.recorded.recorder import Graphs, graphs_on
 from engine.step.report import broken_rows
@@ -281,6 +282,8 @@ class RecordedSteps:
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
         """The recorded step for each smallest shape; None if there is none."""
+        self._most_sequences: dict[tuple[Shape, int], int] = {}
+        """Requests of the largest recorded step with room for this shape and number of drafted tokens of each."""
         self._most_pages = 0
         self.serves = True
         """Whether recorded steps are used."""
@@ -303,6 +306,22 @@ class RecordedSteps:
             best = min((shape for shape in self.steps if shape.has_room(wanted)), key=work, default=None)
             self._chosen[wanted] = None if best is None else self.steps[best]
         return self._chosen[wanted]
+
+    def is_eager(self, work: StepWork) -> bool:
+        """Whether no recorded shape has room for such a step, although others are recorded.
+
+        `find` decides for a plan; this predicts it from sizes, for requests that are all usual ones.
+        """
+        if not self.steps or not self.serves:
+            return False
+        if work.prompt or work.read > (NUM_TEXT - 1) * work.drafting:
+            return True
+        drafts = work.shape, -(-work.nodes // max(1, work.drafting))
+        if drafts not in self._most_sequences:
+            self._most_sequences[drafts] = max(
+                (one.sequences for one in self.steps if _has_room(one, *drafts)), default=0
+            )
+        return work.rows > self._most_sequences[drafts]
 
     @torch.inference_mode()
     def record(
@@ -346,6 +365,10 @@ class RecordedSteps:
                     ) from error
                 log.warning(_MEMORY_SHORT, len(self.steps), len(shapes))
         self.num_bytes = free_bytes - graphs.free_bytes()
+
+
+def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
+    return step.num_drafts >= drafts[0] and step.draft_length >= drafts[1] and step.num_nodes >= num_nodes
 
 
 def _first(error: BaseException) -> BaseException:

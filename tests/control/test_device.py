@@ -1,0 +1,139 @@
+"""A GPU whose steps are recorded in part: times, shapes and prompts follow from calibration on a synthetic one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from engine.config import SchedulerConfig
+from engine.control.step_time import StepTimes
+from engine.control.step_work import PLAIN, Shape, StepWork
+from engine.request import Speculation
+from engine.scheduling.prompts import PromptLimit
+from engine.step import calibration
+from engine.step.calibration import synthetic_plan
+from tests.control.device import LIMITS, Device, Load
+from tests.scheduling.machine import chains
+
+OFF = Speculation()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def times_of(device: Device, knows_eager: bool = True) -> StepTimes:
+    """Return the times after a start; the wrong variant takes all steps to be recorded."""
+    options = {"is_eager": device.recorded.is_eager} if knows_eager else {}
+    return StepTimes(device.measured(), **options)
+
+
+def reading(work: StepWork, prompt: int, first: int = 0) -> StepWork:
+    """The same work with tokens of a prompt, which the draft model reads if others draft."""
+    text = prompt * (first + prompt // 2)
+    return replace(work, prompt=prompt, prompt_text=text, read=prompt if work.drafting else 0)
+
+
+def errors(times: StepTimes, device: Device, works: list[StepWork]) -> np.ndarray:  # type: ignore[type-arg]
+    """[works] how far predictions are from what steps take, as a share."""
+    return times.step_s(works) / np.array([sum(device.true_s(work)) for work in works]) - 1
+
+
+DECODING = [StepWork(rows=rows, text=300 * rows) for rows in (1, 3, 8, 16, 40, 64)]
+DRAFTING = [
+    chains(rows, shape, 300) for rows in (1, 4, 8, 16, 32) for shape in ((1, 1), (1, 3), (2, 5), (4, 3), (4, 5))
+]
+READING = [reading(work, prompt) for work in (DECODING[3], *DRAFTING[15:19]) for prompt in (8, 100, 500, 1000, 2000)]
+
+
+@pytest.mark.parametrize("knows_eager", [True, False])
+def test_recorded_and_other_steps_are_predicted(device: Device, knows_eager: bool) -> None:
+    """The wrong variant charges the tokens that the draft model reads for what passes launched one by one take."""
+    times = times_of(device, knows_eager)
+    found = errors(times, device, [*DECODING, *DRAFTING, *READING])
+    assert (abs(found).max() < 0.08) == knows_eager, found
+    assert (times.read_s(1) < 3e-6) == knows_eager, times.read_s(1)
+
+
+def test_a_device_without_recorded_steps_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, is_recorded=False)
+    assert abs(errors(times_of(device), device, [*DECODING, *DRAFTING, *READING])).max() < 0.08
+
+
+@pytest.mark.parametrize("measures_large", [True, False])
+def test_large_chunks_of_prompts_are_predicted(device: Device, measures_large: bool) -> None:
+    """A GPU takes as long for 128 tokens as for one, which says nothing of 2,048. The wrong variant stops there, as on
+    a CPU: a step after a long text takes much longer than it may, and plain steps seem slow after those with prompts.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not measures_large:
+            patch.setattr(calibration, "_DEVICE_CHUNKS", calibration._PROMPT_CHUNKS)
+        times = times_of(device)
+    decoding = StepWork(rows=32, text=16_000)
+    limit = PromptLimit(times, decoding.rows, decoding.text)
+    taken_s = device.true_s(reading(decoding, limit.most(16_000, 2016), 16_000))[1]
+    assert (taken_s < 1.1 * limit._most_s) == measures_large, taken_s
+    now, work = 0.0, reading(decoding, 512)
+    for _ in range(200):
+        rest_s = device.true_s(work)[1]
+        times.observe(work, 0.0, rest_s, now)
+        now += rest_s
+    assert (abs(errors(times, device, [decoding])[0]) < 0.05) == measures_large
+
+
+@pytest.mark.parametrize(
+    ("budget", "most_prompt", "context", "largest"),
+    [(2048, 0, 40960, 2047), (2048, 700, 40960, 700), (300, 0, 40960, 299), (2048, 0, 1024, 767), (2048, 0, 64, 31)],
+)
+def test_no_chunk_is_longer_than_a_step_or_a_text(
+    device: Device, budget: int, most_prompt: int, context: int, largest: int
+) -> None:
+    device.scheduler.config = SchedulerConfig(max_num_batched_tokens=budget, max_prompt_tokens=most_prompt)
+    device.facts.max_model_len = context
+    works = [work for work, _, _ in device.measured() if work.prompt]
+    assert max(work.prompt for work in works) == largest
+    assert all(work.text + work.prompt <= context for work in works)
+    device.target.device.type = "cpu"
+    assert all(work.prompt in (32, 128) for work, _, _ in device.measured() if work.prompt)
+
+
+def test_what_is_recorded_follows_from_sizes(device: Device) -> None:
+    """As `find` decides for plans of usual requests."""
+    shapes: list[Shape] = [PLAIN, (1, 1), (1, 3), (2, 5), (4, 3), (4, 5), (8, 8)]
+    found = set()
+    for rows in (1, 5, 12, 13, 16, 40, 64, 65):
+        for num_drafts, length in shapes:
+            for num_prompt, num_read in ((0, 1), (0, 2), (0, 3), (9, 1)):
+                drafts = replace(LIMITS, num_drafts=num_drafts, draft_length=length)
+                engine: Any = device
+                plan = synthetic_plan(engine, rows, 99, drafts if num_drafts else OFF, num_prompt, num_read)
+                is_eager = device.recorded.find(plan) is None
+                assert device.recorded.is_eager(StepWork.of(plan)) == is_eager, (rows, num_drafts, length, num_read)
+                found.add(is_eager)
+    assert found == {True, False}
+    mixed = replace(chains(16, (1, 4)), shape=(0, 1))
+    assert not device.recorded.is_eager(mixed)
+    assert device.recorded.is_eager(replace(mixed, nodes=16 * 20)), "320 nodes, and 256 rows are recorded"
+    device.recorded.serves = False
+    assert not device.recorded.is_eager(reading(mixed, 9)), "then all steps are alike"
+
+
+def served(device: Device, times: StepTimes, speculation: Speculation, num_steps: int = 500) -> tuple[float, float]:
+    """Return (tokens per second, reported speedup) of 16 clients with prompts of 1,000 tokens and answers of 128."""
+    device.serve_anew(times)
+    load = Load(device, 16, 1000, 128, speculation)
+    rate = load.rate(num_steps)
+    return rate, load.reported_s / load.told_s
+
+
+@pytest.mark.parametrize("knows_eager", [True, False])
+def test_the_reported_speedup_counts_passes_that_are_not_recorded(device: Device, knows_eager: bool) -> None:
+    points = device.measured()
+    options = {"is_eager": device.recorded.is_eager} if knows_eager else {}
+    drafting = replace(LIMITS, num_drafts=4, draft_length=3, adaptive=False)
+    (plain, _), (rate, reported) = (served(device, StepTimes(points, **options), one) for one in (OFF, drafting))
+    assert (abs(reported / (rate / plain) - 1) < 0.09) == knows_eager, (reported, rate / plain)
