@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from engine.control.acceptance import SUREST, Acceptance
 from engine.control.step_time import StepTimes
@@ -121,6 +122,8 @@ class _Options:
     works: list[StepWork]
     rates: Numbers
     """[shapes] tokens per second."""
+    tokens: Numbers
+    """[shapes] tokens of a step."""
     drafting: npt.NDArray[np.bool_]
     """[shapes, adaptive] requests that would draft."""
 
@@ -151,6 +154,8 @@ class Controller:
         self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
         self._not_drafting: frozenset[int] = frozenset()
         """Adaptive requests that do not draft at present."""
+        self._drafting_now: tuple[_Options, int] | None = None
+        """Options of the last choice, and the number of the chosen one; None if it is plain decoding."""
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
@@ -210,6 +215,7 @@ class Controller:
         self._trial = options.shapes[tried] if num_steps else None
         if num_steps:
             self.choice, self._next = _choice(load.adaptive, options, tried), self._step + num_steps
+        self._drafting_now = (options, tried) if tried else None
 
     def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
         """Return (a shape to try because its duration is uncertain, number of steps); 0 steps: no trial now.
@@ -277,7 +283,23 @@ class Controller:
         # A drafting shape also pays for the draft model's reading, of lagging texts or of prompts to come.
         reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * self._prompt_s())
         rates = (emitted + other_tokens) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
-        return _Options(shapes, works, rates, drafting)
+        return _Options(shapes, works, rates, emitted + other_tokens, drafting)
+
+    def drafts_with_prompt(self, prompt: int) -> bool:
+        """Whether the chosen drafts are worth their time in a step that also reads this many tokens of prompts.
+
+        If other steps are recorded, this one launches the draft model's passes one by one. The tokens that the drafts
+        add may then take longer here than in the steps without a prompt. Otherwise a prompt changes nothing.
+        """
+        if not prompt or self._drafting_now is None:
+            return True
+        options, number = self._drafting_now
+        reading = [replace(options.works[one], prompt=prompt, read=prompt) for one in (0, number)]
+        if not self.times.is_eager(reading[1]):
+            return True
+        plain_s, drafting_s = self.times.step_s(reading)
+        gain = options.tokens[number] - options.tokens[0]
+        return bool(gain > options.rates[number] * (drafting_s - plain_s))
 
     def fanout(self, sequence: Drafting) -> Fanout:
         """Return the drafts of a sequence in the planned step; one that has arrived since the choice drafts like the

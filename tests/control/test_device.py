@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.config import SchedulerConfig
+from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN, Shape, StepWork
 from engine.request import Speculation
@@ -102,7 +103,7 @@ def test_no_chunk_is_longer_than_a_step_or_a_text(
 
 
 def test_what_is_recorded_follows_from_sizes(device: Device) -> None:
-    """As `find` decides for plans of usual requests."""
+    """`find` decides the same for plans of usual requests."""
     shapes: list[Shape] = [PLAIN, (1, 1), (1, 3), (2, 5), (4, 3), (4, 5), (8, 8)]
     found = set()
     for rows in (1, 5, 12, 13, 16, 40, 64, 65):
@@ -130,6 +131,22 @@ def served(device: Device, times: StepTimes, speculation: Speculation, num_steps
     return rate, load.reported_s / load.told_s
 
 
+@pytest.mark.parametrize("wrong", ["", "all steps are recorded", "drafts with prompts"])
+def test_adaptive_requests_with_prompts_are_as_fast_as_the_best_shape(device: Device, wrong: str) -> None:
+    """The wrong variants decode plainly, because reading prompts seems to take the draft model long; or draft in steps
+    with prompts, whose passes are not recorded.
+    """
+    points, options = device.measured(), {"is_eager": device.recorded.is_eager}
+    fixed = [replace(LIMITS, num_drafts=k, draft_length=length, adaptive=False) for k, length in ((1, 3), (4, 3))]
+    best = max(served(device, StepTimes(points, **options), one)[0] for one in (OFF, *fixed))
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong == "drafts with prompts":
+            patch.setattr(Controller, "drafts_with_prompt", lambda *_: True)
+        times = StepTimes(points, **({} if wrong == "all steps are recorded" else options))
+        rate, _ = served(device, times, LIMITS)
+    assert (rate > 1.04 * best) == (not wrong), rate / best
+
+
 @pytest.mark.parametrize("knows_eager", [True, False])
 def test_the_reported_speedup_counts_passes_that_are_not_recorded(device: Device, knows_eager: bool) -> None:
     points = device.measured()
@@ -137,3 +154,23 @@ def test_the_reported_speedup_counts_passes_that_are_not_recorded(device: Device
     drafting = replace(LIMITS, num_drafts=4, draft_length=3, adaptive=False)
     (plain, _), (rate, reported) = (served(device, StepTimes(points, **options), one) for one in (OFF, drafting))
     assert (abs(reported / (rate / plain) - 1) < 0.09) == knows_eager, (reported, rate / plain)
+
+
+@pytest.mark.parametrize(("num_weights", "is_recorded", "drafts"), [(8.2e9, 1, 0), (70e9, 1, 1), (8.2e9, 0, 1)])
+def test_drafts_wait_for_prompts_if_their_passes_take_longer_than_their_tokens(
+    monkeypatch: pytest.MonkeyPatch, num_weights: float, is_recorded: bool, drafts: bool
+) -> None:
+    """With a large target each token is worth them. If nothing is recorded, prompts change nothing."""
+    device = Device(monkeypatch, bool(is_recorded), num_weights)
+    device.serve_anew(times_of(device))
+    load = Load(device, 4, 60, 100, LIMITS)
+    load.rate(200, warm=100)
+    with_prompts = [work for work in load.works if work.prompt]
+    assert len(with_prompts) > 9
+    assert (np.mean([work.drafting > 0 for work in with_prompts]) > 0.8) == drafts
+    controller = device.scheduler.controller
+    assert controller is not None
+    assert controller.drafts_with_prompt(0)
+    if not drafts:  # the draft model has read the others' texts meanwhile, so the next step is a recorded one
+        after = [later for work, later in zip(load.works, load.works[1:], strict=False) if work.prompt > later.prompt]
+        assert np.mean([device.recorded.is_eager(work) for work in after]) < 0.1

@@ -48,13 +48,18 @@ class Whims(Controller):
 
     def __init__(self) -> None:
         super().__init__(StepTimes(Machine().points()), 16)
+        self.beside = True
 
-    def tell(self, num_drafts: int, draft_length: int) -> None:
+    def tell(self, num_drafts: int, draft_length: int, beside: bool = True) -> None:
+        self.beside = beside
         self.choice = ShapeChoice((num_drafts, draft_length) if num_drafts else PLAIN)
         self.reads = num_drafts > 0
 
     def choose(self, *_: object) -> None:
         """Decide nothing."""
+
+    def drafts_with_prompt(self, prompt: int) -> bool:
+        return self.beside or not prompt
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:

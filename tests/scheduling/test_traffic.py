@@ -148,9 +148,9 @@ class AdaptiveTraffic(Traffic):
         self.whims = Whims()
         self.scheduler.controller = self.whims
 
-    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4))
-    def choose(self, num_drafts: int, draft_length: int) -> None:
-        self.whims.tell(num_drafts, draft_length)
+    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4), beside=st.booleans())
+    def choose(self, num_drafts: int, draft_length: int, beside: bool) -> None:
+        self.whims.tell(num_drafts, draft_length, beside)
 
     def speculation(self, drafts: int, draft_length: int) -> Speculation:
         return Speculation(num_drafts=drafts, draft_length=draft_length, adaptive=drafts > 0)
@@ -167,7 +167,7 @@ def test_what_is_published_of_an_answer_of_one_token_is_computed() -> None:
     prompt.
     """
     traffic = AdaptiveTraffic()
-    traffic.choose(1, 1)
+    traffic.choose(1, 1, beside=True)
     for length in (4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1):
         traffic.submit(length, max_tokens=1 + length % BLOCK_SIZE, drafts=1, draft_length=1, priority=0)
     traffic.step(0, 7)
