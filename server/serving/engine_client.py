@@ -224,7 +224,8 @@ class EngineClient:
         self.ready_facts()
         self.check_count(len(requests))
         if self.num_open + len(requests) > self.max_open_requests:
-            raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
+            most = f"the most is {self.max_open_requests} (--max-num-seqs and --max-num-queued-reqs)"
+            raise EngineBusy(f"{self.num_open} requests are open, {most}; try again soon")
         self._check_queued_tokens(requests)
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()

@@ -33,6 +33,7 @@ def test_a_full_queue_refuses_with_retry_after(one_seat: Daemon, one_seat_http: 
                 response = one_seat_http.post(PATH, json={**LONG, "stream": stream})
                 error = error_of(response, 429)
                 assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+                assert "--max-num-queued-reqs" in error["message"]
                 assert int(response.headers["retry-after"]) > 0
             with (
                 openai.OpenAI(base_url=f"{one_seat.url}/v1", api_key=KEYS[0], max_retries=0) as client,
