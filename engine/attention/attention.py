@@ -58,7 +58,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _mask: Tensor | None,
+    attention_mask: Tensor | None = None,  # noqa: ARG001  (transformers builds none)
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,

@@ -1,4 +1,4 @@
-"""Greedy output equals `transformers.generate`, token for token, on every family of the allow-list's first line."""
+"""Greedy output equals `transformers.generate`, token for token, on every family of the allow-list."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from engine.attention.attention import HOOK
 from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from tests.engine import tiny
+from tests.grid import grid
+from tests.models import families
 
 VOCABULARY = 101
 COMMON = {
@@ -107,3 +109,16 @@ def test_greedy_output_equals_transformers(name: str) -> None:
                 assert run.num_preemptions > 0, "the pool was meant to be too small"
             if rule != "off":
                 assert run.num_accepted > 0, "no draft was ever accepted; the comparison would prove little"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", grid(families.NAMES, {"afmoe"}))
+def test_every_family_is_decoded_as_by_transformers(name: str) -> None:
+    """With the fields that its configuration has by itself."""
+    target = families.family(name)
+    texts = tiny.prompts(families.VOCABULARY, (3, 30, 12))
+    expected = {str(i): generated(target, text, 12) for i, text in enumerate(texts)}
+    engine = tiny.build(target, tiny.perturbed(target, seed=4, amount=0.01))
+    chains = Speculation(rule="bv_race", num_drafts=2, draft_length=3)
+    run = tiny.run(engine, [tiny.request(str(i), text, chains, 12) for i, text in enumerate(texts)])
+    assert run.tokens == expected
