@@ -47,7 +47,7 @@ def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
     chain_BK = torch.zeros(shape, dtype=torch.int64, device=request_C.device)
     exists_BK = torch.zeros(shape, dtype=torch.bool, device=request_C.device)
     chain_BK[number_C, place_C] = chain_C
-    exists_BK[number_C, place_C] = True
+    exists_BK[number_C, place_C] = exists_BK.new_ones(())  # a number of the host would be waited for
     return chain_BK, exists_BK
 
 

@@ -162,7 +162,8 @@ def split_prompts(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[T
             start = stop
         else:
             start += num_known
-    return logits_NV[of_prompts], logits_NV[nodes]
+    prompt_N, node_N = (to_device(np.array(one, np.int64), logits_NV.device) for one in (of_prompts, nodes))
+    return logits_NV[prompt_N], logits_NV[node_N]
 
 
 def with_logprobs(
@@ -179,7 +180,7 @@ def with_logprobs(
             emitted = (*emission.accepted, emission.next_token)
             nodes += [start + node for node in tree.paths[emission.rank][: len(emitted)]]
         wanted.append((emitted, row.num_logprobs or 0))
-    of_rows = _logprobs(logits_NV[nodes], wanted)
+    of_rows = _logprobs(logits_NV[to_device(np.array(nodes, np.int64), logits_NV.device)], wanted)
     return tuple(
         msgspec.structs.replace(emission, logprobs=logprobs)
         for emission, logprobs in zip(emissions, of_rows, strict=True)

@@ -89,6 +89,7 @@ class Mtp(Head):
         layers, width, eps = config.layers, config.hidden_size, config.layers.rms_norm_eps
         self.enorm, self.hnorm, self.norm = Norm(width, eps), Norm(width, eps), Norm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        layers._experts_implementation = "grouped_mm"  # as in the target; the other waits for each expert's tokens
         self.block = glm.Glm4MoeDecoderLayer(layers, 0)
         with torch.device("cpu"):  # as in `layers.Rotary`
             self.rotary = glm.Glm4MoeRotaryEmbedding(layers)
