@@ -39,6 +39,7 @@ LONG = (
     "engine/test_recorded_steps",
     "server/test_faults",
     "engine/test_output_distribution",
+    "engine/test_dry_run",
     "attention/test_paged_attention",
     "heads/test_one_pass",
     "server/test_tools",

@@ -26,12 +26,20 @@ from engine.step.engine import Engine
 from engine.step.recorded import steps
 from engine.step.recorded.inputs import DISTRIBUTIONS, StepShape
 from engine.step.recorded.menu import buffer_bytes, distributions_on, menu
-from engine.step.recorded.recorder import recorder
+from engine.step.recorded.obstacles import find_wait, operation_of
+from engine.step.recorded.recorder import CudaGraphs, recorder
 from engine.step.recorded.steps import RecordedStep, RecordedSteps
 from tests.engine import tiny
 from tests.engine.test_host_reads import counted_reads
 from tests.engine.test_recorded_steps import RECORDED, asked, chains, compared, machines, stands_in
 from tests.wrong import instead
+
+
+@pytest.fixture(autouse=True)
+def _no_step_is_tried() -> Iterator[None]:
+    """Whether the host waits in a step is found on a device (`test_dry_run.py` has one that is not there)."""
+    with instead(steps, "find_wait", lambda *_: None):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +119,10 @@ class FakeGraphs:
     def recorder(self) -> Iterator[Any]:
         yield self._record
 
+    @contextlib.contextmanager
+    def without_waits(self) -> Iterator[None]:
+        yield
+
     def _record(self, work: Callable[[], None]) -> Recording:
         try:
             if self._runs:
@@ -175,7 +187,30 @@ def test_an_operation_that_cannot_be_recorded_stops_the_start(both: tuple[Engine
 
 
 def test_a_failure_outside_the_project_is_named_too() -> None:
-    assert steps._operation(RuntimeError("nowhere")) == "recording"
+    assert operation_of(RuntimeError("nowhere")) == "recording"
+
+
+def test_only_a_wait_is_a_reason_to_serve_without_recordings() -> None:
+    runs: list[int] = []
+
+    def work(said: str) -> None:
+        runs.append(1)
+        if len(runs) % 2 == 0:
+            raise RuntimeError(said)
+
+    assert find_wait(FakeGraphs(), [lambda: None]) is None
+    assert find_wait(FakeGraphs(), [lambda: work("called a synchronizing CUDA operation")]) is not None
+    with pytest.raises(RuntimeError, match="illegal"):
+        find_wait(FakeGraphs(), [lambda: work("an illegal memory access")])
+
+
+def test_waits_are_errors_for_as_long_as_a_step_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str | int] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(RuntimeError, match="a wait"), CudaGraphs(torch.device("cuda")).without_waits():
+        raise RuntimeError("a wait")
+    assert modes == ["error", 0]
 
 
 @stands_in

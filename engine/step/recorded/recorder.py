@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+
+WAITS = "synchronizing CUDA operation"
+"""Part of the text with which torch refuses an operation that the host waits for."""
 
 
 class Graphs(Protocol):
@@ -19,6 +23,10 @@ class Graphs(Protocol):
 
     def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
         """Return a function that records work, for as long as its context is open."""
+        ...
+
+    def without_waits(self) -> AbstractContextManager[None]:
+        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its context is open."""
         ...
 
 
@@ -35,6 +43,18 @@ class CudaGraphs:
     def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
         """Return a function that records work, for as long as its context is open."""
         return recorder()
+
+    @contextmanager
+    def without_waits(self) -> Iterator[None]:
+        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its context is open."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def graphs_on(device: torch.device) -> CudaGraphs | None:

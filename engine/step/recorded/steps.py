@@ -12,10 +12,8 @@ same work is computed on the same padded arrays; the tests use this.
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -39,13 +37,13 @@ from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.step.recorded.inputs import NUM_TEXT, StepInputs, StepShape, shape_of, views
 from engine.step.recorded.menu import work
+from engine.step.recorded.obstacles import HOST_WAITS, find_wait, first_error, operation_of
 from engine.step.recorded.recorder import Graphs, graphs_on
 from engine.step.report import broken_rows
 from engine.step.verify import emitted
 
 log = logging.getLogger("polydraft")
 
-_ENGINE = Path(__file__).parents[2]
 _MEMORY_SHORT = "recorded %d of %d shapes of steps: memory is short; the others are launched operation by operation"
 _REPORT_EVERY = 16
 """Number of recordings between two reports of progress."""
@@ -334,6 +332,8 @@ class RecordedSteps:
     ) -> None:
         """Record steps of these shapes (`menu`) until memory is short; raise LoadError if one cannot be recorded.
 
+        None is recorded if the host waits for the device in one; a warning then names where.
+
         runners: of the target, and of the draft model if there is one; least_free: share of the memory that is free
         before, which recording leaves.
         """
@@ -347,6 +347,10 @@ class RecordedSteps:
             free_bytes = graphs.free_bytes()
             try:
                 shared = _shared(runners, shapes, most_pages)
+                wait = find_wait(graphs, _one_of_each_kind(shapes, shared))
+                if wait is not None:
+                    log.warning(HOST_WAITS, wait)
+                    return
                 for number, shape in enumerate(shapes):
                     if number % _REPORT_EVERY == 0:
                         progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
@@ -357,10 +361,10 @@ class RecordedSteps:
                     step.record(record)
                     self.steps[shape] = step
             except Exception as error:
-                first = _first(error)
+                first = first_error(error)
                 if not isinstance(first, torch.cuda.OutOfMemoryError):
                     raise LoadError(
-                        f"decode steps cannot be recorded as CUDA graphs: {_operation(first)}: {first}; start with "
+                        f"decode steps cannot be recorded as CUDA graphs: {operation_of(first)}: {first}; start with "
                         "--enforce-eager, which launches their operations one by one"
                     ) from error
                 log.warning(_MEMORY_SHORT, len(self.steps), len(shapes))
@@ -371,17 +375,11 @@ def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
     return step.num_drafts >= drafts[0] and step.draft_length >= drafts[1] and step.num_nodes >= num_nodes
 
 
-def _first(error: BaseException) -> BaseException:
-    """Return the error that came first: the end of a failed recording may fail as well."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
-def _operation(error: BaseException) -> str:
-    """Return the line of the project that failed."""
-    lines = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).is_relative_to(_ENGINE)]
-    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno} ({lines[-1].line})" if lines else "recording"
+def _one_of_each_kind(shapes: Sequence[StepShape], shared: _Shared) -> Iterator[Callable[[], None]]:
+    """Yield the work of a step of each kind; steps of a kind differ in sizes alone."""
+    kinds = {(shape.num_drafts > 0, shape.distributions): shape for shape in reversed(shapes)}
+    for shape in kinds.values():
+        yield from RecordedStep(shape, shared).parts().values()
 
 
 def _shared(runners: Sequence[ModelRunner], shapes: Sequence[StepShape], most_pages: int) -> _Shared:

@@ -1,0 +1,318 @@
+"""The path of a CUDA device, run on one that is not there: every operation is one that the device allows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are replaced in Triton's interpreter", allow_module_level=True)
+
+from engine.attention import triton_attention
+from engine.kernels import choosing
+from engine.kernels.triton_kernels import TritonKernels
+from engine.models import fused_layer, probe
+from engine.models.lean import LeanDecoder
+from engine.request import Speculation
+from engine.speculation.verification import RULES
+from engine.step.engine import Engine
+from engine.step.recorded import steps
+from tests.dry_device import DEVICE, DryDevice, NotOnADevice
+from tests.engine import dry, tiny
+from tests.grid import grid
+from tests.models import families
+from tests.wrong import instead
+
+CHAINS = Speculation(rule="bv_race", num_drafts=2, draft_length=2)
+FILTERED = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+_PROBE = probe.probe
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DryDevice]:
+    with dry.serving() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def machine(device: DryDevice) -> Engine:
+    target, draft = dry.pair()
+    return tiny.build(target, draft, num_blocks=200, max_over_acceptance=0.3, max_copied_tokens=8)
+
+
+class EvenTokens:
+    """A grammar of even tokens."""
+
+    def masks(self, _answer: Any, paths: Any) -> Callable[[], list[Any]]:
+        return lambda: [np.arange(101) % 2 == 0 for _ in paths]
+
+    def advance(self, *_: Any) -> None:
+        """Follow nothing."""
+
+
+class Costs(msgspec.Struct):
+    """Costs of one step."""
+
+    reads: int
+    """Times that the host reads from the device."""
+    waits: int
+    """Further times that it waits: copies that are waited for, and events."""
+    pinned: int
+    """Copies to the device from pinned memory; the others are staged, and are not waited for."""
+    replays: int
+
+
+@contextlib.contextmanager
+def asking(machine: Engine, speculation: Speculation, **wish: Any) -> Iterator[None]:
+    """Two requests that go on for as long as the context is open."""
+    more = {name: wish.pop(name) for name in list(wish) if name in ("num_logprobs", "num_prompt_logprobs")}
+    for number in range(2):
+        sampling = {"temperature": 1.0, "seed": number, **wish}
+        one = tiny.request(str(number), range(5 + number, 20 + number), speculation, 40, **sampling)
+        one = msgspec.structs.replace(one, **more)
+        if one.sampling.grammar:
+            machine.queue(one, EvenTokens())
+        else:
+            machine.submit(one)
+    try:
+        yield
+    finally:
+        for number in range(2):
+            machine.abort(str(number))
+
+
+def costs(device: DryDevice, machine: Engine) -> Costs:
+    """Run a step."""
+    device.counts.clear()
+    machine.run_step()
+    found = device.counts
+    return Costs(found["read"], found["blocking copy"] + found["wait"], found["pinned copy"], found["replay"])
+
+
+@pytest.mark.parametrize(
+    ("speculation", "wish"),
+    [(tiny.OFF, {}), (CHAINS, {}), (CHAINS, FILTERED), (CHAINS, {"temperature": 0.0})],
+    ids=["plain", "chains", "filters", "greedy"],
+)
+def test_a_recorded_step_copies_once_and_reads_once(
+    device: DryDevice, machine: Engine, speculation: Speculation, wish: dict[str, Any]
+) -> None:
+    """All four kinds are captured: drafting, the target's pass and the verdict."""
+    assert list(machine.recorded.steps) == dry.SHAPES
+    assert isinstance(machine.target.backend, LeanDecoder)
+    with asking(machine, speculation, **wish):
+        assert costs(device, machine).replays == 0, "prompts are read as they are"
+        for _ in range(2):
+            replays = 3 if speculation.num_drafts else 2
+            assert costs(device, machine) == Costs(reads=1, waits=0, pinned=1, replays=replays)
+
+
+WISHES: dict[str, tuple[Speculation, dict[str, Any], int]] = {
+    "plain": (tiny.OFF, {}, 1),
+    "filters": (CHAINS, FILTERED, 1),
+    "greedy": (CHAINS, {"temperature": 0.0}, 1),
+    "penalties": (CHAINS, {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((7, 1.0),)}, 1),
+    "allowed tokens": (CHAINS, {"allowed_token_ids": (0, 5, 6)}, 1),
+    "seed-stable": (CHAINS, {"seed_stable": True}, 1),
+    "over-acceptance": (Speculation(rule="token", num_drafts=1, draft_length=3, over_acceptance=0.2), {}, 1),
+    # One more for the logprobs of all rows.
+    "logprobs": (CHAINS, {"num_logprobs": 3}, 2),
+    "prompt logprobs": (CHAINS, {"num_prompt_logprobs": 3}, 2),
+    # Paths come to the host: those below two levels, and all tokens before the target's pass.
+    "bad words": (CHAINS, {"bad_words": ((4, 5),)}, 3),
+    "grammar": (CHAINS, {"grammar": "even"}, 3),
+}
+WAITING_RULES = frozenset({"traversal", "weighted_race"})
+"""They wait for the device while they verify, too."""
+
+
+@pytest.mark.parametrize("name", grid(WISHES, {"logprobs", "prompt logprobs", "penalties", "grammar"}))
+def test_a_step_that_is_not_recorded_waits_as_often_as_it_says(device: DryDevice, machine: Engine, name: str) -> None:
+    """The first step reads the prompts."""
+    speculation, wish, reads = WISHES[name]
+    machine.recorded.serves = False
+    with asking(machine, speculation, **wish):
+        for number in range(3):
+            found = costs(device, machine)
+            assert found.waits == 0, device.places
+            assert found.reads == (1 if number and name == "prompt logprobs" else reads), device.places
+    machine.recorded.serves = True
+
+
+@pytest.mark.parametrize("rule", grid([rule for rule in RULES if rule != "ot_lp"], {"spectr_gbv"}))
+def test_a_rule_waits_for_its_verdict_alone(device: DryDevice, machine: Engine, rule: str) -> None:
+    machine.recorded.serves = False
+    speculation = Speculation(rule=rule, num_drafts=min(2, RULES[rule].max_drafts or 2), draft_length=2)
+    with asking(machine, speculation):
+        costs(device, machine)
+        costs(device, machine)  # what it keeps is on the device now
+        found = costs(device, machine)
+    if rule in WAITING_RULES:
+        assert found.reads > 1
+    else:
+        assert (found.reads, found.waits) == (1, 0), device.places
+    machine.recorded.serves = True
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def build(target: Any, draft: Any = None) -> Engine:
+    return tiny.build(target, draft, num_blocks=100, max_num_seqs=4, max_model_len=64)
+
+
+@pytest.fixture
+def _experts_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JetMoe's host reads how many rows each expert has: here the first has all."""
+    from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+
+    right = JetMoeParallelExperts.forward
+    monkeypatch.setattr(
+        JetMoeParallelExperts,
+        "forward",
+        lambda self, rows, counts: right(self, rows, [len(rows), *[0] * (len(counts) - 1)]),
+    )
+
+
+WAITING_FAMILIES = {
+    "jetmoe": r"modeling_jetmoe\.py, line \d+ \(expert_size = expert_size\.tolist\(\)\)",
+    "phimoe": r"modeling_phimoe\.py, line \d+ \(freqs = .*inv_freq\.to\(device=x\.device",
+}
+
+
+@pytest.mark.usefixtures("_experts_by_count")
+@pytest.mark.parametrize("name", grid(families.NAMES, {"afmoe", "gemma2", "mixtral", "phimoe"}))
+def test_every_family_is_recorded_or_served_without_recordings(
+    device: DryDevice, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two families wait for the device in every pass: the start says where, and their steps are launched one by one."""
+    engine = build(dry.moved(families.family(name)))
+    assert engine.target.fast_paths["paged attention"]
+    waits = WAITING_FAMILIES.get(name)
+    assert engine.recorded.num_recorded == (0 if waits else 2)
+    assert bool(waits) == ("not recorded" in caplog.text)
+    assert re.search(waits or "", caplog.text)
+    with asking(engine, tiny.OFF):
+        costs(device, engine)
+        found = costs(device, engine)
+    assert found.replays == (0 if waits else 2)
+    assert waits or (found.reads, found.waits) == (1, 0), device.places
+
+
+def test_experts_in_another_type_than_bfloat16_are_served_without_recordings(
+    device: DryDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host reads the groups of their products then."""
+    engine = build(dry.moved(families.family("mixtral"), torch.float16))
+    assert engine.recorded.num_recorded == 0
+    assert "moe.py, line" in caplog.text
+
+
+@pytest.mark.parametrize("name", grid(dry.HEADS, {"dflash"}))
+def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: Path) -> None:
+    engine = build(*dry.with_head(device, name, tmp_path / "head"))
+    assert engine.recorded.num_recorded == 0, "steps with heads are not recorded"
+    for wish in ({}, FILTERED, {"frequency_penalty": 0.5}, {"seed_stable": True}):
+        with asking(engine, CHAINS, **wish):
+            for _ in range(2):
+                costs(device, engine)
+            found = costs(device, engine)
+        assert (found.reads, found.waits) == (1, 0), device.places
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_what_a_start_compares_runs(device: DryDevice) -> None:
+    """Kernels with plain operations, and models with plain transformers, in their type and in float32."""
+    cases = choosing.cases
+
+    def without_decide(_cases: Any, of: torch.device) -> Any:
+        return {name: one for name, one in cases(of).items() if name != "decide"}  # no device is asked to
+
+    with instead(choosing, "cases", without_decide):
+        assert type(choosing.choose.__wrapped__(DEVICE)) is TritonKernels
+    assert fused_layer.find_fault(DEVICE, torch.bfloat16) is None
+    with instead(probe, "probe", lambda _, *operands, **named: _PROBE(*operands, **named)):
+        engine = build(*dry.pair())
+        assert engine.target.fast_paths == {"fast decoder": True, "paged attention": True}
+        assert build(dry.moved(families.family("gemma2"))).target.fast_paths["paged attention"]
+
+
+# -- wrong variants ---------------------------------------------------------------------------------------------------
+
+
+def _reading(right: Any, values: Tensor) -> Tensor:
+    float(values.sum())
+    return right(values)
+
+
+WRONG: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "a number is read": (steps, "bits", _reading, "the host waits"),
+    "numbers are listed": (steps, "bits", lambda right, one: (one.tolist(), right(one))[1], "the host waits"),
+    "a tensor goes to the host": (steps, "bits", lambda right, one: right(one.cpu()), "the host waits"),
+    "a decision": (steps, "bits", lambda right, one: right(one) if one.sum() > 0 else right(-one), "the host waits"),
+    "a mask": (steps, "bits", lambda right, one: right(one[one > 0]), "nonzero"),
+    "a tensor of the host": (steps, "bits", lambda right, one: right(one + torch.ones(len(one))), "of the host"),
+    "a pageable copy": (
+        steps,
+        "bits",
+        lambda right, one: right(one + torch.ones(len(one)).to(one.device, non_blocking=True)),
+        "pageable copy",
+    ),
+    "a new tensor from a list": (
+        steps,
+        "bits",
+        lambda right, one: right(one + torch.tensor([1.0], device=one.device)),
+        "blocking copy",
+    ),
+    "an index from a list": (steps, "bits", lambda right, one: right(one[[0, *range(len(one) - 1)]]), "blocking copy"),
+    "pinned memory": (steps, "bits", lambda right, one: right(one + torch.ones(1).pin_memory()), "pinned"),
+    "a generator": (steps, "bits", lambda right, one: right(torch.rand_like(one)), "random generator"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_capture_forbids_is_found(device: DryDevice, machine: Engine, name: str) -> None:
+    owner, function, variant, message = WRONG[name]
+    step = machine.recorded.steps[dry.SHAPES[3]]
+    with (
+        torch.inference_mode(),
+        instead(owner, function, variant),
+        pytest.raises(NotOnADevice, match=message),
+        device.capturing(),
+    ):
+        step._verify()
+
+
+WRONG_LAUNCHES: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "integers of another size": ("pages", Tensor.long, "pages has numbers of torch.int64"),
+    "rows apart": ("pages", lambda pages: pages.repeat(1, 2)[:, ::2], "pages is not contiguous"),
+    "a table of the host": ("pages", lambda pages: torch.zeros(pages.shape, dtype=pages.dtype), "pages is on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LAUNCHES)
+def test_a_launch_that_a_kernel_does_not_expect_is_found(device: DryDevice, machine: Engine, name: str) -> None:
+    argument, variant, message = WRONG_LAUNCHES[name]
+
+    def wrong(right: Any, paged: Any, *operands: Any) -> Any:
+        return right(paged._replace(**{argument: variant(getattr(paged, argument))}), *operands)
+
+    step = machine.recorded.steps[dry.SHAPES[3]]
+    with (
+        torch.inference_mode(),
+        instead(triton_attention, "attend_paged", wrong),
+        pytest.raises(NotOnADevice, match=message),
+    ):
+        step._target()
