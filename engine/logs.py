@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from datetime import UTC, datetime
@@ -51,7 +52,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_log(level: str, form: Literal["text", "json"]) -> None:
-    """Write the log to standard error in this format, from this level on."""
+    """Write the log to standard error in this format, from this level on.
+
+    Nothing but objects is written as JSON: libraries that are imported later show no progress bars.
+    """
+    if form == "json":
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers reads it, too
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper())
