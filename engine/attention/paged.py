@@ -34,6 +34,10 @@ class Paged(NamedTuple):
     page_size: int
     most_queries: int
     most_keys: int
+    total_keys: int = 0
+    """Keys of all texts; of a recorded step, whose texts grow, 0."""
+    num_scores: int = 0
+    """Pairs of a query and a key of its text; of a recorded step 0."""
     is_padded: bool = False
     """Whether every sequence has room for `most_queries` rows; it may use fewer."""
 
@@ -76,10 +80,11 @@ def upload(passes: Sequence[StepLayout], page_size: int, device: torch.device) -
     for one in passes:
         token_ids_T, drawn_M, positions_T, slots_T, wanted_N, *operands = (next(tensors) for _ in range(15))
         words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = operands
-        most_keys = int((one.num_keys - one.first_keys).max(initial=0))
+        keys_B = (one.num_keys - one.first_keys).astype(np.int64)
+        most_keys, num_scores = int(keys_B.max(initial=0)), int((one.counts * keys_B).sum())
         paged = Paged(
             *(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions),
-            *(page_size, int(one.counts.max(initial=0)), most_keys),
+            *(page_size, int(one.counts.max(initial=0)), most_keys, int(keys_B.sum()), num_scores),
         )
         uploaded.append(DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged))
     return uploaded

@@ -14,6 +14,7 @@ Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain p
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 import triton
@@ -27,10 +28,12 @@ from engine.attention.tensors import KVTensors
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 _PART_KEYS = 128
-"""Least number of keys in a part of a text for each 32 tiles of queries: many tiles occupy the device without parts."""
-_MOST_PARTS = 16
-_MOST_PROGRAMS = 2048
-"""Most programs that parts lead to: those of texts that are too short for their part end at once, but are launched."""
+"""Least number of keys in a part of a text."""
+_MOST_PARTS = 32
+_PARTS_BYTES = 64 << 20
+"""Most memory of the parts' results."""
+_PROGRAMS = 6
+"""Programs for each multiprocessor, which runs about two at once, that reading in parts adds at most."""
 
 
 @triton.jit
@@ -96,30 +99,50 @@ def _extent(
 
 
 @triton.jit
-def _tile_of(program, starts, num_sequences, padded_queries, tile_queries: tl.constexpr):
-    """Return (sequence, number of its tile) of a program.
+def _sizes(begin, counts, first_keys, num_keys, num_sequences, padded_queries, tile_queries: tl.constexpr):
+    """Return (whether they exist, tiles of queries, keys) of the sequences from `begin` on."""
+    one = begin + tl.arange(0, 64)
+    is_one = one < num_sequences
+    count = tl.maximum(tl.load(counts + one, mask=is_one, other=0), tl.where(is_one, padded_queries, 0))
+    keys = tl.load(num_keys + one, mask=is_one, other=0) - tl.load(first_keys + one, mask=is_one, other=0)
+    return is_one, tl.cdiv(count, tile_queries), keys
 
-    The tiles of sequence s begin at program `starts[s] // tile_queries + s`: there is room for all of them, and for at
-    most one program more. If every sequence has `padded_queries` rows, all have the same number of tiles.
+
+@triton.jit
+def _share_of(
+    program, counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added, least_keys,
+    tile_queries: tl.constexpr, tile_keys: tl.constexpr,
+):  # fmt: skip
+    """Return (sequence, number of its tile, part of its keys, number of parts, least keys of a part) of a program. The
+    sequence is `num_sequences` if there is no work for it.
+
+    A text with a share of more than 1 / most_added of all work is read in parts, so that parts add at most `most_added`
+    programs. The work of a tile of queries is the keys of its text.
     """
-    tiles = tl.cdiv(padded_queries, tile_queries)
-    sequence = program // tl.maximum(tiles, 1)
-    first = sequence * tiles
-    if padded_queries == 0:
-        sequence = -1
-        for begin in range(0, num_sequences, 64):
-            one = begin + tl.arange(0, 64)
-            is_one = one < num_sequences
-            begins = tl.load(starts + one, mask=is_one, other=0) // tile_queries + one
-            sequence += tl.sum((is_one & (begins <= program)).to(tl.int32), axis=0)
-        first = tl.load(starts + sequence) // tile_queries + sequence
-    return sequence, program - first
+    work = 0.0  # integers of 64 bits would take registers, and their quotient a call
+    for begin in range(0, num_sequences, 64):
+        _, tiles, keys = _sizes(begin, counts, first_keys, num_keys, num_sequences, padded_queries, tile_queries)
+        work += tl.sum(tiles.to(tl.float32) * keys, axis=0)
+    part_keys = tl.maximum((work / most_added * 1.0001).to(tl.int32) + 1, least_keys)
+    part_keys = tl.cdiv(part_keys, tile_keys) * tile_keys
+    sequence, first, last = 0, 0, 0
+    for begin in range(0, num_sequences, 64):
+        is_one, tiles, keys = _sizes(begin, counts, first_keys, num_keys, num_sequences, padded_queries, tile_queries)
+        programs = tiles * tl.minimum(tl.maximum(keys // part_keys, 1), most_parts)
+        is_before = is_one & (last + tl.cumsum(programs, axis=0) <= program)
+        sequence += tl.sum(is_before.to(tl.int32), axis=0)
+        first += tl.sum(tl.where(is_before, programs, 0), axis=0)
+        last += tl.sum(programs, axis=0)
+    is_one = sequence < num_sequences
+    keys = tl.load(num_keys + sequence, mask=is_one, other=0) - tl.load(first_keys + sequence, mask=is_one, other=0)
+    num_parts = tl.minimum(tl.maximum(keys // part_keys, 1), most_parts)
+    return sequence, (program - first) // num_parts, (program - first) % num_parts, num_parts, part_keys
 
 
 # These change from step to step. A kernel that is compiled for each of their variants would delay the first step of it.
 _CHANGING = (
-    *("num_sequences", "num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "part_keys", "padded_queries"),
-    "window",
+    *("num_sequences", "num_tokens", "num_pages", "num_nodes", "num_words", "padded_queries", "window"),
+    *("most_parts", "most_added", "least_keys"),
 )
 
 
@@ -128,7 +151,8 @@ def _attend(
     query, keys, values, output, lse,
     pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
     scale, softcap, window,
-    num_sequences, num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts, part_keys, padded_queries,
+    num_sequences, num_tokens, num_heads, num_pages, num_nodes, num_words, padded_queries,
+    most_parts, most_added, least_keys,
     query_head_stride, query_token_stride,
     page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
     tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -140,11 +164,16 @@ def _attend(
 
     The first loop reads tiles of keys that all queries see, without a mask; the second reads the others.
     """
-    sequence, tile = _tile_of(tl.program_id(0), starts, num_sequences, padded_queries, tile_queries)
-    kv_head, part = tl.program_id(1), tl.program_id(2)
-    count, row = tl.load(counts + sequence), tl.arange(0, rows)
+    sequence, tile, part, num_parts, part_keys = _share_of(
+        tl.program_id(0), counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added,
+        least_keys, tile_queries, tile_keys,
+    )  # fmt: skip
+    if sequence >= num_sequences:
+        return
+    kv_head, count, row = tl.program_id(1), tl.load(counts + sequence), tl.arange(0, rows)
     # Padding rows see nothing; their result is 0, not the content of the memory.
     num_rows = tl.maximum(count, padded_queries)
+    # Never: but without it, Triton 3.7.1 takes more registers than there are.
     if tile * tile_queries >= num_rows:
         return
     number = tile * tile_queries + row // groups
@@ -156,10 +185,14 @@ def _attend(
         sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
         tile_keys, has_window,
     )  # fmt: skip
+    is_row = (row < tile_queries * groups) & (number < num_rows)
+    if part == num_parts - 1:
+        for none in range(num_parts, most_parts):
+            at = (none * num_tokens + token).to(tl.int64) * num_heads + head
+            tl.store(lse + at, tl.full([rows], -float("inf"), tl.float32), mask=is_row)
     if (part > 0) & (part_first >= part_stop):
-        none = (part * num_tokens + token).to(tl.int64) * num_heads + head
-        is_none = (row < tile_queries * groups) & (number < num_rows)
-        tl.store(lse + none, tl.full([rows], -float("inf"), tl.float32), mask=is_none)
+        at = (part * num_tokens + token).to(tl.int64) * num_heads + head
+        tl.store(lse + at, tl.full([rows], -float("inf"), tl.float32), mask=is_row)
         return
     dim, value_column = tl.arange(0, key_block), tl.arange(0, value_block)
     query_tile = _load(query + head[:, None] * query_head_stride, token, dim, query_token_stride, is_query, key_dim)
@@ -194,7 +227,6 @@ def _attend(
     # NaN is something: rows whose keys are broken must not get finite numbers.
     some = is_query & (total != 0)
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head
-    is_row = (row < tile_queries * groups) & (number < num_rows)
     inside = is_row[:, None] & (value_column[None, :] < value_dim)
     result = tl.where(some[:, None], sums / tl.where(some, total, 1.0)[:, None], 0.0)
     tl.store(output + at[:, None] * value_dim + value_column[None, :], result, mask=inside)
@@ -219,19 +251,22 @@ def attend_paged(
     tile_keys, num_warps = tile_keys_of(query.dtype, max(key_dim, value_dim), window is not None)
     padded_queries = paged.most_queries if paged.is_padded else 0
     num_tiles = tiles_of(len(paged.starts), num_tokens, padded_queries, tile_queries)
-    num_parts, part_keys = parts_of(paged.most_keys, num_tiles * num_kv_heads)
+    part_bytes = num_tokens * num_heads * value_dim * torch.float32.itemsize
+    most_added = -(-_PROGRAMS * processors_of(query.device) // num_kv_heads)
+    work = max(paged.total_keys, paged.num_scores // tile_queries)
+    num_parts = parts_of(paged.most_keys, work, part_bytes, most_added)
     is_whole = num_parts == 1 and kind.sinks is None
     dtype = query.dtype if is_whole else torch.float32
     output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=dtype, device=query.device)
     lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=query.device)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    _attend[(num_tiles, num_kv_heads, num_parts)](
+    _attend[(num_tiles + min(most_added, num_tiles * (num_parts - 1)), num_kv_heads)](
         query, keys, values, output, lse,
         paged.pages, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.node_positions,
         paged.limits, paged.words, paged.positions,
         key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
         len(paged.starts), num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1],
-        paged.words.shape[1], num_parts, part_keys, padded_queries,
+        paged.words.shape[1], padded_queries, num_parts, most_added, _PART_KEYS,
         query.stride(1), query.stride(2),
         page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
@@ -254,7 +289,7 @@ def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
 
 
 def tiles_of(num_sequences: int, num_tokens: int, padded_queries: int, tile_queries: int) -> int:
-    """Return the number of tiles that `_tile_of` places; padded_queries: rows of each sequence, 0 if they differ."""
+    """Return the most tiles of queries of sequences; padded_queries: rows of each sequence, 0 if they differ."""
     if padded_queries:
         return num_sequences * -(-padded_queries // tile_queries)
     return num_tokens // tile_queries + num_sequences
@@ -308,9 +343,18 @@ def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
     return result
 
 
-def parts_of(most_keys: int, num_programs: int) -> tuple[int, int]:
-    """Return (most parts of a text, least keys of a part): several programs read a long text, also if there are many
-    short ones, which have one part. num_programs: tiles of queries of all sequences and key heads.
+def parts_of(most_keys: int, work: int, part_bytes: int, most_added: int) -> int:
+    """Return the most parts of a text.
+
+    work: keys that all tiles of queries read, or fewer; part_bytes: of the results of a part; most_added: most programs
+    for each key head that parts may add.
     """
-    part_keys = _PART_KEYS * -(-num_programs // 32)
-    return max(1, min(_MOST_PARTS, -(-most_keys // part_keys), _MOST_PROGRAMS // num_programs)), part_keys
+    if most_keys * most_added < 2 * work:  # every text is too short a share of the work
+        return 1
+    return max(1, min(_MOST_PARTS, most_keys // _PART_KEYS, _PARTS_BYTES // part_bytes))
+
+
+@cache
+def processors_of(device: torch.device) -> int:
+    """Return the multiprocessors of a device; those of an H100 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -43,6 +43,7 @@ from engine.step.engine import Engine
 from engine.step.recorded import steps
 from engine.step.recorded.steps import RecordedStep
 from tests.attention.test_groups import passes
+from tests.attention.test_paged_attention import in_parts
 from tests.engine import tiny
 from tests.grid import grid
 from tests.launches import counted_launches
@@ -232,7 +233,7 @@ def test_a_layer_of_few_rows_is_ten_kernels() -> None:
         (step,) = runner.prepare([passes()[1][:1]])
         with (
             counted_launches() as launches,
-            instead("engine.attention.triton_attention", "parts_of", lambda *_: (2, 16)),
+            in_parts(2),
         ):
             runner.run(step)
         counts.append(launches)
