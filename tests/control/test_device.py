@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from engine.step import calibration
 from engine.step.calibration import synthetic_plan
 from tests.control.device import LIMITS, Device, Load
 from tests.scheduling.machine import chains
+from tests.wrong import instead
 
 OFF = Speculation()
 
@@ -70,9 +72,8 @@ def test_large_chunks_of_prompts_are_predicted(device: Device, measures_large: b
     """A GPU takes as long for 128 tokens as for one, which says nothing of 2,048. The wrong variant stops there, as on
     a CPU: a step after a long text takes much longer than it may, and plain steps seem slow after those with prompts.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        if not measures_large:
-            patch.setattr(calibration, "_DEVICE_CHUNKS", calibration._PROMPT_CHUNKS)
+    small = instead(calibration, "_chunks_on_device", lambda *_: [32, 128])
+    with nullcontext() if measures_large else small:
         times = times_of(device)
     decoding = StepWork(rows=32, text=16_000)
     limit = PromptLimit(times, decoding.rows, decoding.text)
@@ -139,9 +140,8 @@ def test_adaptive_requests_with_prompts_are_as_fast_as_the_best_shape(device: De
     points, options = device.measured(), {"is_eager": device.recorded.is_eager}
     fixed = [replace(LIMITS, num_drafts=k, draft_length=length, adaptive=False) for k, length in ((1, 3), (4, 3))]
     best = max(served(device, StepTimes(points, **options), one)[0] for one in (OFF, *fixed))
-    with pytest.MonkeyPatch.context() as patch:
-        if wrong == "drafts with prompts":
-            patch.setattr(Controller, "drafts_with_prompt", lambda *_: True)
+    always = instead(Controller, "drafts_with_prompt", lambda *_: True)
+    with always if wrong == "drafts with prompts" else nullcontext():
         times = StepTimes(points, **({} if wrong == "all steps are recorded" else options))
         rate, _ = served(device, times, LIMITS)
     assert (rate > 1.04 * best) == (not wrong), rate / best
