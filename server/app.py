@@ -44,11 +44,11 @@ def build_app(server: Server) -> FastAPI:
     app = Application(
         title="Polydraft",
         version=VERSION,
-        root_path=settings.root_path,
         middleware=middleware,
         docs_url=None,
         redoc_url=None,
     )
+    app.root_path = settings.root_path  # the argument of this name is deprecated
     app.allows_unknown_fields = not settings.strict_fields
     errors.install(app)
     app.include_router(generate_routes.build_router(server))

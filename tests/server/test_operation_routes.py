@@ -109,7 +109,7 @@ def test_the_version_is_told(http: httpx.Client) -> None:
 @pytest.fixture
 def app(models: Any) -> FastAPI:
     """The application around an engine that has not been started, with a route that breaks."""
-    settings = Serve(model=str(models.target), api_key=["a-key"], allowed_origins=[ORIGIN])
+    settings = Serve(model=str(models.target), api_key=["a-key"], allowed_origins=[ORIGIN], root_path="/proxied")
     server = Server(
         settings,
         EngineClient(settings.engine_config(), 1),

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from engine.api import ConfigError
 from server.config_file import read_config_file
-from server.flags import parse_flags
+from server.flags import faults, parse_flags
 from server.settings import Serve
 
 
@@ -108,6 +108,17 @@ def test_keys_can_be_repeated_or_listed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("POLYDRAFT_API_KEY", "a,b")
     assert parse().api_key == ["a", "b"]
     assert parse("--api-key", "c").api_key == ["c"]
+
+
+@pytest.mark.parametrize("value", ["4GB", "4 G", "G", "1e9", "", "many"])
+def test_an_amount_that_cannot_be_read_says_how_to_write_one(value: str) -> None:
+    """Letters of powers are understood, and units of bytes are not guessed."""
+    with pytest.raises(ValidationError) as caught:
+        parse("m", "--kv-cache-memory-bytes", value)
+    (line,) = faults(caught.value)
+    assert line.startswith("--kv-cache-memory-bytes: must be a number, which may end with K, M, G")
+    assert line.endswith(f"(got {value!r})")
+    assert parse("m", "--kv-cache-memory-bytes", "1.5G").kv_cache_memory_bytes == 3 << 29
 
 
 @pytest.mark.parametrize("value", ["", " ", "a,,b", "a,"])
