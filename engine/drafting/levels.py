@@ -210,7 +210,7 @@ class Levels:
             whole.slots_T,
             whole.wanted_N[: len(whole.wanted_N) - bounds.num_later_rows],
             bounds.parts,
-            *whole.seen,
+            whole.seen,
             whole.positions_T,
             tuple(draws),
             _chains_of(layout).parents,

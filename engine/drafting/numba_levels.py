@@ -122,6 +122,23 @@ def _token_above(draws, level, distribution):
     return tokens[level - 1, first_chains[distribution]]
 
 
+@compiled_for_cpu()
+def _seen_by(seen, rows, sequences):
+    """Return what the rows of one pass see. seen: `StepLayout.seen` of all passes; rows, sequences: slices of the
+    pass's.
+    """
+    words, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
+    return (
+        words[rows],
+        pages[sequences],
+        first_keys[sequences],
+        text_ends[sequences],
+        num_keys[sequences],
+        node_positions[sequences],
+        limits[rows],
+    )
+
+
 @compiled_for_cpu(nogil=True)
 def draw_levels(
     shared,
@@ -133,13 +150,7 @@ def draw_levels(
     slots,
     wanted,
     parts,
-    words,
-    pages,
-    first_keys,
-    text_ends,
-    num_keys,
-    node_positions,
-    limits,
+    seen,
     positions,
     draws,
     parents,
@@ -178,13 +189,7 @@ def draw_levels(
             slots[first_row:end_row],
             chosen,
             parts[first_part:end_part],
-            words[first_row:end_row],
-            pages[first_sequence:end_sequence],
-            first_keys[first_sequence:end_sequence],
-            text_ends[first_sequence:end_sequence],
-            num_keys[first_sequence:end_sequence],
-            node_positions[first_sequence:end_sequence],
-            limits[first_row:end_row],
+            *_seen_by(seen, slice(first_row, end_row), slice(first_sequence, end_sequence)),
             positions[first_row:end_row],
             target_states,
             states,
