@@ -48,15 +48,7 @@ def draw_chains(
     numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
     uniform_LC = drafting_numbers(numbers, layout.max_length)
     parameters = DistributionParameters.of([row.sampling for row in rows], device, kernels)
-    draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
-    drawn = None if draw is None else draw(plan, layout, parameters, uniform_LC)
-    if drawn is None:
-        probs_NV = torch.empty((layout.num_probs, vocab_size), device=device)
-        root_NV = probs_NV[:0] if drafter is None else drafter.begin(plan)
-        below = None if drafter is None else drafter.below
-        tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, probs_NV)
-        drawn = tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, kernels)
-    tokens_CL, distributions = drawn
+    tokens_CL, distributions = draw_plan(plan, drafter, layout, parameters, uniform_LC, vocab_size)
     chains = Chains(
         tokens_CL,
         layout.length,
@@ -68,6 +60,30 @@ def draw_chains(
     )
     trees, tokens_M = trees_of(plan, layout, tokens_CL, most_unmerged)
     return Draft(layout, chains, trees, tokens_M, parameters, numbers)
+
+
+def draw_plan(
+    plan: Plan,
+    drafter: Drafter | None,
+    layout: Layout,
+    parameters: DistributionParameters,
+    uniform_LC: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, ProbsTable]:
+    """Let the drafter catch up; return [C, L] the tokens of the plan's chains, and the distributions they were drawn
+    from.
+
+    layout, parameters: of the sampling rows; uniform_LC: the numbers for drafting.
+    """
+    draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
+    drawn = None if draw is None else draw(plan, layout, parameters, uniform_LC)
+    if drawn is not None:
+        return drawn
+    probs_NV = torch.empty((layout.num_probs, vocab_size), device=uniform_LC.device)
+    root_NV = probs_NV[:0] if drafter is None else drafter.begin(plan)
+    below = None if drafter is None else drafter.below
+    tokens_CL = draw_levels(plan.sampling_rows, layout, parameters, uniform_LC, root_NV, below, probs_NV)
+    return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
 
 
 def draw_levels(

@@ -32,6 +32,10 @@ class DrafterKind(NamedTuple):
     """Whether it computes its K/V from these states alone. It then drafts only after a token whose predecessors the
     target has computed in earlier steps, and reads accepted tokens again (`Sequence.by_head`).
     """
+    is_recorded: bool = False
+    """Whether its passes are part of recorded steps; the drafts of others are copied into them
+    (`engine.step.recorded`).
+    """
 
 
 class Drafter(Protocol):

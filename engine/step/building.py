@@ -40,8 +40,8 @@ from engine.scheduling.store import BlockStore
 from engine.speculation.verification import RULES
 from engine.step.engine import Engine
 from engine.step.memory import blocks_of, plan_memory
-from engine.step.recorded.inputs import RECORDED_RULES, StepShape
-from engine.step.recorded.menu import buffer_bytes, distributions_on
+from engine.step.recorded.inputs import StepShape
+from engine.step.recorded.menu import RECORDED_RULES, buffer_bytes, distributions_on
 from engine.step.recorded.menu import menu as menu_of_steps
 from engine.step.recorded.recorder import Graphs, graphs_on
 from engine.step.recorded.steps import LEAST_FREE, RecordedSteps
@@ -103,12 +103,15 @@ def assemble(
     progress("trying the kernels of distributions and verdicts")
     kernels = choose(device)
     is_head = kind is not None and kind.is_head
-    is_recorded = not (is_head or config.model.enforce_eager) and all(
+    drafts_apart = kind is not None and not kind.is_recorded
+    is_recorded = not config.model.enforce_eager and all(
         is_replayed(model, choice.paged) for model, choice in zip(models, choices, strict=True)
     )
     spare_blocks = [_spare_blocks(model, config) for model in models]
     make = partial(_runners, models, shapes, choices, spare_blocks, config.cache.block_size, is_recorded, kernels)
-    recordings = _plan_recordings(config, facts, draft, make, kernels, device, progress) if is_recorded else None
+    recordings = None
+    if is_recorded:
+        recordings = _plan_recordings(config, facts, draft, drafts_apart, make, kernels, device, progress)
     token_bytes = [shape.token_bytes(choice.backend.kv_dtype) for choice, shape in zip(choices, shapes, strict=True)]
     recorded_bytes = 0 if recordings is None else recordings.num_bytes
     memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, device)
@@ -142,7 +145,7 @@ def assemble(
     scheduler = _scheduler(config, target, memory.num_blocks, is_head)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
     if recordings is not None and recordings.shapes:
-        engine.recorded = RecordedSteps(recordings.graphs)
+        engine.recorded = RecordedSteps(recordings.graphs, drafter if drafts_apart else None)
         engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
     return engine
 
@@ -162,6 +165,7 @@ def _plan_recordings(
     config: EngineConfig,
     facts: EngineFacts,
     draft: LoadedModel | None,
+    drafts_apart: bool,
     make: Callable[[int], list[ModelRunner]],
     kernels: Kernels,
     device: torch.device,
@@ -171,7 +175,8 @@ def _plan_recordings(
     first, because the memory of graphs is known only after recording, and graphs hold the addresses of the pool.
     """
     drafts, most_sequences = recorded_drafts(config, draft), config.scheduler.max_num_seqs
-    shapes, graphs = menu_of_steps(drafts, most_sequences, distributions_on(device, kernels)), graphs_on(device)
+    shapes = menu_of_steps(drafts, most_sequences, distributions_on(device, kernels), drafts_apart)
+    graphs = graphs_on(device)
     if graphs is None or config.cache.num_blocks or config.cache.memory_bytes:
         return _Recordings(graphs, shapes, buffer_bytes(shapes, facts.vocab_size), LEAST_FREE)
     trial = RecordedSteps(graphs)
@@ -217,7 +222,7 @@ def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
     if isinstance(draft.model, Head):
         config = draft.model.config
         return DrafterKind(_HEAD_DRAFTERS.get(config.kind, BlockDrafter), config.taps_of(num_layers), is_head=True)
-    return DrafterKind(lambda runner, _: ModelDrafter(runner))
+    return DrafterKind(lambda runner, _: ModelDrafter(runner), is_recorded=True)
 
 
 def _spare_blocks(model: LoadedModel, config: EngineConfig) -> int:

@@ -221,14 +221,16 @@ def test_experts_in_another_type_than_bfloat16_are_served_without_recordings(
 
 @pytest.mark.parametrize("name", grid(dry.HEADS, {"dflash"}))
 def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: Path) -> None:
+    """Whether it is recorded, with the head's drafts copied into it, or not."""
     engine = build(*dry.with_head(device, name, tmp_path / "head"))
-    assert engine.recorded.num_recorded == 0, "steps with heads are not recorded"
-    for wish in ({}, FILTERED, {"frequency_penalty": 0.5}, {"seed_stable": True}):
+    assert engine.recorded.num_recorded == len(dry.SHAPES)
+    for wish, replays in (({}, 2), (FILTERED, 2), ({}, 0), ({"frequency_penalty": 0.5}, 0), ({"seed_stable": True}, 0)):
+        engine.recorded.serves = replays > 0
         with asking(engine, CHAINS, **wish):
             for _ in range(2):
                 costs(device, engine)
             found = costs(device, engine)
-        assert (found.reads, found.waits) == (1, 0), device.places
+        assert (found.reads, found.waits, found.replays) == (1, 0, replays), device.places
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from engine.request import Request, Speculation, TextDraft
 from engine.step.engine import Engine
 from engine.step.recorded import inputs
 from engine.step.recorded.inputs import DISTRIBUTIONS, StepInputs, StepShape
+from engine.step.recorded.menu import shape_of
 from engine.step.recorded.steps import RecordedSteps
 from tests.engine import tiny
 from tests.grid import grid
@@ -193,7 +194,7 @@ def drafting_row(machine: Engine) -> Row:
 
 def test_text_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
     row = drafting_row(both[1])
-    assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, DISTRIBUTIONS[0])
+    assert shape_of(Plan((row,))) == StepShape(1, 1, 2, DISTRIBUTIONS[0])
     for change in (
         {"text_drafts": (TextDraft("prompt_lookup", (5, 6)),)},
         {"emits": False},
@@ -205,8 +206,8 @@ def test_text_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Eng
         {"fanout": (2, 2)},
         {"speculation": msgspec.structs.replace(row.speculation, over_acceptance=0.1)},
     ):
-        assert inputs.shape_of(Plan((row, msgspec.structs.replace(row, **change)))) is None, change
-    assert inputs.shape_of(Plan(())) is None
+        assert shape_of(Plan((row, msgspec.structs.replace(row, **change)))) is None, change
+    assert shape_of(Plan(())) is None
 
 
 def test_a_draft_model_that_only_reads_computes_its_keys(both: tuple[Engine, Engine]) -> None:

@@ -20,11 +20,10 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.inputs import place, slots_of, words_of
-from engine.drafting.draft import Layout, method_of
+from engine.drafting.draft import Layout
 from engine.drafting.model import first_key, level_nodes
 from engine.drafting.numbers import SCORE_PART, draw_numbers
-from engine.plan import Plan, Row
-from engine.request import Sampling
+from engine.plan import Row
 from engine.sampling.distribution import FILTERS
 from engine.speculation.topology import drawn_tree
 
@@ -53,8 +52,6 @@ class Distributions(NamedTuple):
 DISTRIBUTIONS = (Distributions(False, ()), Distributions(True, tuple(one.name for one in FILTERS)))
 """Steps are recorded for each of these: softmax alone, and any distribution."""
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
-RECORDED_RULES = frozenset({"block", "bv_race"})
-"""Rules whose steps are recorded."""
 MOST_NODES = 64
 """Most nodes of a request: a row's word has a bit for each."""
 
@@ -67,6 +64,8 @@ class StepShape(NamedTuple):
     """Independent chains of each request; 0 in plain decoding."""
     draft_length: int
     distributions: Distributions
+    drafts_apart: bool = False
+    """Whether the chains are drawn outside the recorded work (`apart.py`)."""
 
     @property
     def fanout(self) -> tuple[int, ...]:
@@ -88,44 +87,17 @@ class StepShape(NamedTuple):
         """Number of draft distributions: one below every root and node from which something is drawn."""
         return self.sequences * (1 + self.num_drafts * (self.draft_length - 1)) if self.num_drafts else 0
 
+    @property
+    def has_draft_passes(self) -> bool:
+        """Whether the draft model's passes are part of the step."""
+        return self.num_drafts > 0 and not self.drafts_apart
+
     def has_room(self, other: StepShape) -> bool:
         """Whether a step of the other shape can run as one of this shape."""
+        if self.drafts_apart and bool(self.num_drafts) != bool(other.num_drafts):
+            return False
         is_enough = self.sequences >= other.sequences and self.draft_length >= other.draft_length
         return is_enough and self.num_drafts >= other.num_drafts and self.distributions.can_make(other.distributions)
-
-
-def shape_of(plan: Plan) -> StepShape | None:
-    """Return the smallest shape that has room for a step; None if such steps are not recorded."""
-    rows = plan.rows
-    if not rows or not all(map(_is_usual, rows)):
-        return None
-    # The draft model's first pass is needed even if it only reads.
-    least = int(any(row.draft_input_ids for row in rows))
-    num_drafts, draft_length = (
-        max(least, *counts) for counts in zip(*((row.num_drafts, row.draft_length) for row in rows), strict=True)
-    )
-    return StepShape(len(rows), num_drafts, draft_length, _distributions_of([row.sampling for row in rows]))
-
-
-def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
-    drawn = [one for one in samplings if not one.is_greedy]
-    filters = tuple(one.name for one in FILTERS if any(one.changes(getattr(row, one.name)) for row in drawn))
-    return Distributions(len(drawn) < len(samplings), filters)
-
-
-def _is_usual(row: Row) -> bool:
-    """Whether the row's results follow from its logits and the numbers of a step."""
-    sampling, speculation = row.sampling, row.speculation
-    if not row.emits or len(row.input_ids) != 1 or row.text_drafts or row.text or row.shifts or row.prompt_next:
-        return False
-    if sampling.seed_stable or len(row.draft_input_ids) > NUM_TEXT:
-        return False
-    if row.draft_input_ids and row.draft_first_index + len(row.draft_input_ids) != row.end:
-        return False  # the draft model reads the text, and does not reach its end
-    if not row.fanout:
-        return True
-    is_exact = speculation.rule in RECORDED_RULES and not speculation.over_acceptance
-    return is_exact and method_of(row) == "iid" and set(row.fanout[1:]) <= {1}
 
 
 class PassSize(NamedTuple):
@@ -140,7 +112,7 @@ class PassSize(NamedTuple):
 def passes_of(shape: StepShape) -> list[PassSize]:
     """Return the draft model's pass over the text, those over its nodes level by level, and the target's."""
     drafting = [PassSize(NUM_TEXT, True), *[PassSize(shape.num_drafts, False)] * (shape.draft_length - 1)]
-    return [*(drafting if shape.num_drafts else ()), PassSize(1 + shape.num_nodes, False)]
+    return [*(drafting if shape.has_draft_passes else ()), PassSize(1 + shape.num_nodes, False)]
 
 
 class _Rows(NamedTuple):
@@ -281,14 +253,14 @@ class StepInputs:
             end_S[number] = row.end
             v["pages"][number, : len(row.block_ids)] = row.block_ids
             v["root"][number] = row.input_ids[0]
-            if self.shape.num_drafts and row.draft_input_ids:
+            if self.shape.has_draft_passes and row.draft_input_ids:
                 count_S[number], first_S[number] = len(row.draft_input_ids), first_key(row)
                 v["text"][number, : len(row.draft_input_ids)] = row.draft_input_ids
         tables = tables_of(self.shape, tuple(row.fanout for row in rows))
         self._fill_passes(tables, count_S, end_S)
         v["ends"][:], v["first keys"][:] = end_S, first_S
         v["node positions"][:] = (end_S - 1)[:, None] + tables.node_depths.swapaxes(0, 1)
-        if self.shape.num_drafts:
+        if self.shape.has_draft_passes:
             v["wanted"][:] = np.arange(count) * NUM_TEXT + count_S.clip(min=1) - 1
         self._fill_chains(tables)
         self._fill_distributions(rows, end_S, tables.is_dead.ravel())
@@ -303,7 +275,7 @@ class StepInputs:
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
         """Fill positions, slots and what is seen, for all rows of all passes."""
         v, size = self._views, self._block_size
-        text = slice(0, NUM_TEXT if self.shape.num_drafts else 0)
+        text = slice(0, NUM_TEXT if self.shape.has_draft_passes else 0)
         is_used, offsets, depths = tables.is_used.copy(), tables.offsets.copy(), tables.depths.copy()
         is_used[:, text] = tables.offsets[:, text] < count_S[:, None]
         offsets[:, text] -= count_S[:, None]
@@ -361,11 +333,9 @@ def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_p
         *(Field(name, np.int64 if name == "top_k" else np.float32, (count,)) for name in shape.distributions.filters),
     ]
     if shape.num_drafts:
-        fields += [
-            Field("text", np.int64, (count, NUM_TEXT)),
-            Field("wanted", np.int64, (count,)),
-            Field("tokens", np.int64, (count, shape.num_nodes)),
-        ]
+        fields.append(Field("tokens", np.int64, (count, shape.num_nodes)))
+    if shape.has_draft_passes:
+        fields += [Field("text", np.int64, (count, NUM_TEXT)), Field("wanted", np.int64, (count,))]
     for number, one in enumerate(passes):
         of_rows = (count, one.queries)
         fields += [

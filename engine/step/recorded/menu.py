@@ -1,4 +1,4 @@
-"""Shapes for which decode steps are recorded, and the memory that their buffers take."""
+"""Shapes for which decode steps are recorded, the shape of a plan, and the memory that their buffers take."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.drafting.draft import method_of
 from engine.kernels.protocol import Kernels
-from engine.step.recorded.inputs import DISTRIBUTIONS, MOST_NODES, Distributions, StepShape
+from engine.plan import Plan, Row
+from engine.request import Sampling
+from engine.sampling.distribution import FILTERS
+from engine.step.recorded.inputs import DISTRIBUTIONS, MOST_NODES, NUM_TEXT, Distributions, StepShape
 
 MOST_ROWS = 256
 """Rows of the target's pass in the largest step that is recorded."""
+RECORDED_RULES = frozenset({"block", "bv_race"})
+"""Rules whose steps are recorded."""
 
 
 def work(shape: StepShape) -> tuple[int, int, int]:
@@ -24,7 +30,10 @@ def distributions_on(device: torch.device, kernels: Kernels) -> Sequence[Distrib
 
 
 def menu(
-    drafts: Sequence[tuple[int, int]], most_sequences: int, distributions: Sequence[Distributions] = DISTRIBUTIONS
+    drafts: Sequence[tuple[int, int]],
+    most_sequences: int,
+    distributions: Sequence[Distributions] = DISTRIBUTIONS,
+    drafts_apart: bool = False,
 ) -> list[StepShape]:
     """Return the shapes that are recorded, with few requests first, because launches weigh most there.
 
@@ -37,7 +46,9 @@ def menu(
         most = min(most_sequences, MOST_ROWS // (1 + nodes)) if nodes <= MOST_NODES else 0
         counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
         shapes += [
-            StepShape(count, chains, length, of_distributions) for count in counts for of_distributions in distributions
+            StepShape(count, chains, length, of_distributions, drafts_apart)
+            for count in counts
+            for of_distributions in distributions
         ]
     return sorted(shapes, key=lambda shape: (shape.sequences, *work(shape)))
 
@@ -45,3 +56,42 @@ def menu(
 def buffer_bytes(shapes: Sequence[StepShape], vocab_size: int) -> int:
     """Return the bytes of logits and draft distributions, shared by recorded steps, and of one step's distributions."""
     return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_probs for shape in shapes))
+
+
+def shape_of(plan: Plan, drafts_apart: bool = False) -> StepShape | None:
+    """Return the smallest shape that has room for a step; None if such steps are not recorded."""
+    rows = plan.rows
+    if not rows or not all(map(_is_usual, rows)) or not (drafts_apart or all(map(_is_read_at_once, rows))):
+        return None
+    # The draft model's first pass is needed even if it only reads.
+    least = int(not drafts_apart and any(row.draft_input_ids for row in rows))
+    num_drafts, draft_length = (
+        max(least, *counts) for counts in zip(*((row.num_drafts, row.draft_length) for row in rows), strict=True)
+    )
+    distributions = _distributions_of([row.sampling for row in rows])
+    return StepShape(len(rows), num_drafts, draft_length, distributions, drafts_apart)
+
+
+def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
+    drawn = [one for one in samplings if not one.is_greedy]
+    filters = tuple(one.name for one in FILTERS if any(one.changes(getattr(row, one.name)) for row in drawn))
+    return Distributions(len(drawn) < len(samplings), filters)
+
+
+def _is_usual(row: Row) -> bool:
+    """Whether the row's results follow from its logits and the numbers of a step."""
+    sampling, speculation = row.sampling, row.speculation
+    if not row.emits or len(row.input_ids) != 1 or row.text_drafts or row.text or row.shifts or row.prompt_next:
+        return False
+    if sampling.seed_stable:
+        return False
+    if not row.fanout:
+        return True
+    is_exact = speculation.rule in RECORDED_RULES and not speculation.over_acceptance
+    return is_exact and method_of(row) == "iid" and set(row.fanout[1:]) <= {1}
+
+
+def _is_read_at_once(row: Row) -> bool:
+    """Whether a recorded pass of the draft model can read all that it misses: few tokens, up to the text's end."""
+    missing = len(row.draft_input_ids)
+    return missing <= NUM_TEXT and (not missing or row.draft_first_index + missing == row.end)

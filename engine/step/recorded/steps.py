@@ -1,7 +1,8 @@
 """Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the device.
 
 The first graph drafts: all passes of the draft model, with the distribution and the draw of every level. The second is
-the target's pass. The third makes the distributions of all nodes and the verdict. A step runs as the smallest recorded
+the target's pass. The third makes the distributions of all nodes and the verdict. Other drafters, such as heads, draft
+before the second graph (`apart.py`). A step runs as the smallest recorded
 shape that has room for its requests and for what each of them drafts. `EagerStep` takes other steps: with prompts, text
 drafts, edited logits, other rules, or more rows than any shape has.
 
@@ -26,6 +27,7 @@ from engine.attention.paged import Paged
 from engine.control.step_work import Shape, StepWork
 from engine.drafting.chains import draw_levels
 from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
+from engine.drafting.drafter import Drafter
 from engine.drafting.numbers import noise_of
 from engine.errors import LoadError
 from engine.kernels.protocol import Chains, ProbsTable
@@ -35,8 +37,10 @@ from engine.plan import Plan, StepVerdict
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
-from engine.step.recorded.inputs import NUM_TEXT, StepInputs, StepShape, shape_of, views
-from engine.step.recorded.menu import work
+from engine.step.recorded.apart import draft_into
+from engine.step.recorded.buffers import Buffers
+from engine.step.recorded.inputs import NUM_TEXT, StepInputs, StepShape, views
+from engine.step.recorded.menu import shape_of, work
 from engine.step.recorded.obstacles import HOST_WAITS, find_wait, first_error, operation_of
 from engine.step.recorded.recorder import Graphs, graphs_on
 from engine.step.report import broken_rows
@@ -64,21 +68,10 @@ class VerifiedStep(NamedTuple):
     """`report.largest_numbers`."""
 
 
-class _Shared(NamedTuple):
-    """Buffers that all recorded steps share, because they run one after the other."""
-
-    target: ModelRunner
-    draft: ModelRunner | None
-    most_pages: int
-    logits_NV: Tensor
-    """Logits of the target, with rows for the largest step."""
-    draft_probs_NV: Tensor
-
-
 class RecordedStep:
     """A step of one shape: its buffers, and the graphs over them."""
 
-    def __init__(self, shape: StepShape, shared: _Shared) -> None:
+    def __init__(self, shape: StepShape, shared: Buffers) -> None:
         self.shape, self._shared = shape, shared
         target = shared.target
         self._layout = layout_of((ChainShape(shape.fanout, "iid", "iid"),) * shape.sequences, target.device)
@@ -110,16 +103,21 @@ class RecordedStep:
 
     def parts(self) -> dict[str, Callable[[], None]]:
         """Return the work that is recorded, in order."""
-        drafting = {"draft": self._draft} if self.shape.fanout else {}
+        drafting = {"draft": self._draft} if self.shape.has_draft_passes else {}
         return {**drafting, "target": self._target, "verify": self._verify}
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan) -> Draft:
         """Draft the plan's chains; their tokens stay on the device."""
+        drafter = self._shared.drafter
         fill(self._numbers, self._inputs.of(plan.sampling_rows))
-        if self.shape.fanout:
+        if self.shape.has_draft_passes:
             self._replay("draft", self._draft)
+        elif drafter is not None and self.shape.num_drafts:
+            draft_into(self._chains, self._layout, self._uniform_LC, plan, drafter)
+        elif drafter is not None:
+            drafter.begin(plan)  # it may have to catch up
         return self._draft_of(plan)
 
     def forward(self, plan: Plan, draft: Draft | None) -> Tensor:  # noqa: ARG002
@@ -274,9 +272,11 @@ class _Fixed(NamedTuple):
 class RecordedSteps:
     """The recorded steps of an engine."""
 
-    def __init__(self, graphs: Graphs | None = None) -> None:
-        """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere."""
-        self._graphs = graphs
+    def __init__(self, graphs: Graphs | None = None, drafter: Drafter | None = None) -> None:
+        """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere. drafter: drafts apart;
+        None if the draft model's passes are recorded, or there is none.
+        """
+        self._graphs, self._drafter = graphs, drafter
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
         """The recorded step for each smallest shape; None if there is none."""
@@ -297,7 +297,7 @@ class RecordedSteps:
         """Return the step that carries out a plan; None if no recorded shape has room for it."""
         if not self.steps or not self.serves:
             return None
-        wanted = shape_of(plan)
+        wanted = shape_of(plan, drafts_apart=self._drafter is not None)
         if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
             return None
         if wanted not in self._chosen:
@@ -312,7 +312,8 @@ class RecordedSteps:
         """
         if not self.steps or not self.serves:
             return False
-        if work.prompt or work.read > (NUM_TEXT - 1) * work.drafting:
+        reads_much = self._drafter is None and work.read > (NUM_TEXT - 1) * work.drafting
+        if work.prompt or reads_much:
             return True
         drafts = work.shape, -(-work.nodes // max(1, work.drafting))
         if drafts not in self._most_sequences:
@@ -340,13 +341,13 @@ class RecordedSteps:
         self._most_pages = most_pages
         graphs = self._graphs or graphs_on(runners[0].device)
         if graphs is None:
-            shared = _shared(runners, shapes, most_pages)
+            shared = Buffers.of(runners, self._drafter, shapes, most_pages)
             self.steps = {shape: RecordedStep(shape, shared) for shape in shapes}
             return
         with graphs.recorder() as record:
             free_bytes = graphs.free_bytes()
             try:
-                shared = _shared(runners, shapes, most_pages)
+                shared = Buffers.of(runners, self._drafter, shapes, most_pages)
                 wait = find_wait(graphs, _one_of_each_kind(shapes, shared))
                 if wait is not None:
                     log.warning(HOST_WAITS, wait)
@@ -375,23 +376,8 @@ def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
     return step.num_drafts >= drafts[0] and step.draft_length >= drafts[1] and step.num_nodes >= num_nodes
 
 
-def _one_of_each_kind(shapes: Sequence[StepShape], shared: _Shared) -> Iterator[Callable[[], None]]:
+def _one_of_each_kind(shapes: Sequence[StepShape], shared: Buffers) -> Iterator[Callable[[], None]]:
     """Yield the work of a step of each kind; steps of a kind differ in sizes alone."""
     kinds = {(shape.num_drafts > 0, shape.distributions): shape for shape in reversed(shapes)}
     for shape in kinds.values():
         yield from RecordedStep(shape, shared).parts().values()
-
-
-def _shared(runners: Sequence[ModelRunner], shapes: Sequence[StepShape], most_pages: int) -> _Shared:
-    target, draft = runners[0], runners[1] if len(runners) > 1 else None
-
-    def rows_of_vocabulary(count: int) -> Tensor:
-        return torch.zeros((count, target.vocab_size), device=target.device)
-
-    return _Shared(
-        target,
-        draft,
-        most_pages,
-        rows_of_vocabulary(max(shape.num_rows for shape in shapes)),
-        rows_of_vocabulary(max(shape.num_probs for shape in shapes)),
-    )
