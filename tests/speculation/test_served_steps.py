@@ -74,6 +74,7 @@ ROWS: dict[str, dict[str, Any]] = {
 class LookedUp:
     """A draft model's runner whose logits are the logarithms of the world's draft laws."""
 
+    device: ClassVar[torch.device] = torch.device("cpu")
     kernels: ClassVar[Kernels] = TORCH
     world: TabularModel
     paths: dict[int, list[Path]] = field(default_factory=dict)
