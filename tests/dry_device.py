@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +39,9 @@ _FROM_DATA = ("nonzero", "masked_select", "_unique", "unique", "bincount", "repe
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 """One for all devices: the engine caches some tensors by their device."""
 
+_MOST_KNOWN = 1 << 12
+"""Most numbers of a copy to the device that are kept, for when the host reads them again."""
+
 
 class NotOnADevice(Exception):
     """An operation that a CUDA device does not allow, or not while work is captured."""
@@ -53,7 +57,7 @@ class DryDevice(TorchDispatchMode):
         launches of kernels by name."""
         self.places: Counter[str] = Counter()
         """Lines at which the host has waited."""
-        self.number_of: Callable[[Tensor], Tensor] = lambda one: torch.zeros(one.shape, dtype=one.dtype)
+        self.number_of: Callable[[Tensor], Tensor] = _known_or_zero
         """Numbers that the host finds in a tensor of the device."""
         self.is_capturing = False
         self.may_wait = True
@@ -122,6 +126,8 @@ class DryDevice(TorchDispatchMode):
         self.num_captured += self.is_capturing
         name = str(operation).removeprefix("aten.").removesuffix(".default")
         base = name.split(".")[0]
+        if base.endswith("_") and hasattr(operands[0], "known"):
+            del operands[0].known
         if base in ("_to_copy", "copy_"):
             return self._copy(name, operation, operands, options)
         if base == "_local_scalar_dense":
@@ -180,11 +186,15 @@ class DryDevice(TorchDispatchMode):
             if same is not None:
                 return same.zero_()
             return self.number_of(source).to(options.get("dtype") or source.dtype)
+        is_new = name != "copy_" and source.device.type == "cpu"
         if source.device.type == "cpu":
             is_async = options.get("non_blocking") or (name == "copy_" and len(operands) > 2 and operands[2])
             self._copy_in(name, getattr(source, "is_pinned_here", False), bool(is_async))
         with _FAKE:
-            return operation(*operands, **options)
+            result = operation(*operands, **options)
+        if is_new and source.numel() <= _MOST_KNOWN:
+            result.known = source.to(result.dtype)
+        return result
 
     def _copy_in(self, name: str, is_pinned: bool, is_async: bool) -> None:
         """Note a copy to the device."""
@@ -238,6 +248,12 @@ class DryDevice(TorchDispatchMode):
             self._copy_in(name, False, False)
         elif any(one.dim() for one in mixed):
             raise NotOnADevice(f"{name}: a tensor of the host among those of {on_device[0].device if on_device else 0}")
+
+
+def _known_or_zero(one: Tensor) -> Tensor:
+    """Return the numbers that the host copied to a tensor, if nothing has been written to it; zeros for others."""
+    known: Tensor | None = getattr(one, "known", None)
+    return torch.zeros(one.shape, dtype=one.dtype) if known is None else known
 
 
 def _place() -> str:
@@ -300,6 +316,7 @@ def dry_device() -> Iterator[DryDevice]:
         patch.object(torch.cuda, "Event", lambda **_: _Event(dry)),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: dry.is_capturing),
         patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        patch.object(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132)),
     ):
         torch._C._set_only_lift_cpu_tensors(True)
         try:

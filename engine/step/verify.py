@@ -65,7 +65,7 @@ class _Task:
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
     """Return what each sampling row emits, by the rule that its request asks for. logits_NV: at all roots and nodes.
 
-    Waits for the device once, to read the verdicts. It waits once more before that if there are text drafts. The rules
+    Waits for the device once, to read the verdicts. It waits twice more before that if there are text drafts. The rules
     `traversal`, `weighted_race` and `ot_lp` also wait for the device while they verify.
     """
     if draft is None:
@@ -212,7 +212,7 @@ def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -
         return _Task(draft.chains, target, noise, _TextVerdict(np.arange(layout.num_chains), {}, goes_on_R))
     starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
-    root_C = target.row_CX[:, 0].cpu().numpy().copy()  # later steps use the table again
+    root_C = draft.starts[layout.request_C]
     walks = _walks(rows, draft, target.probs_NV, starts)
     stops = [starts[number] + taken.path[-1] for number, taken in walks.items()]
     refuse(target.probs_NV, stops, [taken.refused for taken in walks.values()])
@@ -237,7 +237,8 @@ def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence
     }
     above = [starts[number] + draft.trees[number].parents[node - 1] for number in numbers for node in nodes[number]]
     tokens = [draft.trees[number].tokens[node - 1] for number in numbers for node in nodes[number]]
-    found = iter(probs_NV[above, tokens].tolist())
+    row_M, token_M = (to_device(np.array(one, np.int64), probs_NV.device) for one in (above, tokens))
+    found = iter(probs_NV[row_M, token_M].tolist())
     walks = {}
     for number in numbers:
         row = rows[number]

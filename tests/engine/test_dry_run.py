@@ -79,7 +79,8 @@ def asking(machine: Engine, speculation: Speculation, **wish: Any) -> Iterator[N
     more = {name: wish.pop(name) for name in list(wish) if name in ("num_logprobs", "num_prompt_logprobs")}
     for number in range(2):
         sampling = {"temperature": 1.0, "seed": number, **wish}
-        one = tiny.request(str(number), range(5 + number, 20 + number), speculation, 40, **sampling)
+        text = [*range(5 + number, 12 + number), 0, 0, 0, 0, 8, 0, 0, 0]  # all answers are zeros: something to look up
+        one = tiny.request(str(number), text, speculation, 40, **sampling)
         one = msgspec.structs.replace(one, **more)
         if one.sampling.grammar:
             machine.queue(one, EvenTokens())
@@ -129,6 +130,8 @@ WISHES: dict[str, tuple[Speculation, dict[str, Any], int]] = {
     # One more for the logprobs of all rows.
     "logprobs": (CHAINS, {"num_logprobs": 3}, 2),
     "prompt logprobs": (CHAINS, {"num_prompt_logprobs": 3}, 2),
+    # The probabilities of the drafts and the owners of chains come to the host before the verdict.
+    "text drafts": (Speculation(drafters=("prompt_lookup",)), {}, 3),
     # Paths come to the host: those below two levels, and all tokens before the target's pass.
     "bad words": (CHAINS, {"bad_words": ((4, 5),)}, 3),
     "grammar": (CHAINS, {"grammar": "even"}, 3),
@@ -137,7 +140,7 @@ WAITING_RULES = frozenset({"traversal", "weighted_race"})
 """They wait for the device while they verify, too."""
 
 
-@pytest.mark.parametrize("name", grid(WISHES, {"logprobs", "prompt logprobs", "penalties", "grammar"}))
+@pytest.mark.parametrize("name", grid(WISHES, {"logprobs", "prompt logprobs", "penalties", "grammar", "text drafts"}))
 def test_a_step_that_is_not_recorded_waits_as_often_as_it_says(device: DryDevice, machine: Engine, name: str) -> None:
     """The first step reads the prompts."""
     speculation, wish, reads = WISHES[name]

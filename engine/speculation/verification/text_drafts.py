@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
+from engine.kernels.transfer import to_device
 from engine.speculation.topology import Tree
 
 
@@ -73,11 +74,11 @@ def refuse(probs_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int
     """Set the probability of some tokens to zero in some laws, in place; a law without any other token is unchanged
     (this has probability zero).
     """
-    row_M = torch.tensor(rows, device=probs_NV.device)
+    row_M = to_device(np.array(rows), probs_NV.device)
     rest_MV = probs_NV[row_M].double()
     pairs = [(number, token) for number, tokens in enumerate(refused) for token in tokens]
-    number_P, token_P = torch.tensor(pairs, dtype=torch.int64, device=probs_NV.device).reshape(-1, 2).T
-    rest_MV[number_P, token_P] = 0.0
+    number_P, token_P = to_device(np.array(pairs, dtype=np.int64).reshape(-1, 2), probs_NV.device).T
+    rest_MV[number_P, token_P] = rest_MV.new_zeros(())  # a number of the host would be waited for
     total_M1 = rest_MV.sum(1, keepdim=True)
     probs_NV[row_M] = torch.where(total_M1 > 0, rest_MV / total_M1, probs_NV[row_M].double()).to(probs_NV.dtype)
 
@@ -106,9 +107,9 @@ def below(
     first = np.concatenate([[True], request_C[1:] != request_C[:-1]])
     origin_C = np.flatnonzero(lives_C | (first & ~lively))
     device = chains.length_C.device
-    index = torch.from_numpy(origin_C).to(device)
-    offset = torch.from_numpy(np.where(lives_C, offset_C, 0)[origin_C]).to(device)
-    lives = torch.from_numpy(lives_C[origin_C]).to(device)
+    index = to_device(origin_C, device)
+    offset = to_device(np.where(lives_C, offset_C, 0)[origin_C], device)
+    lives = to_device(lives_C[origin_C], device)
     counts = np.bincount(request_C[origin_C])
     kept = chains.select(index, (int(np.count_nonzero(counts)), int(counts.max())))
     laws = target.select(index)
@@ -118,7 +119,7 @@ def below(
         return values_CX.gather(1, (column_X + offset.unsqueeze(1)).clamp(max=values_CX.shape[1] - 1))
 
     row_CX = shifted(laws.row_CX)
-    row_CX[:, 0] = torch.from_numpy(root_C[origin_C]).to(device)
+    row_CX[:, 0] = to_device(root_C[origin_C], device)
     moved = replace(
         kept,
         tokens_CL=shifted(kept.tokens_CL),
