@@ -27,7 +27,16 @@ from engine.models.heads.loading import head_config, load_head, mtp_config
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.parallel import Ranks, check_split, start_ranks
-from engine.models.quantising import FORMATS, TORCHAO, check_is_quantised, check_quantised, load_options, stored_method
+from engine.models.quantising import (
+    FORMATS,
+    TORCHAO,
+    adopt_float8,
+    check_is_quantised,
+    check_quantised,
+    load_options,
+    multiplies_float8,
+    stored_method,
+)
 from engine.models.unplaced import check_unplaced
 from engine.models.weight_files import check_weight_files
 
@@ -176,6 +185,8 @@ def load(
     unplaced = map(str, report.get("unexpected_keys", ()))
     check_unplaced(name, model, unplaced, is_quantised=stored_method(config) is not None)
     check_is_quantised(name, model, weights)
+    if model.dtype == torch.bfloat16 and multiplies_float8(device):
+        adopt_float8(model)
     return replace(adopt(model, name), is_share=split)
 
 

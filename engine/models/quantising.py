@@ -110,6 +110,61 @@ def _torchao_config(weights: str, on_cuda: bool) -> Any:
     return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(GROUP))
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether torchao can multiply in fp8 on a device."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY["fp8"]
+        and find_spec("torchao") is not None
+    )
+
+
+def adopt_float8(model: nn.Module) -> None:
+    """Give layers of compressed-tensors in fp8, with a scale for each row of weights and activations, torchao's layout.
+
+    compressed-tensors unpacks weights, and rounds them once more in every pass. Call it before the first pass. Does
+    nothing if some layers are quantised otherwise.
+    """
+    layers: list[Any] = [module for module in model.modules() if has_scheme(module)]
+    unpacking = getattr(model, "ct_decompress_hook", None)
+    if unpacking is None or not all(map(_is_float8_by_rows, layers)):
+        return
+    unpacking.remove()
+    import_torchao()
+    from torchao.float8.inference import Float8MMConfig
+    from torchao.quantization import Float8Tensor
+    from torchao.quantization.granularity import PerRow
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+    mm_config = Float8MMConfig(use_fast_accum=True)
+    for layer in layers:
+        weight = Float8Tensor(
+            layer.weight.data,
+            layer.weight_scale.data.float().view(-1, 1),
+            block_size=[1, layer.in_features],
+            mm_config=mm_config,
+            act_quant_kwargs=QuantizeTensorToFloat8Kwargs(granularity=PerRow(), mm_config=mm_config),
+            dtype=torch.bfloat16,
+        )
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        del layer.weight_scale, layer.quantization_scheme, layer.quantization_status, layer.forward
+
+
+def _is_float8_by_rows(layer: Any) -> bool:
+    """Whether a stored layer, whose weights are not unpacked, multiplies fp8 with a scale for each row of both."""
+    scheme = layer.quantization_scheme
+    rows, scale = scheme.input_activations, getattr(layer, "weight_scale", None)
+    return (
+        type(layer) is nn.Linear
+        and layer.weight.dtype == torch.float8_e4m3fn
+        and scale is not None
+        and scale.numel() == layer.out_features
+        and scheme.output_activations is None
+        and rows is not None
+        and (rows.type, rows.num_bits, rows.strategy, rows.dynamic) == ("float", 8, "token", True)
+    )
+
+
 def check_is_quantised(name: str, model: nn.Module, weights: str) -> None:
     """Raise ConfigError if a model has no layer that was quantised as asked."""
     if weights in FORMATS and not has_quantised(model):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from engine.errors import LoadError
-from engine.models import fused_layer, lean, products, quantising
+from engine.models import fused_layer, lean, loading, products, quantising
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.importing import import_torchao
 from engine.models.lean import LeanDecoder
@@ -29,10 +29,11 @@ from engine.models.probe import BACKENDS, choose_backend, find_kv_shape, probe
 from engine.models.products import Float8Product, ModuleProduct
 from engine.models.runner import ModelRunner
 from tests.attention.test_groups import passes
-from tests.models.test_quantised import layouts_of_a_device, stored_by_torchao, written
+from tests.models.test_quantised import layouts_of_a_device, stored_as_compressed_tensors, stored_by_torchao, written
 from tests.wrong import instead
 
 CPU = torch.device("cpu")
+WIDE = {"initializer_range": 0.05}
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter")
 
@@ -58,7 +59,7 @@ def rounding_to_nearest() -> Iterator[None]:
 
 def in_fp8(folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> LoadedModel:
     """A model whose weights a device would have in fp8, with a scale for each row of a pass."""
-    plain = written(folder, torch.bfloat16, initializer_range=0.05, **more)
+    plain = written(folder, torch.bfloat16, **WIDE, **more)
     with monkeypatch.context() as once:
         layouts_of_a_device(once)
         return load(plain, None, "bfloat16", CPU, weights="fp8")
@@ -87,7 +88,17 @@ def with_biases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     return loaded
 
 
+def in_compressed_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """A checkpoint of compressed-tensors in fp8, as a device has it."""
+    stored = stored_as_compressed_tensors(folder / "fp8", written(folder / "plain", torch.bfloat16, **WIDE))
+    with monkeypatch.context() as once:
+        layouts_of_a_device(once)
+        once.setattr(loading, "multiplies_float8", lambda _: True)
+        return load(stored, None, "bfloat16", CPU)
+
+
 LAYOUTS = {
+    "compressed-tensors": (in_compressed_tensors, Float8Product),
     "fp8": (in_fp8, Float8Product),
     "fp8, biases": (with_biases, Float8Product),
     "int4": (in_int4, ModuleProduct),
@@ -234,6 +245,22 @@ def test_a_product_is_that_of_torchao_to_the_bit(tmp_path: Path, monkeypatch: py
     assert isinstance(product, Float8Product)
     assert torch.equal(exact, linear(rows_TK, product.weight_NK.dequantize(), product.bias_N))
     assert not torch.equal(exact, expected)
+
+
+def test_a_stored_fp8_layer_gives_the_product_of_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """compressed-tensors unpacks the same weights, to bfloat16; adopted ones stay as they are stored."""
+    adopted = in_compressed_tensors(tmp_path, monkeypatch)
+    unpacked = load(str(tmp_path / "fp8"), None, "bfloat16", CPU)
+    rows_TK = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    find_kv_shape(unpacked)  # the first pass unpacks
+    found, expected = (one.model.model.layers[0].mlp.up_proj for one in (adopted, unpacked))
+    assert quantising.is_quantised(found.weight)
+    assert not quantising.is_quantised(expected.weight)
+    assert torch.allclose(found.weight.dequantize().float(), expected.weight.float(), rtol=2**-7)
+    exact = linear(rows_TK.float(), expected.weight.float())
+    for layer in (found, expected):
+        assert (layer(rows_TK).float() - exact).abs().max() < 0.05 * exact.abs().max()
+    assert adopted.weight_bytes < 0.7 * unpacked.weight_bytes
 
 
 OTHER_ROWS = [
