@@ -26,7 +26,7 @@ from engine.step.engine import Engine
 from engine.step.recorded import apart, steps
 from engine.step.recorded.menu import menu
 from engine.step.recorded.steps import RecordedStep, RecordedSteps
-from tests.engine import tiny
+from tests.engine import test_drafters, tiny
 from tests.engine.test_recorded_steps import asked, chains, compared, stands_in
 from tests.engine.test_recording import FakeGraphs, serving
 from tests.grid import grid
@@ -186,3 +186,16 @@ def test_a_request_whose_drafts_are_not_finite_ends_alone(machines: Machines) ->
     assert {name: error.code for name, error in run.failed.items()} == {"0": NON_FINITE}
     assert {name: run.tokens[name] for name in "12"} == {name: expected[name] for name in "12"}
     assert [int(is_nan_N.sum()) for is_nan_N in seen][:2] == [1, 0]
+
+
+def test_a_drafter_of_another_kind_drafts_apart() -> None:
+    """It has a draft model and reads states; without drafts it catches up with the text."""
+    target = tiny.llama(1, layers=max(test_drafters.TAPS))
+    draft = tiny.perturbed(target, 2, 0.05)
+    plain = tiny.build(target, draft, kind=test_drafters.KIND)
+    plain.recorded.serves = False
+    with tiny.with_recorded_steps(RECORDED):
+        recorded = tiny.build(target, draft, kind=test_drafters.KIND, max_num_seqs=4)
+    shapes = compared((plain, recorded), mixed())
+    assert {shape.drafts_apart for shape in shapes[1:] if shape} == {True}
+    assert None not in shapes[1:]
