@@ -44,8 +44,6 @@ from engine.plan import level_widths
 from engine.request import Request, Speculation
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.request_checks import with_fixed_shape
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.store import BlockStore
 from engine.step.calibration import measure_points
 from engine.step.engine import Engine, StepResult
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
@@ -182,13 +180,8 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
     # reports its own.
     recorded = engine.recorded
     shared = StepTimes(points, is_eager=recorded.is_eager)
-    share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
-        blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
-        blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
-        of_drafts = engine.scheduler.draft_prefill
-        drafting = of_drafts.draft_window, of_drafts.by_head
-        scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids, *drafting)
+        scheduler = engine.scheduler.portion(number, len(names))
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammar_queue.source)
         own.recorded = recorded
         speculation = speculation_of(name)

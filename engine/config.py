@@ -69,12 +69,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Paged K/V storage, shared by target and draft with one block table."""
+    """Paged K/V storage of target and draft."""
 
     block_size: int = 16
     """Tokens in a block."""
     num_blocks: int = 0
-    """Blocks in the pool; 0 sizes it from `memory_bytes`."""
+    """Blocks in the target's pool; 0 sizes it from `memory_bytes`."""
     device_share: float = 0.0
     """Share of a CUDA device's memory for weights, steps and K/V together; 0 is most of the free memory."""
     memory_bytes: int = 0
@@ -120,7 +120,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     device.
     """
     draft_window: int = 0
-    """Last tokens of the text that the draft model sees and, of a long prompt, computes; 0 is all."""
+    """Last tokens of the text that the draft model sees, stores and, of a long prompt, computes; 0 is all."""
     drafters: tuple[str, ...] = (MODEL,)
     """Sources of drafts: `model`, `prompt_lookup`, or both."""
     max_over_acceptance: float = 0.0

@@ -34,6 +34,15 @@ def level_widths(fanout: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(fanout, mul))
 
 
+def first_draft_key(draft_start: int, draft_first: int, end: int, window: int) -> int:
+    """Return the index of the first token that the draft model sees: at most the first that it computes now.
+
+    draft_start, draft_first, window: as in `Row`; end: index after the last known token of the pass.
+    """
+    nearest = min(draft_first, end - window) if window else 0
+    return max(draft_start, nearest)
+
+
 @dataclass(frozen=True, slots=True)
 class TargetShift:
     """A change of the target distribution, caused by an earlier step of the sequence (`speculation.target_shift`)."""
@@ -88,6 +97,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     draft_window: int = 0
     """Tokens before its drafts that the draft model sees; 0 is all."""
     block_ids: tuple[int, ...]
+    draft_block_ids: tuple[int, ...] | None = None
+    """Blocks of the draft model's K/V, valid from `first_draft_key` on; None if they are `block_ids`."""
     emits: bool
     sampling: Sampling
     speculation: Speculation
@@ -119,6 +130,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def end(self) -> int:
         """Return the index after the last input id, which is the index of the first drafted or emitted token."""
         return self.first_index + len(self.input_ids)
+
+    @property
+    def draft_table(self) -> tuple[int, ...]:
+        """Return the blocks of the draft model's K/V."""
+        return self.block_ids if self.draft_block_ids is None else self.draft_block_ids
+
+    @property
+    def first_draft_key(self) -> int:
+        """Return the index of the first token that the draft model sees."""
+        return first_draft_key(self.draft_start, self.draft_first_index, self.end, self.draft_window)
 
     @property
     def num_drafts(self) -> int:

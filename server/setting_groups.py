@@ -182,8 +182,8 @@ class SpeculationSettings(BaseModel):
     )
     draft_window: NotNegativeAmount = Field(
         0,
-        description="last tokens of a text that the draft model reads; 0: all. With a window the answer to a seed may "
-        "depend on other requests",
+        description="last tokens of a text that the draft model reads and stores; 0: all. With a window the answer to "
+        "a seed may depend on other requests",
         json_schema_extra=RARE,
     )
     seed_shape: str | None = Field(

@@ -1,6 +1,6 @@
 """Drafting with a small model: one pass to catch up on the text, and one more for each further level.
 
-The draft model's K/V has the same blocks as the target's; its drafted nodes follow the text level by level.
+Its drafted nodes follow the text level by level.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelDrafter:
             if row.num_drafts <= 1 or not one.num_draft_kept:
                 continue  # a lone chain is already in the slots of its tokens
             pairs = [(_node_index(row, one.rank, depth + 1), row.end + depth) for depth in range(one.num_draft_kept)]
-            moves.append(slot_moves(pairs, row.block_ids, self.runner.block_size))
+            moves.append(slot_moves(pairs, row.draft_table, self.runner.block_size))
         if moves:
             self.runner.keep(moves)
 
@@ -73,10 +73,10 @@ class ModelDrafter:
             SequenceInput(
                 row.draft_input_ids,
                 row.draft_first_index,
-                row.block_ids,
+                row.draft_table,
                 NO_NODES,
                 slice(len(row.draft_input_ids) - bool(row.fanout), None),
-                first_key(row),
+                row.first_draft_key,
             )
             for row in plan.rows
             if row.draft_input_ids
@@ -94,21 +94,15 @@ def level_inputs(rows: Sequence[Row], lowest_key: int = 0) -> list[list[Sequence
     """Return the passes over drafted nodes, level by level; lowest_key: index of the first token of a text that has
     K/V.
     """
-    first_keys = [max(lowest_key, first_key(row)) for row in rows]
+    first_keys = [max(lowest_key, row.first_draft_key) for row in rows]
     return [
         [
-            SequenceInput((), row.end, row.block_ids, level_nodes(row.fanout[:depth]), slice(None), first)
+            SequenceInput((), row.end, row.draft_table, level_nodes(row.fanout[:depth]), slice(None), first)
             for row, first in zip(rows, first_keys, strict=True)
             if row.draft_length > depth
         ]
         for depth in range(1, max(row.draft_length for row in rows))
     ]
-
-
-def first_key(row: Row) -> int:
-    """Return the index of the first token that the model sees: at most the first that it computes now."""
-    nearest = min(row.draft_first_index, row.end - row.draft_window) if row.draft_window else 0
-    return max(row.draft_start, nearest)
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,6 @@ from engine.attention.inputs import Ints, SequenceInput
 from engine.drafting.draft import Layout
 from engine.drafting.head import HeadDrafter, parents
 from engine.drafting.levels import levels_of
-from engine.drafting.model import first_key
 from engine.drafting.reading import readings, states_before
 from engine.drafting.tables import draft_rows_of, draw_from, may_draw_at_once
 from engine.kernels.protocol import ProbsTable
@@ -165,7 +164,7 @@ class BlockDrafter(OnePassDrafter):
                 self._block_ids(row, number),
                 mask_nodes((row.input_ids[-1], *masks), is_causal),
                 slice(None),
-                max(1, first_key(row)),
+                max(1, row.first_draft_key),
             )
             for number, row in enumerate(rows)
         ]

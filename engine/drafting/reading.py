@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from engine.attention.inputs import NO_NODES, Ints, SequenceInput, slots_of
-from engine.drafting.model import first_key
 from engine.kernels.transfer import to_device
 from engine.models.runner import ModelRunner
 from engine.plan import Row
@@ -62,7 +61,7 @@ def _cut(parts: Sequence[tuple[Row, int, tuple[int, ...]]], most_rows: int) -> I
 
 def _part(row: Row, first: int, tokens: tuple[int, ...], end_wanted: bool) -> SequenceInput:
     wanted = slice(len(tokens) - 1, None) if end_wanted else slice(0, 0)
-    return SequenceInput(tokens, first, row.block_ids, NO_NODES, wanted, max(1, first_key(row)))
+    return SequenceInput(tokens, first, row.block_ids, NO_NODES, wanted, max(1, row.first_draft_key))
 
 
 def states_before(parts: Sequence[SequenceInput], target: ModelRunner) -> Tensor:

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+class Field(NamedTuple):
+    """One array among others in one piece of memory."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+    @property
+    def words(self) -> int:
+        """Size in 64-bit words, rounded up to 16 bytes: kernels are compiled for arrays that begin at a multiple."""
+        return -(-prod(self.shape) * int(np.dtype(self.dtype).itemsize) // 16) * 2
+
+
+def views(flat: Any, fields: Sequence[Field]) -> dict[str, Any]:
+    """Return the arrays of a piece of memory, by name. flat: 64-bit words, of numpy or torch."""
+    found = {}
+    start = 0
+    for field in fields:
+        dtype = np.dtype(field.dtype)
+        part = flat[start : start + field.words]
+        part = part.view(dtype if isinstance(flat, np.ndarray) else getattr(torch, dtype.name))
+        found[field.name] = part[: prod(field.shape)].reshape(field.shape)
+        start += field.words
+    return found
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:

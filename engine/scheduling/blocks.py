@@ -1,8 +1,7 @@
 """Free blocks of the K/V pool.
 
 Blocks are allocated in runs that are as contiguous as possible, because a sequence with contiguous blocks is read
-without a copy. Pure Python. One pool serves the storage of the target and of the draft model, which have the same
-blocks.
+without a copy. Pure Python.
 
 Not for: contents or owners of blocks (sequences hold their block ids).
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.plan import LogitContext, Row, level_widths
+from engine.plan import LogitContext, Row, first_draft_key, level_widths
 from engine.request import TextDraft
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
@@ -32,6 +32,22 @@ class PlannedRow(NamedTuple):
     def num_known(self) -> int:
         """Return the number of tokens that the target computes."""
         return self.end - self.sequence.num_target_computed
+
+    @property
+    def draft_start(self) -> int:
+        """Return the index from which the draft model's K/V has no gap after this step."""
+        is_moved = self.draft_first != self.sequence.num_draft_computed
+        return self.draft_first if is_moved else self.sequence.draft_start
+
+    @property
+    def first_draft_key(self) -> int:
+        """Return the index of the first token that the draft model sees, if it computes any."""
+        return first_draft_key(self.draft_start, self.draft_first, self.end, self.sequence.draft_window)
+
+    @property
+    def draft_stop(self) -> int:
+        """Return the index after its last draft K/V, drawn nodes included; 0 if the draft model computes nothing."""
+        return self.end + sum(level_widths(self.fanout)) if self.draft_end > self.draft_first else 0
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +118,6 @@ def row_of(part: PlannedRow) -> Row:
     """Return the row of a planned part whose sequence holds its blocks."""
     sequence, request = part.sequence, part.sequence.request
     first, end = sequence.num_target_computed, part.end
-    moved = part.draft_first != sequence.num_draft_computed
     return Row(
         sequence_id=sequence.sequence_id,
         request_id=request.request_id,
@@ -110,9 +125,10 @@ def row_of(part: PlannedRow) -> Row:
         first_index=first,
         draft_input_ids=tuple(sequence.tokens[part.draft_first : part.draft_end]),
         draft_first_index=part.draft_first,
-        draft_start=part.draft_first if moved else sequence.draft_start,
+        draft_start=part.draft_start,
         draft_window=sequence.draft_window,
         block_ids=tuple(sequence.block_ids),
+        draft_block_ids=tuple(sequence.draft_block_ids) or None,
         emits=part.emits,
         sampling=request.sampling,
         speculation=request.speculation,

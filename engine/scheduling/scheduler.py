@@ -21,6 +21,7 @@ from engine.control.step_time import StepTimes
 from engine.fixed_edits import SharedEdits
 from engine.plan import Emission, Grammar, Plan, Row, StepVerdict, level_widths
 from engine.request import Request
+from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome, write_logprobs
 from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
@@ -40,9 +41,12 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         draft_window: int = 0,
         by_head: bool = False,
+        draft_blocks: BlockStore | None = None,
     ) -> None:
+        """draft_blocks: of the draft model's K/V, if a draft window bounds it; None if it is in the same blocks."""
         self.config = config
         self.draft_prefill = DraftPrefill(config, draft_window, by_head)
+        self.tables = BlockTables(blocks, draft_blocks)
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
@@ -65,6 +69,14 @@ class Scheduler:
         """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is set before the controller chooses,
         because by then `_publish` has promised other requests the draft K/V of these blocks."""
         self._next_id = self._step = 0
+
+    def portion(self, number: int = 0, count: int = 1) -> Scheduler:
+        """Return a new scheduler of one of `count` equal portions of the blocks, for measurements that write over
+        their content.
+        """
+        blocks, draft_blocks = self.tables.portion(number, count)
+        window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
+        return Scheduler(self.config, blocks, self.eos_token_ids, window, by_head, draft_blocks)
 
     @property
     def num_waiting(self) -> int:
@@ -106,7 +118,7 @@ class Scheduler:
             return False
         running = self._running.pop(sequence_id, None)
         if running is not None:
-            self.blocks.release(running.block_ids)
+            self.tables.release(running)
         else:
             self._waiting = [s for s in self._waiting if s.sequence_id != sequence_id]
         return True
@@ -192,7 +204,7 @@ class Scheduler:
                 continue
             room = budget + part.num_tokens
             found = plan_row(part.sequence, fanout, room, self.config.max_copied_tokens, draft_chunk)
-            if found.emits and found.num_tokens <= room and self._find_blocks(found):
+            if found.emits and found.num_tokens <= room and self.tables.find(found):
                 parts[part.sequence.sequence_id] = found
                 budget = room - found.num_tokens
 
@@ -227,8 +239,8 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if blocks and sequences contradict each other."""
-        self.blocks.check_invariants(block for s in self._running.values() for block in s.block_ids)
-        assert not any(s.block_ids for s in self._waiting), "a waiting sequence holds blocks"
+        self.tables.check_invariants(self._running.values())
+        assert not any(s.block_ids or s.draft_block_ids for s in self._waiting), "a waiting sequence holds blocks"
         ids = {s.sequence_id for s in self._waiting} | set(self._running)
         assert ids == set(self._sequence_ids.values()), "a request is lost"
         for s in self._running.values():
@@ -271,8 +283,7 @@ class Scheduler:
         """Start after the cached part of the text; the last token is always computed."""
         if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
             return  # all is computed: logprobs of a prompt need a row of logits for each token
-        keys = sequence.block_keys(sequence.num_shared // self.block_size, self.block_size)
-        sequence.block_ids, num_drafted = self.blocks.take_known(keys)
+        num_drafted = self.tables.take_known(sequence)
         if sequence.request.speculation.num_drafts:
             if self._controller_of(sequence) is None:
                 most_tokens = self.draft_prefill.most_cached(sequence, num_drafted * self.block_size)
@@ -287,44 +298,26 @@ class Scheduler:
     def _publish(self, part: PlannedRow) -> None:
         """Publish, before the pass, the blocks that the part will fill, so that other requests can use them."""
         if part.sequence.sequence_id in self._running:
-            in_one_piece = part.sequence.draft_start == 0 and part.draft_first == part.sequence.num_draft_computed
-            self._publish_blocks(part.sequence, part.end, part.draft_end if in_one_piece else 0)
-
-    def _publish_blocks(self, sequence: Sequence, num_target: int, num_draft: int) -> None:
-        if not sequence.shares_blocks:
-            return
-        full, drafted = num_target // self.block_size, min(num_target, num_draft) // self.block_size
-        if full <= sequence.num_published_blocks and drafted <= sequence.num_drafted_blocks:
-            return
-        keys = sequence.block_keys(full, self.block_size)
-        for number in {*range(sequence.num_published_blocks, full), *range(sequence.num_drafted_blocks, drafted)}:
-            self.blocks.publish(sequence.block_ids[number], keys[number], number < drafted)
-        sequence.num_published_blocks = max(full, sequence.num_published_blocks)
-        sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
+            self.tables.publish(part.sequence, part.end, part.draft_start, part.draft_end)
 
     def _reserve(self, part: PlannedRow) -> bool:
         """Allocate a part's blocks, preempting sequences if none are free; False if its own one was preempted."""
         while part.sequence.sequence_id in self._running:
-            if self._find_blocks(part):
+            if self.tables.find(part):
                 return True
             self._preempt(max(self._running.values(), key=expendability))
         return False
 
-    def _find_blocks(self, part: PlannedRow) -> bool:
-        """Allocate the blocks of a part if enough are free."""
-        sequence = part.sequence
-        missing = -(-(part.end + part.num_nodes) // self.block_size) - len(sequence.block_ids)
-        if missing > 0 and missing > self.blocks.num_free:
-            return False
-        if missing > 0:
-            sequence.block_ids += self.blocks.allocate(missing, sequence.block_ids[-1] if sequence.block_ids else None)
-        return True
-
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.sequence_id]
-        self.blocks.release(victim.forget_computed())
+        self._forget(victim)
         insort(self._waiting, victim, key=urgency)
         self.num_preemptions += 1
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Drop all K/V of a sequence."""
+        self.tables.release(sequence)
+        sequence.forget_computed()
 
     def _admit(self, budget: int, limit: PromptLimit | None) -> PlannedRow | None:
         """Start the first request of the queue if a seat, some budget and blocks for its whole text are free."""
@@ -333,22 +326,20 @@ class Scheduler:
         sequence = self._waiting[0]
         self._take_cached(sequence)
         part = self._part(sequence, budget, limit)
-        num_missing = self._num_blocks(sequence) - len(sequence.block_ids)
-        if not part.num_known or num_missing > self.blocks.num_free:
-            self.blocks.release(sequence.forget_computed())
+        if not part.num_known or not self.tables.admit(part, self._num_text(sequence)):
+            self._forget(sequence)
             return None
         self._waiting.pop(0)
         sequence.note_admission(time.monotonic())
         self.num_cache_queries += len(sequence.tokens)
         self.num_cache_hits += sequence.num_target_computed
-        sequence.block_ids += self.blocks.allocate(num_missing, sequence.block_ids[-1] if sequence.block_ids else None)
         self._running[sequence.sequence_id] = sequence
         return part
 
-    def _num_blocks(self, sequence: Sequence) -> int:
-        """Return the number of blocks that must be free before it starts."""
+    def _num_text(self, sequence: Sequence) -> int:
+        """Return the number of tokens for which blocks must be free before it starts."""
         from_text = most_text_draft_tokens(self.config.max_copied_tokens) if sequence.text_draft_finder else 0
-        return -(-(len(sequence.tokens) + sum(level_widths(sequence.fanout)) + from_text) // self.block_size)
+        return len(sequence.tokens) + sum(level_widths(sequence.fanout)) + from_text
 
     # -- committing -------------------------------------------------------------------------
 
@@ -393,9 +384,7 @@ class Scheduler:
         controller = self._controller_of(sequence)
         if controller is not None:
             controller.acceptance.note_answer(self.draft_prefill.to_read(sequence), sequence.num_emitted)
-        num_drafted = 0 if sequence.draft_start else sequence.num_draft_computed
-        self._publish_blocks(sequence, sequence.num_target_computed, num_drafted)
+        self.tables.publish(sequence, sequence.num_target_computed, sequence.draft_start, sequence.num_draft_computed)
         del self._running[sequence.sequence_id]
         del self._sequence_ids[sequence.request.request_id]
-        self.blocks.release(sequence.block_ids)
-        sequence.block_ids = []
+        self.tables.release(sequence)

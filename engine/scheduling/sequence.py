@@ -31,11 +31,13 @@ class Sequence:
         "block_ids",
         "by_head",
         "counts",
+        "draft_block_ids",
         "draft_start",
         "draft_window",
         "edits_logits",
         "ends",
         "fanout",
+        "first_draft_block",
         "fixed_edits",
         "grammar",
         "last_step",
@@ -102,6 +104,10 @@ class Sequence:
         self.fanout = request.speculation.fanout
         """Drafts of a step, as its request fixes them."""
         self.block_ids: list[int] = []
+        self.draft_block_ids: list[int] = []
+        """Blocks of the draft model's K/V, if these are not those of the target's."""
+        self.first_draft_block = 0
+        """Number of these, from the beginning of the text, that it does not hold."""
         self.num_published_blocks = 0
         """Number of its blocks whose target K/V others may use."""
         self.num_drafted_blocks = 0
@@ -195,6 +201,11 @@ class Sequence:
             self._keys.append(next_key(before, self.tokens[start : start + block_size]))
         return self._keys[:count]
 
+    @property
+    def held_draft_blocks(self) -> list[int]:
+        """Return the blocks of the draft model's K/V that it holds, if these are not those of the target's."""
+        return self.draft_block_ids[self.first_draft_block :]
+
     def note_admission(self, now_s: float) -> None:
         """Record the first admission; later ones (after preemption) do not count."""
         if not self._was_admitted:
@@ -202,13 +213,11 @@ class Sequence:
             self.queue_s = now_s - self._arrived_s
             self.num_cached = self.num_target_computed
 
-    def forget_computed(self) -> list[int]:
-        """Drop all K/V (preemption by recomputation) and return the blocks that held it."""
-        block_ids, self.block_ids = self.block_ids, []
+    def forget_computed(self) -> None:
+        """Forget what of its text has K/V, after its blocks were released (preemption by recomputation)."""
         self.num_target_computed = self.num_draft_computed = self.draft_start = 0
         self.num_published_blocks = self.num_drafted_blocks = 0
         self.prompt_logprobs = []
-        return block_ids
 
 
 def urgency(sequence: Sequence) -> tuple[int, int]:

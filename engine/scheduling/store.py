@@ -2,11 +2,10 @@
 
 A block that is full of known tokens is *published* under a key of these tokens and all tokens before them. Holders of a
 block are counted. A published block without holders keeps its content until its memory is needed; the least recently
-used block goes first. The storage of the target and of the draft model have the same blocks. A block may hold only the
-target's K/V, if the request that computed it did not speculate; the draft model then computes its own K/V into the same
-block. Pure Python.
+used block goes first. If target and draft model have the same blocks, a block may hold the target's K/V alone, as the
+request that computed it did not speculate; the draft model then computes its K/V into the same block. Pure Python.
 
-Not for: which blocks a sequence needs, and when it takes, publishes and releases them (`scheduler.py`).
+Not for: which blocks a sequence takes, publishes and releases (`block_tables.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +45,20 @@ class BlockStore:
         self._key_of: dict[int, Key] = {}
         self._drafted: set[int] = set()
         self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def portion(self, number: int = 0, count: int = 1) -> BlockStore:
+        """Return a store of one of `count` equal portions of the blocks, which publishes nothing: for measurements
+        that write over their content.
+        """
+        size = self._pool.num_blocks
+        result = BlockStore(size, self.block_size, keeps_content=False)
+        result.release([block for block in result.allocate(size) if block // (size // count) == number])
+        return result
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks, used or free."""
+        return self._pool.num_blocks
 
     @property
     def num_free(self) -> int:
@@ -96,6 +109,7 @@ class BlockStore:
         """Declare the content of a held block: the target's K/V, and the draft model's if `drafted`."""
         if not self.keeps_content:
             return
+        assert block in self._num_holders, "a block without a holder may get other content"
         known = self._block_of.get(key)
         if known is not None and known != block:
             if not drafted or known in self._drafted:

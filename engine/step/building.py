@@ -39,7 +39,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.speculation.verification import RULES
 from engine.step.engine import Engine
-from engine.step.memory import blocks_of, plan_memory
+from engine.step.memory import MemoryPlan, blocks_of, plan_memory
 from engine.step.recorded.inputs import StepShape
 from engine.step.recorded.menu import RECORDED_RULES, buffer_bytes, distributions_on
 from engine.step.recorded.menu import menu as menu_of_steps
@@ -103,6 +103,7 @@ def assemble(
     progress("trying the kernels of distributions and verdicts")
     kernels = choose(device)
     is_head = kind is not None and kind.is_head
+    has_draft_pool = draft is not None and not is_head and config.speculation.draft_window > 0
     drafts_apart = kind is not None and not kind.is_recorded
     is_recorded = not config.model.enforce_eager and all(
         is_replayed(model, choice.paged) for model, choice in zip(models, choices, strict=True)
@@ -111,12 +112,14 @@ def assemble(
     make = partial(_runners, models, shapes, choices, spare_blocks, config.cache.block_size, is_recorded, kernels)
     recordings = None
     if is_recorded:
-        recordings = _plan_recordings(config, facts, draft, drafts_apart, make, kernels, device, progress)
+        recordings = _plan_recordings(
+            config, facts, draft, drafts_apart, make, kernels, device, progress, has_draft_pool
+        )
     token_bytes = [shape.token_bytes(choice.backend.kv_dtype) for choice, shape in zip(choices, shapes, strict=True)]
     recorded_bytes = 0 if recordings is None else recordings.num_bytes
-    memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, device)
+    memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, device, has_draft_pool)
     _report_context(config, models, memory.max_model_len)
-    runners = make(memory.num_blocks)
+    runners = make((memory.num_blocks, memory.num_draft_blocks))
     progress("choosing the cores of passes")
     for runner in runners:
         runner.tune(most_cores(config.model))
@@ -142,10 +145,10 @@ def assemble(
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
     tokenizer, revision = config.model.tokenizer_source
     grammars = GrammarPool(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
-    scheduler = _scheduler(config, target, memory.num_blocks, is_head)
+    scheduler = _scheduler(config, target, memory, is_head, has_draft_pool)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
     if recordings is not None and recordings.shapes:
-        engine.recorded = RecordedSteps(recordings.graphs, drafter if drafts_apart else None)
+        engine.recorded = RecordedSteps(recordings.graphs, drafter if drafts_apart else None, has_draft_pool)
         engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
     return engine
 
@@ -166,10 +169,11 @@ def _plan_recordings(
     facts: EngineFacts,
     draft: LoadedModel | None,
     drafts_apart: bool,
-    make: Callable[[int], list[ModelRunner]],
+    make: Callable[[tuple[int, int]], list[ModelRunner]],
     kernels: Kernels,
     device: torch.device,
     progress: Progress,
+    has_draft_pool: bool,
 ) -> _Recordings:
     """Return the steps to record. If the pool gets the memory that is left, record them next to a pool of one block
     first, because the memory of graphs is known only after recording, and graphs hold the addresses of the pool.
@@ -179,9 +183,9 @@ def _plan_recordings(
     graphs = graphs_on(device)
     if graphs is None or config.cache.num_blocks or config.cache.memory_bytes:
         return _Recordings(graphs, shapes, buffer_bytes(shapes, facts.vocab_size), LEAST_FREE)
-    trial = RecordedSteps(graphs)
+    trial = RecordedSteps(graphs, has_draft_pool=has_draft_pool)
     progress("measuring the memory of CUDA graphs")
-    trial.record(make(1), shapes, blocks_of(facts.max_model_len, config), progress)
+    trial.record(make((1, 1)), shapes, blocks_of(facts.max_model_len, config), progress)
     return _Recordings(graphs, list(trial.steps), trial.num_bytes, 0.0)
 
 
@@ -193,14 +197,14 @@ def _runners(
     block_size: int,
     is_recorded: bool,
     kernels: Kernels,
-    num_blocks: int,
+    num_blocks: tuple[int, int],
 ) -> list[ModelRunner]:
-    """Return the runners of all models, with storage for a pool of `num_blocks`."""
+    """Return the runners of all models, with storage for pools of `num_blocks` of the target and the draft model."""
     return [
         (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
             model.model,
             shape,
-            num_blocks + num_spare,
+            count + num_spare,
             block_size,
             models[0].vocab_size,
             choice.backend,
@@ -209,7 +213,9 @@ def _runners(
             is_recorded,
             kernels,
         )
-        for model, shape, choice, num_spare in zip(models, shapes, choices, spare_blocks, strict=True)
+        for model, shape, choice, num_spare, count in zip(
+            models, shapes, choices, spare_blocks, num_blocks, strict=False
+        )
     ]
 
 
@@ -248,12 +254,18 @@ def recorded_drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Sha
     return [PLAIN, *menu(num_drafts, wanted.draft_length, wanted.max_draft_length)]
 
 
-def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int, by_head: bool) -> Scheduler:
-    blocks = BlockStore(num_blocks, config.cache.block_size, config.cache.prefix_caching)
+def _scheduler(
+    config: EngineConfig, target: LoadedModel, memory: MemoryPlan, by_head: bool, has_draft_pool: bool
+) -> Scheduler:
+    blocks, draft_blocks = (
+        BlockStore(count, config.cache.block_size, config.cache.prefix_caching)
+        for count in (memory.num_blocks, memory.num_draft_blocks)
+    )
     limits = config.scheduler
     if not limits.max_prompt_tokens and target.model.device.type == "cpu":
         limits = msgspec.structs.replace(limits, max_prompt_tokens=_CPU_PROMPT_TOKENS)
-    return Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window, by_head)
+    window, own = config.speculation.draft_window, draft_blocks if has_draft_pool else None
+    return Scheduler(limits, blocks, target.eos_token_ids, window, by_head, own)
 
 
 def _prepare(

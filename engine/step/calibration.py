@@ -233,16 +233,18 @@ def synthetic_plan(
 ) -> Plan:
     """Return a decode step of `num_rows` rows after `context` tokens each.
 
-    Blocks are numbered from 0 and not allocated; rows share some if the pool has too few. num_prompt: tokens of a
+    Blocks are numbered from 0 and not allocated; rows share some if a pool has too few. num_prompt: tokens of a
     prompt in the same step; num_read: tokens of each row that the draft model computes.
     """
     fanout = speculation.fanout
     longest = context + max(sum(level_widths(fanout)), num_prompt)
     blocks_per_row = min(longest // engine.facts.block_size + 2, engine.facts.num_blocks)
+    store = engine.scheduler.tables.draft
     rows = []
     for number in range(num_rows + bool(num_prompt)):
         is_prompt = number == num_rows
         first = number * blocks_per_row % max(1, engine.facts.num_blocks - blocks_per_row + 1)
+        blocks = range(first, first + blocks_per_row)
         rows.append(
             Row(
                 sequence_id=number,
@@ -250,7 +252,8 @@ def synthetic_plan(
                 first_index=context,
                 draft_input_ids=(0,) * num_read if fanout else (),
                 draft_first_index=context + 1 - num_read,
-                block_ids=tuple(range(first, first + blocks_per_row)),
+                block_ids=tuple(blocks),
+                draft_block_ids=None if store is None else tuple(block % store.num_blocks for block in blocks),
                 emits=not is_prompt,
                 sampling=Sampling(seed=number),
                 speculation=speculation,

@@ -88,7 +88,7 @@ class Engine:
         with self.telemetry.phase("parts"):
             verdict = self.carry_out(plan)
         outcomes = self.scheduler.commit(plan, verdict)  # append, finish, free
-        self._end_broken(plan, verdict)
+        self._end_broken(verdict)
         self._end_masked(plan, verdict, outcomes)
         return outcomes
 
@@ -182,7 +182,7 @@ class Engine:
             self.telemetry.pause()
         return is_known
 
-    def _end_broken(self, plan: Plan, verdict: StepVerdict) -> None:
+    def _end_broken(self, verdict: StepVerdict) -> None:
         """End the requests with non-finite numbers, and wipe their K/V before others get its blocks.
 
         A block that another request holds is not wiped: if its K/V were wrong, that request would end, too. No new
@@ -190,13 +190,15 @@ class Engine:
         """
         if not verdict.broken:
             return
-        rows = [row for row in plan.rows if row.sequence_id in verdict.broken]
-        for row in rows:
-            self._end(row.request_id, BROKEN)
-        free = self.scheduler.blocks.forget({block for row in rows for block in row.block_ids})
+        tables = self.scheduler.tables
+        sequences = [one for one in map(self.scheduler.running, verdict.broken) if one is not None]
+        blocks = tables.blocks_of(sequences)
+        for sequence in sequences:
+            self._end(sequence.request.request_id, BROKEN)
+        free, draft_free = tables.forget(*blocks)
         self.target.wipe(free)
         if self.draft_runner is not None:
-            self.draft_runner.wipe(free)
+            self.draft_runner.wipe(draft_free)
 
     def _end_masked(self, plan: Plan, verdict: StepVerdict, outcomes: Sequence[Outcome]) -> None:
         """End the requests that emitted a token although their masks allowed none; it is not sent."""

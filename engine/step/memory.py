@@ -26,7 +26,9 @@ class MemoryPlan:
     """Memory that the loaded models leave, and its use; sizes in bytes."""
 
     num_blocks: int
-    """Blocks of the pool that target and draft share."""
+    """Blocks of the target's pool, which the draft model shares unless it has its own."""
+    num_draft_blocks: int
+    """Blocks of the draft model's storage."""
     max_model_len: int
     """Longest prompt plus answer in tokens; the pool holds at least one such request."""
     most_blocks: int
@@ -44,12 +46,14 @@ def plan_memory(
     spare_blocks: Sequence[int],
     recorded_bytes: int,
     device: torch.device,
+    has_draft_pool: bool = False,
 ) -> MemoryPlan:
     """Divide the memory that is left; raises ConfigError if it does not hold one request of the longest text.
 
     A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
     token_bytes: bytes that each model stores for a token; spare_blocks: of each model, besides the pool;
-    recorded_bytes: what recorded passes and steps write into.
+    recorded_bytes: what recorded passes and steps write into; has_draft_pool: whether the draft model's blocks are
+    those of its window, in a separate pool.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),
@@ -59,10 +63,12 @@ def plan_memory(
     block_bytes = [block_size * per_token for per_token in token_bytes]
     spare_bytes = [count * size for count, size in zip(spare_blocks, block_bytes, strict=True)]
     most_blocks = blocks_of(longest, config)
-    num_blocks = config.cache.num_blocks
+    num_blocks, of_windows = config.cache.num_blocks, max(most_blocks, _window_blocks(config))
     if not num_blocks:
-        free = _free_bytes(config.cache, device, sum(kept_back.values())) - sum(spare_bytes)
-        num_blocks = max(0, free) // sum(block_bytes)
+        free = max(0, _free_bytes(config.cache, device, sum(kept_back.values())) - sum(spare_bytes))
+        num_blocks = free // sum(block_bytes)
+        if has_draft_pool and num_blocks > of_windows:
+            num_blocks = (free - of_windows * block_bytes[1]) // block_bytes[0]
         is_asked_for = config.cache.memory_bytes or config.cache.device_share
         if not (is_asked_for and config.cache.prefix_caching):
             # Further blocks could only hold prefixes of ended requests, so they are used only if the operator has set a
@@ -76,13 +82,29 @@ def plan_memory(
                 f"needs {most_blocks}; give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
             )
         most_blocks = num_blocks
-    pool_bytes = [num_blocks * size + spare for size, spare in zip(block_bytes, spare_bytes, strict=True)]
-    return MemoryPlan(num_blocks, longest, most_blocks, pool_bytes, kept_back)
+    num_draft_blocks = min(num_blocks, of_windows) if has_draft_pool else num_blocks
+    counts = (num_blocks, num_draft_blocks)
+    pool_bytes = [count * size + spare for count, size, spare in zip(counts, block_bytes, spare_bytes, strict=False)]
+    return MemoryPlan(num_blocks, num_draft_blocks, longest, most_blocks, pool_bytes, kept_back)
 
 
 def blocks_of(length: int, config: EngineConfig) -> int:
     """Return the blocks of a text of this length with its drafts."""
     return -(-(length + lookahead(config)) // config.cache.block_size)
+
+
+def _window_blocks(config: EngineConfig) -> int:
+    """Return the blocks of the draft model's windows if all requests draft the configured shape."""
+    wanted, block_size = config.speculation, config.cache.block_size
+    # The first of its tokens may be the last of a block.
+    of_request = -(-(wanted.draft_window + _num_drawn(config) - 1) // block_size) + 1
+    return config.scheduler.max_num_seqs * of_request
+
+
+def _num_drawn(config: EngineConfig) -> int:
+    """Return the drafted nodes of a request that names no shape."""
+    wanted = config.speculation
+    return sum(level_widths(wanted.tree)) if wanted.tree else wanted.num_drafts * wanted.draft_length
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:
@@ -106,10 +128,8 @@ def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
     """Return the memory for probabilities of a full step of requests that name no shape: target and draft rows in
     float32, and the cumulative sums in float64.
     """
-    wanted = config.speculation
-    drawn = sum(level_widths(wanted.tree)) if wanted.tree else wanted.num_drafts * wanted.draft_length
-    nodes = 1 + (drawn if config.model.draft else 0)
-    if wanted.drafters != (MODEL,):
+    nodes = 1 + (_num_drawn(config) if config.model.draft else 0)
+    if config.speculation.drafters != (MODEL,):
         nodes += most_text_draft_tokens(config.scheduler.max_copied_tokens)
     rows = min(config.scheduler.max_num_seqs * nodes, config.scheduler.max_num_batched_tokens)
     return rows * vocab_size * (4 + 4 + 8)

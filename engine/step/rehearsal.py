@@ -9,8 +9,6 @@ from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import with_fixed_shape
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.store import BlockStore
 from engine.step.engine import Engine
 
 _REHEARSED_TOKENS, _REHEARSAL_S = 24, 0.25
@@ -38,15 +36,13 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
                 result = rehearsed.run_step()
                 encode(StepResults(result.outcomes, result.stats))
             rehearsed.abort(str(number))
-    engine.scheduler.blocks.forget_all()  # the answers were written over them
+    engine.scheduler.tables.forget_all()  # the answers were written over them
 
 
 def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
     """Return another engine of the same models."""
     own = engine.scheduler
-    blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
-    drafting = own.draft_prefill.draft_window, own.draft_prefill.by_head
-    scheduler = Scheduler(own.config, blocks, own.eos_token_ids, *drafting)
+    scheduler = own.portion()
     scheduler.times = times
     if times is not None and own.controller is not None:
         scheduler.controller = Controller(times, engine.limits.max_draft_length)

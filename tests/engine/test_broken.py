@@ -131,12 +131,16 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool) -> None:
     assert tokens == expected
 
 
-@pytest.mark.parametrize("names", [("keys", "values"), ("keys",), ("values",)])
-def test_broken_keys_and_values_are_wiped(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("names", "draft_window"),
+    [(("keys", "values"), 0), (("keys",), 0), (("values",), 0), (("keys", "values"), 12)],
+)
+def test_broken_keys_and_values_are_wiped(names: tuple[str, ...], draft_window: int) -> None:
     """A request that reads them ends, and the next owner of the blocks answers as if nothing had been there."""
     asked = requests(SHAPES["bv_race"])
-    expected, _ = run(engine(num_blocks=32), asked)
-    machine = engine(num_blocks=32)
+    sizes = {"num_blocks": 32, "draft_window": draft_window, "max_num_seqs": 4}
+    expected, _ = run(engine(**sizes), asked)
+    machine = engine(**sizes)
     steps = 0
 
     def poisoned(carry_out: Any, plan: Any) -> Any:
@@ -144,9 +148,10 @@ def test_broken_keys_and_values_are_wiped(names: tuple[str, ...]) -> None:
         steps += 1
         if steps == STEP:
             (row,) = [row for row in plan.rows if row.request_id == BAD]
-            for block in row.block_ids:
-                for runner in (machine.target, machine.draft_runner):
-                    assert runner is not None
+            held = row.draft_table[row.first_draft_key // machine.facts.block_size :]
+            for runner, blocks in ((machine.target, row.block_ids), (machine.draft_runner, held)):
+                assert runner is not None
+                for block in blocks:
                     slots = slice(block * runner.block_size, (block + 1) * runner.block_size)
                     for name in names:
                         getattr(runner.storage, name)[:, slots] = float("nan")

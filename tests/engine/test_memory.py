@@ -91,6 +91,30 @@ def test_a_cache_of_a_named_size_also_holds_what_has_ended(facts: object) -> Non
     assert num_blocks() == running < 400
 
 
+def test_a_draft_window_leaves_the_target_the_memory_of_the_rest(facts: object) -> None:
+    """Tokens that a card of 80 GB holds of Qwen3-8B with Qwen3-0.6B in bfloat16, at 64 requests."""
+    token_bytes = [147_456, 114_688]
+
+    def tokens(window: int, **scheduler: Any) -> list[int]:
+        config = msgspec.structs.replace(
+            CONFIG,
+            cache=CacheConfig(memory_bytes=216_000 * sum(token_bytes)),
+            scheduler=SchedulerConfig(max_num_seqs=64, max_model_len=8192, **scheduler),
+            speculation=SpeculationConfig(draft_window=window),
+        )
+        long = msgspec.structs.replace(facts, max_model_len=8192)  # type: ignore[type-var]
+        plan = plan_memory(config, long, token_bytes, [0, 0], 0, torch.device("cpu"), window > 0)
+        assert plan.max_model_len == 8192
+        assert sum(plan.pool_bytes) <= config.cache.memory_bytes < sum(plan.pool_bytes) + 2 * 16 * token_bytes[0]
+        return [count * 16 for count in (plan.num_blocks, plan.num_draft_blocks)]
+
+    assert tokens(0) == [216_000, 216_000]
+    assert tokens(1024) == [330_624, 64 * 1072]
+    assert tokens(512) == [356_112, 64 * 560]
+    # A window that is wider than the share of a request frees nothing.
+    assert tokens(8000) == [216_000, 216_000]
+
+
 def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) -> None:
     """All nodes of trees, and text drafts in addition to drawn chains, or alone if there is no draft model."""
 

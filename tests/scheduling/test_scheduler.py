@@ -34,12 +34,13 @@ def request(
     )
 
 
-def verdict(plan: Plan, accept: int = 0, token: int = 7) -> StepVerdict:
-    """Every sampling row accepts up to `accept` drafted tokens."""
+def verdict(plan: Plan, accept: int = 0, token: int = 7, keeps: bool = False) -> StepVerdict:
+    """Every sampling row accepts up to `accept` drafted tokens; keeps: the draft model has K/V of those it computed."""
     emissions = []
     for row in plan.sampling_rows:
         count = min(accept, row.draft_length)
-        emissions.append(Emission(tuple([token] * count), token, row.num_drafts * row.draft_length))
+        kept = min(count, row.draft_length - 1) if keeps and row.fanout else 0
+        emissions.append(Emission(tuple([token] * count), token, row.num_drafts * row.draft_length, kept))
     return StepVerdict(tuple(emissions))
 
 

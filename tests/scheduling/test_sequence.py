@@ -8,8 +8,9 @@ import pytest
 
 from engine.fixed_edits import SharedEdits
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.sequence import Sequence, expendability, urgency
-from engine.scheduling.store import next_key, root_key
+from engine.scheduling.store import BlockStore, next_key, root_key
 
 PROMPT, END, STOP = (3, 4, 5), 1, 9
 
@@ -138,11 +139,18 @@ def test_only_the_first_admission_counts() -> None:
 
 def test_a_preempted_request_gives_back_all_it_has_computed() -> None:
     one = sequence()
-    one.block_ids, one.num_target_computed, one.num_draft_computed, one.draft_start = [4, 2], 3, 2, 1
+    tables = BlockTables(BlockStore(4, 1), BlockStore(2, 1))
+    one.block_ids, one.draft_block_ids, one.first_draft_block = tables.target.allocate(2), [0, 1], 1
+    assert tables.draft is not None
+    tables.draft.release(tables.draft.allocate(2)[:1])
+    one.num_target_computed, one.num_draft_computed, one.draft_start = 3, 2, 1
     one.num_published_blocks, one.num_drafted_blocks = 2, 1
     one.prompt_logprobs = [...]  # type: ignore[list-item]
-    assert one.forget_computed() == [4, 2]
-    assert (one.block_ids, one.num_target_computed, one.num_draft_computed, one.draft_start) == ([], 0, 0, 0)
+    tables.release(one)
+    one.forget_computed()
+    assert (tables.target.num_used, tables.draft.num_used) == (0, 0)
+    assert (one.block_ids, one.draft_block_ids, one.first_draft_block) == ([], [], 0)
+    assert (one.num_target_computed, one.num_draft_computed, one.draft_start) == (0, 0, 0)
     assert (one.num_published_blocks, one.num_drafted_blocks, one.prompt_logprobs) == (0, 0, [])
 
 

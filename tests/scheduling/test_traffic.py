@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.config import SchedulerConfig
 from engine.control.step_time import StepTimes
-from engine.plan import Plan, Row
+from engine.plan import Plan
 from engine.request import Speculation
+from engine.scheduling.rows import PlannedRow
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.store import BlockStore
 from tests.scheduling.machine import Machine
 from tests.scheduling.test_scheduler import BLOCK_SIZE, Whims, build, request, verdict
+from tests.wrong import instead
 
 
 class Contents:
@@ -22,17 +28,22 @@ class Contents:
     def __init__(self) -> None:
         self.text_of: dict[int, tuple[int, ...]] = {}
 
-    def compute(self, row: Row, text: Many[int], first: int, end: int) -> None:
+    def compute(self, blocks: Many[int], text: Many[int], first: int, end: int) -> None:
         for index in range(first, end):
-            self.text_of[self.slot(row, index)] = tuple(text[: index + 1])
+            self.text_of[self.slot(blocks, index)] = tuple(text[: index + 1])
 
-    def check(self, row: Row, text: Many[int], first: int, end: int) -> None:
+    def write_nodes(self, blocks: Many[int], first: int, count: int) -> None:
+        for index in range(first, first + count):
+            self.text_of.pop(self.slot(blocks, index), None)
+
+    def check(self, blocks: Many[int], text: Many[int], first: int, end: int) -> None:
         for index in range(first, end):
-            assert self.text_of.get(self.slot(row, index)) == tuple(text[: index + 1]), "K/V of something else is read"
+            found = self.text_of.get(self.slot(blocks, index))
+            assert found == tuple(text[: index + 1]), "K/V of something else is read"
 
     @staticmethod
-    def slot(row: Row, index: int) -> int:
-        return row.block_ids[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE
+    def slot(blocks: Many[int], index: int) -> int:
+        return blocks[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE
 
 
 class Traffic(RuleBasedStateMachine):
@@ -83,8 +94,13 @@ class Traffic(RuleBasedStateMachine):
         texts = [list(self.scheduler.running(row.sequence_id).tokens) for row in plan.rows]
         for row, text in zip(plan.rows, texts, strict=True):
             accepted = [token] * min(accept, row.draft_length) if row.emits else []
-            self.of_target.compute(row, text + accepted, row.end, row.end + len(accepted))
-        for outcome in self.scheduler.commit(plan, verdict(plan, accept, token)):
+            self.of_target.compute(row.block_ids, text + accepted, row.end, row.end + len(accepted))
+            # The draft model never computes the last tokens of chains.
+            self.of_draft.write_nodes(row.draft_table, row.end, row.num_drafts * (row.draft_length - 1))
+            if accepted:
+                kept = min(len(accepted), row.draft_length - 1)
+                self.of_draft.compute(row.draft_table, text + accepted, row.end, row.end + kept)
+        for outcome in self.scheduler.commit(plan, verdict(plan, accept, token, keeps=True)):
             assert outcome.token_ids
             self.remaining[outcome.request_id] -= len(outcome.token_ids)
             left = self.remaining[outcome.request_id]
@@ -100,12 +116,12 @@ class Traffic(RuleBasedStateMachine):
         texts = [self.scheduler.running(row.sequence_id).tokens for row in plan.rows]
         ends = [row.draft_first_index + len(row.draft_input_ids) for row in plan.rows]
         for row, text, end in zip(plan.rows, texts, ends, strict=True):
-            self.of_target.compute(row, text, row.first_index, row.end)
-            self.of_draft.compute(row, text, row.draft_first_index, end)
+            self.of_target.compute(row.block_ids, text, row.first_index, row.end)
+            self.of_draft.compute(row.draft_table, text, row.draft_first_index, end)
         for row, text, end in zip(plan.rows, texts, ends, strict=True):
-            self.of_target.check(row, text, 0, row.first_index)
+            self.of_target.check(row.block_ids, text, 0, row.first_index)
             if row.draft_input_ids:
-                self.of_draft.check(row, text, row.draft_start, end)
+                self.of_draft.check(row.draft_table, text, row.first_draft_key, end)
 
     @invariant()
     def accounting_holds(self) -> None:
@@ -118,6 +134,7 @@ class Traffic(RuleBasedStateMachine):
             self.step(2, 7)
         assert not self.remaining, "a request never ended"
         assert self.scheduler.blocks.num_used == 0
+        assert self.scheduler.tables.draft is None or self.scheduler.tables.draft.num_used == 0
 
 
 class SlowPrompts(Traffic):
@@ -140,6 +157,18 @@ TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+WINDOW = 6
+
+
+def windowed(window: int = WINDOW) -> Scheduler:
+    """A scheduler whose draft model has fewer blocks than the windows of four requests need, but enough for one whole
+    text.
+    """
+    config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=4)
+    target, draft = BlockStore(24, BLOCK_SIZE), BlockStore(15, BLOCK_SIZE)
+    return Scheduler(config, target, frozenset({99}), draft_window=window, draft_blocks=draft)
+
+
 class AdaptiveTraffic(Traffic):
     """The same where what requests draft changes at any time, and with it what the draft model has to catch up on."""
 
@@ -160,6 +189,92 @@ TestAdaptiveTraffic = AdaptiveTraffic.TestCase
 
 
 TestAdaptiveTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+class WindowedTraffic(Traffic):
+    """The same with a draft window: the draft model's blocks are released as the window moves, and shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = windowed()
+
+    @rule(length=st.integers(1, 30), max_tokens=st.integers(1, 12))
+    def submit_unwindowed(self, length: int, max_tokens: int) -> None:
+        """A request of a rule that changes later targets."""
+        name = str(self.next_name)
+        self.next_name += 1
+        self.scheduler.submit(request(name, length, max_tokens, 1, 4), fixed_draft_distribution=True)
+        self.remaining[name] = max_tokens
+
+
+TestWindowedTraffic = WindowedTraffic.TestCase
+
+
+TestWindowedTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+class AdaptiveWindowedTraffic(AdaptiveTraffic):
+    """A draft window that is shorter than what a step may emit, and drafts that come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = windowed(2)
+        self.scheduler.controller = self.whims
+
+
+TestAdaptiveWindowedTraffic = AdaptiveWindowedTraffic.TestCase
+
+
+TestAdaptiveWindowedTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+def long_answers() -> WindowedTraffic:
+    traffic = WindowedTraffic()
+    for number in range(4):
+        traffic.submit(4 * number + 9, max_tokens=12, drafts=1 + number % 2, draft_length=3, priority=0)
+    for _ in range(8):
+        traffic.step(1, 7)
+    traffic.teardown()
+    return traffic
+
+
+def test_a_released_block_of_the_draft_model_is_never_read() -> None:
+    """The wrong variant releases a block of the window."""
+    long_answers()
+    with (
+        instead(PlannedRow, "first_draft_key", lambda right, part: right(part) + BLOCK_SIZE),
+        pytest.raises(AssertionError, match="K/V of something else"),
+    ):
+        long_answers()
+
+
+def test_a_window_holds_its_own_blocks_only() -> None:
+    """Blocks of a text that grows by one token a step, with drafts of three nodes; plain requests hold none."""
+    traffic = WindowedTraffic()
+    traffic.submit(20, max_tokens=12, drafts=1, draft_length=3, priority=0)
+    traffic.submit(20, max_tokens=12, drafts=0, draft_length=0, priority=0)
+    draft = traffic.scheduler.tables.draft
+    assert draft is not None
+    seen = []
+    for _ in range(10):
+        traffic.step(0, 7)
+        seen.append(draft.num_used)
+    assert max(seen) == -(-(WINDOW + 3 - 1) // BLOCK_SIZE) + 1 == 3
+    assert traffic.scheduler.blocks.num_used > 2 * max(seen)
+
+
+def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
+    """A longer text begins like one that has ended; the draft model computes what is new of it alone."""
+    scheduler = windowed()
+    scheduler.submit(request("first", 20, 8, drafts=1, draft_length=2))
+    tokens = list(range(20))
+    while scheduler.has_work:
+        for outcome in scheduler.commit(plan := scheduler.plan(), verdict(plan, 1, keeps=True)):
+            tokens += outcome.token_ids
+    again = msgspec.structs.replace(request("again", 1, 4, drafts=1, draft_length=2), prompt_token_ids=(*tokens, 5))
+    scheduler.submit(again)
+    row = scheduler.plan().rows[0]
+    assert (row.first_index, row.draft_first_index, row.draft_start, row.end) == (24, 24, 20, 29)
 
 
 def test_what_is_published_of_an_answer_of_one_token_is_computed() -> None:

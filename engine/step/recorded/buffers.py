@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.drafting.drafter import Drafter
 from engine.models.runner import ModelRunner
-from engine.step.recorded.inputs import StepShape
+from engine.step.recorded.inputs import DRAFT_PAGES, PAGES, StepShape
 
 
 class Buffers(NamedTuple):
@@ -21,25 +21,25 @@ class Buffers(NamedTuple):
     drafter: Drafter | None
     """Drafts apart."""
     most_pages: int
+    spare_blocks: Mapping[str, int]
+    """The last block of each model that has a block table: padding writes its K/V to it."""
     logits_NV: Tensor
     """Logits of the target."""
     draft_probs_NV: Tensor
 
     @staticmethod
     def of(
-        runners: Sequence[ModelRunner], drafter: Drafter | None, shapes: Sequence[StepShape], most_pages: int
+        runners: Sequence[ModelRunner],
+        drafter: Drafter | None,
+        shapes: Sequence[StepShape],
+        most_pages: int,
+        has_draft_pool: bool,
     ) -> Buffers:
         """Allocate the buffers for steps of these shapes; the other operands are those of `RecordedSteps.record`."""
         target, draft = runners[0], runners[1] if len(runners) > 1 else None
-
-        def rows_of_vocabulary(count: int) -> Tensor:
-            return torch.zeros((count, target.vocab_size), device=target.device)
-
-        return Buffers(
-            target,
-            draft,
-            drafter,
-            most_pages,
-            rows_of_vocabulary(max(shape.num_rows for shape in shapes)),
-            rows_of_vocabulary(max(shape.num_probs for shape in shapes)),
-        )
+        tables = (PAGES, DRAFT_PAGES) if has_draft_pool else (PAGES,)
+        last_blocks = [runner.storage.keys.shape[1] // runner.block_size - 1 for runner in runners]
+        counts = max(shape.num_rows for shape in shapes), max(shape.num_probs for shape in shapes)
+        buffers = (torch.zeros((count, target.vocab_size), device=target.device) for count in counts)
+        spare_blocks = dict(zip(tables, last_blocks, strict=False))
+        return Buffers(target, draft, drafter, most_pages, spare_blocks, *buffers)

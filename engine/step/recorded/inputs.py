@@ -10,19 +10,18 @@ rows after them see nothing. Their results are not read, and they write K/V to a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from engine.attention.inputs import place, slots_of, words_of
 from engine.drafting.draft import Layout
-from engine.drafting.model import first_key, level_nodes
+from engine.drafting.model import level_nodes
 from engine.drafting.numbers import SCORE_PART, draw_numbers
+from engine.kernels.transfer import Field, views
 from engine.plan import Row
 from engine.sampling.distribution import FILTERS
 from engine.speculation.topology import drawn_tree
@@ -52,6 +51,8 @@ class Distributions(NamedTuple):
 DISTRIBUTIONS = (Distributions(False, ()), Distributions(True, tuple(one.name for one in FILTERS)))
 """Steps are recorded for each of these: softmax alone, and any distribution."""
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
+PAGES, DRAFT_PAGES = "pages", "draft pages"
+"""Fields of the block tables."""
 MOST_NODES = 64
 """Most nodes of a request: a row's word has a bit for each."""
 
@@ -214,30 +215,25 @@ def tables_of(shape: StepShape, fanouts: tuple[tuple[int, ...], ...]) -> _Tables
     return _Tables(*map(np.stack, zip(*(_table_of(shape, fanout) for fanout in padded), strict=True)))
 
 
-class Field(NamedTuple):
-    """One array among the numbers of a step."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-
-    @property
-    def words(self) -> int:
-        """Size in 64-bit words, rounded up to 16 bytes: kernels are compiled for arrays that begin at a multiple."""
-        return -(-prod(self.shape) * int(np.dtype(self.dtype).itemsize) // 16) * 2
-
-
 class StepInputs:
     """Prepares the numbers of steps of one shape."""
 
-    def __init__(self, shape: StepShape, layout: Layout, block_size: int, most_pages: int, spare_block: int) -> None:
+    def __init__(
+        self, shape: StepShape, layout: Layout, block_size: int, most_pages: int, spare_blocks: Mapping[str, int]
+    ) -> None:
         """layout: of the chains that all S requests draft; most_pages: of the longest text with its drafts;
-        spare_block: padding writes its K/V to it, in both models.
+        spare_blocks: to which padding writes its K/V, by table: `PAGES`, and `DRAFT_PAGES` if the draft model has one.
         """
         self.shape, self._layout = shape, layout
-        self._block_size, self._spare_block = block_size, spare_block
+        self._block_size, self._spare_blocks = block_size, spare_blocks
         self.passes = passes_of(shape)
-        self.fields = _fields(shape, self.passes, layout, most_pages)
+        of_target = sum(one.queries for one in self.passes[:-1])
+        parts = {PAGES: slice(None)}
+        if DRAFT_PAGES in spare_blocks:
+            parts = {DRAFT_PAGES: slice(of_target), PAGES: slice(of_target, None)}
+        self._parts, self.draft_pages = parts, next(iter(parts))
+        """Rows of the passes that use each table; the table of the draft model's."""
+        self.fields = _fields(shape, self.passes, layout, most_pages, spare_blocks)
         self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
         self._views = views(self._flat, self.fields)
         self._filled = shape.sequences, most_pages
@@ -251,11 +247,12 @@ class StepInputs:
         self._clear_pages(rows)
         for number, row in enumerate(rows):
             end_S[number] = row.end
-            v["pages"][number, : len(row.block_ids)] = row.block_ids
+            v[PAGES][number, : len(row.block_ids)] = row.block_ids
             v["root"][number] = row.input_ids[0]
             if self.shape.has_draft_passes and row.draft_input_ids:
-                count_S[number], first_S[number] = len(row.draft_input_ids), first_key(row)
+                count_S[number], first_S[number] = len(row.draft_input_ids), row.first_draft_key
                 v["text"][number, : len(row.draft_input_ids)] = row.draft_input_ids
+                v[self.draft_pages][number, : len(row.draft_table)] = row.draft_table
         tables = tables_of(self.shape, tuple(row.fanout for row in rows))
         self._fill_passes(tables, count_S, end_S)
         v["ends"][:], v["first keys"][:] = end_S, first_S
@@ -267,9 +264,10 @@ class StepInputs:
         return self._flat
 
     def _clear_pages(self, rows: Sequence[Row]) -> None:
-        """Remove the last step's blocks from the table, and make room for those of `rows`."""
+        """Remove the last step's blocks from the tables, and make room for those of `rows`."""
         count, width = self._filled
-        self._views["pages"][:count, :width] = self._spare_block
+        for name, spare_block in self._spare_blocks.items():
+            self._views[name][:count, :width] = spare_block
         self._filled = len(rows), max((len(row.block_ids) for row in rows), default=0)
 
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
@@ -281,9 +279,12 @@ class StepInputs:
         offsets[:, text] -= count_S[:, None]
         depths[:, text] = offsets[:, text] + 1
         places = place(end_S[:, None], np.where(is_used, offsets, -1), np.where(is_used, depths, 0))
-        own = slots_of(v["pages"], np.arange(len(end_S))[:, None], places.indices, size)
-        slots, positions, limits = np.where(is_used, own, self._spare_block * size), places.positions, places.limits
+        positions, limits, row_S1 = places.positions, places.limits, np.arange(len(end_S))[:, None]
         limits[:, text] *= is_used[:, text]
+        slots = np.empty_like(positions)
+        for name, part in self._parts.items():
+            own = slots_of(v[name], row_S1, places.indices[:, part], size)
+            slots[:, part] = np.where(is_used[:, part], own, self._spare_blocks[name] * size)
         start = 0
         for number, one in enumerate(self.passes):
             part = slice(start, start + one.queries)
@@ -318,10 +319,12 @@ class StepInputs:
         v["noise"][SCORE_PART, is_dead_C] = -np.inf  # their scores become the largest: they win no race
 
 
-def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_pages: int) -> list[Field]:
+def _fields(
+    shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_pages: int, tables: Iterable[str]
+) -> list[Field]:
     count, num_chains = shape.sequences, layout.num_chains
     fields = [
-        Field("pages", np.int32, (count, most_pages)),
+        *(Field(name, np.int32, (count, most_pages)) for name in tables),
         Field("ends", np.int32, (count,)),
         Field("first keys", np.int32, (count,)),
         Field("node positions", np.int32, (2, count, MOST_NODES)),
@@ -348,16 +351,3 @@ def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_p
             Field(f"counts {number}", np.int32, (count,)),
         ]
     return fields
-
-
-def views(flat: Any, fields: Sequence[Field]) -> dict[str, Any]:
-    """Return the arrays of a piece of memory, by name. flat: 64-bit words, of numpy or torch."""
-    found = {}
-    start = 0
-    for field in fields:
-        dtype = np.dtype(field.dtype)
-        part = flat[start : start + field.words]
-        part = part.view(dtype if isinstance(flat, np.ndarray) else getattr(torch, dtype.name))
-        found[field.name] = part[: prod(field.shape)].reshape(field.shape)
-        start += field.words
-    return found

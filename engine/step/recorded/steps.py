@@ -31,7 +31,7 @@ from engine.drafting.drafter import Drafter
 from engine.drafting.numbers import noise_of
 from engine.errors import LoadError
 from engine.kernels.protocol import Chains, ProbsTable
-from engine.kernels.transfer import bits, fill, to_device
+from engine.kernels.transfer import bits, fill, to_device, views
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, StepVerdict
 from engine.sampling.distribution import DistributionParameters, distribution
@@ -39,7 +39,7 @@ from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.step.recorded.apart import draft_into
 from engine.step.recorded.buffers import Buffers
-from engine.step.recorded.inputs import NUM_TEXT, StepInputs, StepShape, views
+from engine.step.recorded.inputs import NUM_TEXT, PAGES, StepInputs, StepShape
 from engine.step.recorded.menu import shape_of, work
 from engine.step.recorded.obstacles import HOST_WAITS, find_wait, first_error, operation_of
 from engine.step.recorded.recorder import Graphs, graphs_on
@@ -75,8 +75,7 @@ class RecordedStep:
         self.shape, self._shared = shape, shared
         target = shared.target
         self._layout = layout_of((ChainShape(shape.fanout, "iid", "iid"),) * shape.sequences, target.device)
-        spare_block = target.storage.keys.shape[1] // target.block_size - 1
-        self._inputs = StepInputs(shape, self._layout, target.block_size, shared.most_pages, spare_block)
+        self._inputs = StepInputs(shape, self._layout, target.block_size, shared.most_pages, shared.spare_blocks)
         self._numbers = torch.from_numpy(self._inputs.of([])).to(target.device, copy=True)
         self._views = views(self._numbers, self._inputs.fields)
         self._fixed = [self._fixed_of(number) for number in range(len(self._inputs.passes))]
@@ -221,7 +220,7 @@ class RecordedStep:
         is_target = runner is self._shared.target
         one = self._inputs.passes[number]
         paged = Paged(
-            pages=v["pages"],
+            pages=v[PAGES if is_target else self._inputs.draft_pages],
             starts=fixed.starts,
             counts=v[f"counts {number}"],
             first_keys=fixed.zeros if is_target else v["first keys"],
@@ -272,11 +271,14 @@ class _Fixed(NamedTuple):
 class RecordedSteps:
     """The recorded steps of an engine."""
 
-    def __init__(self, graphs: Graphs | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, graphs: Graphs | None = None, drafter: Drafter | None = None, has_draft_pool: bool = False
+    ) -> None:
         """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere. drafter: drafts apart;
-        None if the draft model's passes are recorded, or there is none.
+        None if the draft model's passes are recorded, or there is none. has_draft_pool: whether the draft model has
+        other blocks than the target.
         """
-        self._graphs, self._drafter = graphs, drafter
+        self._graphs, self._drafter, self._has_draft_pool = graphs, drafter, has_draft_pool
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
         """The recorded step for each smallest shape; None if there is none."""
@@ -341,13 +343,13 @@ class RecordedSteps:
         self._most_pages = most_pages
         graphs = self._graphs or graphs_on(runners[0].device)
         if graphs is None:
-            shared = Buffers.of(runners, self._drafter, shapes, most_pages)
+            shared = Buffers.of(runners, self._drafter, shapes, most_pages, self._has_draft_pool)
             self.steps = {shape: RecordedStep(shape, shared) for shape in shapes}
             return
         with graphs.recorder() as record:
             free_bytes = graphs.free_bytes()
             try:
-                shared = Buffers.of(runners, self._drafter, shapes, most_pages)
+                shared = Buffers.of(runners, self._drafter, shapes, most_pages, self._has_draft_pool)
                 wait = find_wait(graphs, _one_of_each_kind(shapes, shared))
                 if wait is not None:
                     log.warning(HOST_WAITS, wait)

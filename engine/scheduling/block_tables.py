@@ -1,0 +1,149 @@
+"""Block tables of sequences: which K/V blocks they take, share through the prefix cache, and release.
+
+Target and draft model share one table, and their storage has the same blocks. With a draft window the draft model has
+a table and a pool of its own blocks: it never reads a token again once the window has passed it, so a sequence holds
+the blocks of its window only, and none if it drafts nothing.
+
+Not for: when sequences take and release blocks (`scheduler.py`), or what is in them (`store.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.scheduling.rows import PlannedRow
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.store import BlockStore
+
+
+class BlockTables:
+    """Blocks of the K/V of all sequences."""
+
+    def __init__(self, target: BlockStore, draft: BlockStore | None = None) -> None:
+        """draft: of the draft model's K/V; None if it is in the blocks of the target's."""
+        self.target = target
+        self.draft = draft
+        self._size = target.block_size
+
+    def take_known(self, sequence: Sequence) -> int:
+        """Hold the cached blocks of a text; return how many blocks from its beginning the draft model can leave out:
+        their K/V is cached, or before its window.
+        """
+        keys = sequence.block_keys(sequence.num_shared // self._size, self._size)
+        sequence.block_ids, num_drafted = self.target.take_known(keys)
+        if self.draft is None:
+            return num_drafted
+        if not sequence.request.speculation.num_drafts:
+            return 0
+        first = self._first_in_window(sequence)
+        known, _ = self.draft.take_known(keys[first : len(sequence.block_ids)])
+        if not known:
+            return 0
+        sequence.draft_block_ids = [0] * first + known
+        sequence.first_draft_block, sequence.draft_start = first, first * self._size
+        return first + len(known)
+
+    def publish(self, sequence: Sequence, num_target: int, draft_start: int, num_draft: int) -> None:
+        """Let other requests use the full blocks of a text.
+
+        num_target: tokens with target K/V; draft_start, num_draft: first token with draft K/V, and end of these.
+        """
+        if not sequence.shares_blocks:
+            return
+        if self.draft is None and draft_start:
+            num_draft = 0
+        full, drafted = num_target // self._size, min(num_target, num_draft) // self._size
+        if full <= sequence.num_published_blocks and drafted <= sequence.num_drafted_blocks:
+            return
+        keys, fresh = sequence.block_keys(full, self._size), range(sequence.num_published_blocks, full)
+        of_draft = range(sequence.num_drafted_blocks, drafted)
+        if self.draft is None:
+            for number in {*fresh, *of_draft}:
+                self.target.publish(sequence.block_ids[number], keys[number], number < drafted)
+        else:
+            for number in fresh:
+                self.target.publish(sequence.block_ids[number], keys[number], False)
+            first = max(-(-draft_start // self._size), sequence.first_draft_block)
+            for number in range(max(of_draft.start, first), drafted):
+                self.draft.publish(sequence.draft_block_ids[number], keys[number], True)
+        sequence.num_published_blocks = max(full, sequence.num_published_blocks)
+        sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
+
+    def find(self, part: PlannedRow) -> bool:
+        """Allocate the blocks of a part; False if too few are free."""
+        if self.draft is not None and not self._find_draft(part, self.draft):
+            return False
+        return self._extend(self.target, part.sequence.block_ids, part.end + part.num_nodes)
+
+    def admit(self, part: PlannedRow, stop: int) -> bool:
+        """Allocate the target's blocks of a text up to index `stop`, and the draft model's of this part; False if too
+        few are free for all of the text.
+        """
+        sequence = part.sequence
+        if self.draft is not None and sequence.request.speculation.num_drafts:
+            first = max(self._first_in_window(sequence), len(sequence.draft_block_ids))
+            if -(-stop // self._size) - first > self.draft.num_free or not self._find_draft(part, self.draft):
+                return False
+        return self._extend(self.target, sequence.block_ids, stop)
+
+    def release(self, sequence: Sequence) -> None:
+        """Release all blocks of a sequence."""
+        self.target.release(sequence.block_ids)
+        if self.draft is not None:
+            self.draft.release(sequence.held_draft_blocks)
+        sequence.block_ids, sequence.draft_block_ids, sequence.first_draft_block = [], [], 0
+
+    def portion(self, number: int, count: int) -> tuple[BlockStore, BlockStore | None]:
+        """Return stores of one of `count` equal portions of the blocks (`BlockStore.portion`)."""
+        return self.target.portion(number, count), None if self.draft is None else self.draft.portion(number, count)
+
+    def blocks_of(self, sequences: list[Sequence]) -> tuple[set[int], set[int]]:
+        """Return the blocks that sequences hold, of the target and of the draft model."""
+        blocks = {block for one in sequences for block in one.block_ids}
+        if self.draft is None:
+            return blocks, blocks
+        return blocks, {block for one in sequences for block in one.held_draft_blocks}
+
+    def forget(self, blocks: Iterable[int], draft_blocks: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Remove blocks from the prefix cache; return those without holders, of the target and of the draft model."""
+        free = self.target.forget(blocks)
+        return free, free if self.draft is None else self.draft.forget(draft_blocks)
+
+    def forget_all(self) -> None:
+        """Remove all blocks from the prefix cache."""
+        for store in (self.target, self.draft):
+            if store is not None:
+                store.forget_all()
+
+    def check_invariants(self, running: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the blocks of the running sequences agree with the accounting."""
+        running = list(running)
+        self.target.check_invariants(block for s in running for block in s.block_ids)
+        if self.draft is not None:
+            self.draft.check_invariants(block for s in running for block in s.held_draft_blocks)
+
+    def _find_draft(self, part: PlannedRow, store: BlockStore) -> bool:
+        """Release the blocks before the draft model's window, and allocate those of the part."""
+        if not part.draft_stop:
+            return True
+        sequence, first = part.sequence, part.first_draft_key // self._size
+        table = sequence.draft_block_ids
+        store.release(table[sequence.first_draft_block : first])
+        sequence.first_draft_block = first
+        table += [0] * (first - len(table))
+        return self._extend(store, table, part.draft_stop)
+
+    def _extend(self, store: BlockStore, table: list[int], stop: int) -> bool:
+        """Append the blocks that a table needs for tokens up to index `stop`; False if too few are free."""
+        missing = -(-stop // self._size) - len(table)
+        if missing <= 0:
+            return True
+        if missing > store.num_free:
+            return False
+        table += store.allocate(missing, table[-1] if table else None)
+        return True
+
+    def _first_in_window(self, sequence: Sequence) -> int:
+        """Return the number of the first block of its text that the draft model will read."""
+        window = sequence.draft_window
+        return max(0, len(sequence.tokens) - window) // self._size if window else 0
