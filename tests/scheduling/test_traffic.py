@@ -263,6 +263,16 @@ def test_a_window_holds_its_own_blocks_only() -> None:
     assert traffic.scheduler.blocks.num_used > 2 * max(seen)
 
 
+def test_a_block_that_leaves_the_window_in_the_step_that_fills_it_is_not_shared() -> None:
+    """Its owner has released it before it could be published; a step emits more tokens than the window has."""
+    for length in range(9, 13):
+        scheduler = windowed(2)
+        scheduler.submit(request("a", length, max_tokens=30, drafts=1, draft_length=4))
+        while scheduler.has_work:
+            scheduler.commit(plan := scheduler.plan(), verdict(plan, 4, keeps=True))
+            scheduler.check_invariants()
+
+
 def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
     """A longer text begins like one that has ended; the draft model computes what is new of it alone."""
     scheduler = windowed()
