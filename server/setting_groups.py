@@ -256,7 +256,7 @@ class SchedulingSettings(BaseModel):
         "with measured step times, prompts also add at most the time of decoding, or 0.1 s",
         json_schema_extra=RARE,
     )
-    max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
+    max_num_queued_reqs: NotNegative = Field(1024, description="requests that may wait; more get 429")
     max_num_queued_tokens: NotNegativeAmount = Field(
         0,
         description="prompt tokens of requests without a first token; more get 429, unless none wait; 0: no limit",
