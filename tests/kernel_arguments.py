@@ -9,25 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Pointers of each kernel by the type of their numbers; all others are to the type of the model's numbers.
+# Pointers of kernels by the type of their numbers.
 _TYPES: dict[torch.dtype, str] = {
     torch.int32: "pages starts counts first_keys ends num_keys node_positions limits",
     torch.int64: "words slots moves lowest top_ks target_rows draft_rows lengths requests accepted tokens verdict",
-    torch.float32: "lse largest totals edges temperatures probs top_ps kept target draft",
+    torch.float32: "lse largest totals edges temperatures probs top_ps kept target draft scales",
+    torch.float8_e4m3fn: "rounded",
     torch.float64: (
         "surplus_sums target_sums uniforms log_ratios log_ceilings accept_numbers residual_numbers score_numbers scores"
     ),
 }
 _TYPE_OF = {name: dtype for dtype, names in _TYPES.items() for name in names.split()}
-_TYPE_IN = {
-    ("_attend", "positions"): torch.int32,
-    ("_rotate_and_write", "positions"): torch.int64,
-    ("_keep", "sums"): torch.float64,
-    ("_edge", "sums"): torch.float64,
-    ("_narrow", "sums"): torch.float64,
-    ("_walk", "weights"): torch.float64,
-    ("_sum_prefixes", "weights"): torch.float64,
-    ("_decide", "weights"): torch.float64,
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_TYPES_OF = {name: (dtype,) for dtype, names in _TYPES.items() for name in names.split()} | dict.fromkeys(
+    "query keys values output result sinks storage joined cosines sines query_norm key_norm hidden weight normed rows "
+    "logits numbers".split(),
+    _FLOATS,  # a model's numbers
+)
+_TYPES_IN = {
+    ("_attend", "positions"): (torch.int32,),
+    ("_rotate_and_write", "positions"): (torch.int64,),
+    ("_keep", "sums"): (torch.float64,),
+    ("_edge", "sums"): (torch.float64,),
+    ("_narrow", "sums"): (torch.float64,),
+    ("_narrow", "wanted"): (torch.float32, torch.int64),  # a share or a count
+    ("_walk", "weights"): (torch.float64,),
+    ("_sum_prefixes", "weights"): (torch.float64,),
+    ("_decide", "weights"): (torch.float64,),
+    # Numbers of rows stand in their place, unused, without drafts, and if all are wanted.
+    ("_sum_tiles", "weights"): (torch.float64, torch.int64),
+    ("_draw", "weights"): (torch.float64, torch.int64),
+    ("_draw", "wanted"): (torch.int8, torch.int64),
 }
 _OWN_STRIDES = {("_attend", "query"), ("_sum_exponentials", "logits"), ("_softmax", "logits"), ("_narrow", "numbers")}
 """Arguments whose rows may lie apart, because their strides are arguments, too; numbers of a row are contiguous."""
@@ -69,9 +81,11 @@ def _fault_of_number(name: str, value: Any) -> str | None:
 def _fault_of_pointer(kernel: str, name: str, value: Tensor, device: torch.device) -> str | None:
     if value.device != device:
         return f"is on {value.device}"
-    wanted = _TYPE_IN.get((kernel, name), _TYPE_OF.get(name))
-    if wanted is not None and value.dtype != wanted:
-        return f"has numbers of {value.dtype}, not {wanted}"
+    wanted = _TYPES_IN.get((kernel, name)) or _TYPES_OF.get(name)
+    if wanted is None:
+        return "is in no table of tests/kernel_arguments.py"
+    if value.dtype not in wanted:
+        return f"has numbers of {value.dtype}, not {' or '.join(map(str, wanted))}"
     if (kernel, name) in _OWN_STRIDES:
         return None if value.stride(-1) == 1 else "has rows that are not contiguous"
     return None if value.is_contiguous() else "is not contiguous"

@@ -110,15 +110,15 @@ def test_tests_that_are_stopped_leave_what_they_had(tmp_path: Path, monkeypatch:
     """A process that a test has started holds its output open for longer."""
     script = tmp_path / "python"
     script.write_text(
-        f"#!{sys.executable}\nimport os, time\n"
+        f"#!{sys.executable} -IS\nimport os, time\n"
         "print('a.py::test_one PASSED [ 3%]\\na.py::test_two[x y] ', end='', flush=True)\n"
         f"os.fork()\ntime.sleep(20)\nopen({str(tmp_path / 'late')!r}, 'w')\n"
     )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    found = gpu_tests.run_file("a", "slow", 2, tmp_path)
+    found = gpu_tests.run_file("a", "slow", 4, tmp_path)
     assert not (tmp_path / "late").exists()
-    assert (found["ended"], found["passed"], found["running"]) == ("stopped after 2 s", 1, ["a.py::test_two[x y]"])
+    assert (found["ended"], found["passed"], found["running"]) == ("stopped after 4 s", 1, ["a.py::test_two[x y]"])
 
 
 def test_each_part_fits_a_call_of_ten_minutes_and_its_tests_are_there() -> None:
@@ -333,24 +333,25 @@ def test_a_roofline_is_that_of_the_data_sheet() -> None:
 def test_a_section_that_is_stopped_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "python"
     script.write_text(
-        f"#!{sys.executable}\nimport faulthandler, signal, time\nfaulthandler.register(signal.SIGTERM)\n"
+        f"#!{sys.executable} -IS\nimport faulthandler, signal, time\nfaulthandler.register(signal.SIGTERM)\n"
         "def hangs():\n    time.sleep(60)\nhangs()\n"
     )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    assert any(line.endswith("in hangs") for line in run(Section("engine", 3, ""), tmp_path)["last_lines"])
+    assert any(line.endswith("in hangs") for line in run(Section("engine", 4, ""), tmp_path)["last_lines"])
 
 
 def test_processes_of_a_section_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forked process that outlived its section would hold the device."""
     script, number = tmp_path / "python", tmp_path / "pid"
     script.write_text(
-        f"#!{sys.executable}\nimport os, time\nif not os.fork():\n"
+        f"#!{sys.executable} -IS\nimport os, time\nif not os.fork():\n"
         f"    open({str(number)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
     )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    assert run(Section("engine", 2, ""), tmp_path)["ended"] == "stopped after 2 s"
+    assert run(Section("engine", 4, ""), tmp_path)["ended"] == "stopped after 4 s"
+    assert number.read_text(), "the process did not fork in time"
     for _ in range(500):
         try:
             state = Path(f"/proc/{number.read_text()}/stat").read_text().split()[2]

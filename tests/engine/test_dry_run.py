@@ -31,6 +31,7 @@ from engine.step.recorded import steps
 from tests.dry_device import DEVICE, DryDevice, NotOnADevice
 from tests.engine import dry, tiny
 from tests.grid import grid
+from tests.kernel_arguments import check_launch
 from tests.models import families
 from tests.wrong import instead
 
@@ -321,3 +322,11 @@ def test_a_launch_that_a_kernel_does_not_expect_is_found(device: DryDevice, mach
         pytest.raises(NotOnADevice, match=message),
     ):
         step._target()
+
+
+def test_a_pointer_whose_type_no_table_names_is_found() -> None:
+    def kernel(query: Any, others: Any) -> None:
+        """Nothing."""
+
+    fault = check_launch(kernel, (1,), [torch.zeros(2), torch.zeros(2)], {}, torch.device("cpu"))
+    assert fault == "others is in no table of tests/kernel_arguments.py"

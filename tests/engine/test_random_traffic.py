@@ -1,4 +1,4 @@
-"""Random requests in random company: everything that is served, in combinations that no other test names.
+"""Random requests in random company: rules, drafters, fields and limits in combinations that no other test names.
 
 Each answer in float32 is the same alone and among others that arrive at random steps, are aborted, preempted and cut
 into chunks, and share beginnings. Answers that depend on no draft are those of plain decoding. Masks, logprobs and
@@ -260,6 +260,15 @@ def check_by_transformers(target: LoadedModel, request: Request, outcomes: Seque
             assert row_V[token] > row_V.max() - 1e-3
 
 
+def build_crowded(pair: Pair, caps: tuple[int, int, int], r: random.Random, **more: Any) -> Engine:
+    """An engine with few blocks, and sometimes a small budget and few requests at once."""
+    size = r.choice([3, 8])
+    needed = -(-(MODEL_LEN + caps[0] * caps[1] + 2 * caps[2]) // size) + 1
+    budget = r.choice([caps[0] * caps[1] + 2 * caps[2] + 2, 130])
+    rows = r.choice([3, 64])
+    return build(pair, caps, num_blocks=needed, block_size=size, budget=budget, max_num_seqs=rows, **more)
+
+
 def differing(pair: Pair, seed: int) -> list[Request]:
     """Requests whose answers in company are others than alone, after all answers alone are found right."""
     r = random.Random(seed)
@@ -279,10 +288,7 @@ def differing(pair: Pair, seed: int) -> list[Request]:
                 assert undrafted.tokens(request.request_id) == answer.tokens(request.request_id), request
         alone.outcomes |= answer.outcomes
         alone.failed |= answer.failed
-    size = r.choice([3, 8])
-    needed = -(-(MODEL_LEN + caps[0] * caps[1] + 2 * caps[2]) // size) + 1
-    budget = r.choice([caps[0] * caps[1] + 2 * caps[2] + 2, 130])
-    crowded = build(pair, caps, num_blocks=needed, block_size=size, budget=budget, max_num_seqs=r.choice([3, 64]))
+    crowded = build_crowded(pair, caps, r)
     aborted = r.sample([one.request_id for one in requests], 2)
     found = []
     for some in (aborted, []):
@@ -302,6 +308,26 @@ def differing(pair: Pair, seed: int) -> list[Request]:
 @pytest.mark.parametrize("seed", grid(range(8), {1, 2}))
 def test_company_changes_no_answer(pair: Pair, seed: int) -> None:
     assert differing(pair, seed) == []
+
+
+@pytest.mark.parametrize("seed", grid(range(8), {1}))
+def test_a_draft_window_changes_no_certain_answer(tmp_path: Path, seed: int) -> None:
+    """Drafts depend on the company then; answers that depend on no draft are those of plain decoding."""
+    r = random.Random(seed)
+    pair, caps = make("pair", tmp_path), r.choice(CAPS)
+    plain = build(pair, caps)
+    certain = [
+        one
+        for one in some_requests(r, plain, 30)
+        if one.sampling.is_certain and not one.speculation.over_acceptance and not one.reports_drafts
+    ]
+    undrafted = [msgspec.structs.replace(one, speculation=tiny.OFF, prediction=()) for one in certain]
+    expected = run(plain, undrafted, r)
+    crowded = build_crowded(pair, caps, r, draft_window=r.choice([1, 2, 3]))
+    together = run(crowded, certain, r)
+    assert any(outcome.num_accepted for outcomes in together.outcomes.values() for outcome in outcomes)
+    for one in certain:
+        assert together.tokens(one.request_id) == expected.tokens(one.request_id), one
 
 
 def test_blocks_without_the_draft_model_s_keys_are_found_out(tmp_path: Path) -> None:

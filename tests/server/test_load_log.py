@@ -7,7 +7,9 @@ import logging
 import time
 
 import pytest
+from msgspec.structs import replace
 
+from engine.api import StepResults
 from server.serving.live import Live
 from server.serving.load_log import INTERVAL_S, LoadLog
 from tests.server.daemon_process import MODEL, Daemons
@@ -28,12 +30,14 @@ def test_the_line_counts_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> 
     live = Live()
     take(live, (4, 3), (4, 3))
     load = LoadLog(live, lambda: 10)
+    live.step(StepResults([], stats=replace(stats(), num_running=2, num_waiting=3, num_blocks_used=4)))
     take(live, (5, 4), (1, 0))
     first = load.read()
     assert first is not None
     assert first["tokens_per_second"] == pytest.approx(0.6)
     assert first["tokens_per_step"] == pytest.approx(3)
-    assert first["speedup"] is not None
+    assert first["speedup"] == pytest.approx(9)
+    assert (first["running"], first["waiting"], first["kv_cache_usage"]) == (2, 3, 0.4)
     live.take(outcome(2, 0, draft_length=0), stats())
     second = load.read()
     assert second is not None
