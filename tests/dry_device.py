@@ -109,6 +109,7 @@ class DryDevice(TorchDispatchMode):
         fault = check_launch(kernel.fn, kernel.grid, operands, constants, DEVICE)
         if fault:
             raise NotOnADevice(f"kernel {kernel.fn.__name__}: {fault}")
+        _forget((operands, constants))
         self.counts[kernel.fn.__name__] += 1
         self.num_captured += self.is_capturing
 
@@ -126,8 +127,7 @@ class DryDevice(TorchDispatchMode):
         self.num_captured += self.is_capturing
         name = str(operation).removeprefix("aten.").removesuffix(".default")
         base = name.split(".")[0]
-        if base.endswith("_") and hasattr(operands[0], "known"):
-            del operands[0].known
+        _forget(_written_by(operation, operands, options))
         if base in ("_to_copy", "copy_"):
             return self._copy(name, operation, operands, options)
         if base == "_local_scalar_dense":
@@ -254,6 +254,20 @@ def _known_or_zero(one: Tensor) -> Tensor:
     """Return the numbers that the host copied to a tensor, if nothing has been written to it; zeros for others."""
     known: Tensor | None = getattr(one, "known", None)
     return torch.zeros(one.shape, dtype=one.dtype) if known is None else known
+
+
+def _written_by(operation: Any, operands: Any, options: Any) -> list[Any]:
+    """Return the operands that an operation writes to."""
+    arguments = enumerate(operation._schema.arguments)
+    written = [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [operands[place] if place < len(operands) else options.get(name) for place, name in written]
+
+
+def _forget(written: Any) -> None:
+    """Let the host read zeros from tensors that a kernel or an operation may have written to."""
+    for one in tree_leaves(written):
+        if isinstance(one, FakeTensor):
+            vars(one).pop("known", None)
 
 
 def _place() -> str:

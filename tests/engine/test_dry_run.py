@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -50,6 +51,16 @@ def device() -> Iterator[DryDevice]:
 def machine(device: DryDevice) -> Engine:
     target, draft = dry.pair()
     return tiny.build(target, draft, num_blocks=200, max_over_acceptance=0.3, max_copied_tokens=8)
+
+
+@contextlib.contextmanager
+def launched_one_by_one(engine: Engine) -> Iterator[None]:
+    """Let the engine replay no step, temporarily."""
+    engine.recorded.serves = False
+    try:
+        yield
+    finally:
+        engine.recorded.serves = True
 
 
 class EvenTokens:
@@ -145,20 +156,17 @@ WAITING_RULES = frozenset({"traversal", "weighted_race"})
 def test_a_step_that_is_not_recorded_waits_as_often_as_it_says(device: DryDevice, machine: Engine, name: str) -> None:
     """The first step reads the prompts."""
     speculation, wish, reads = WISHES[name]
-    machine.recorded.serves = False
-    with asking(machine, speculation, **wish):
+    with launched_one_by_one(machine), asking(machine, speculation, **wish):
         for number in range(3):
             found = costs(device, machine)
             assert found.waits == 0, device.places
             assert found.reads == (1 if number and name == "prompt logprobs" else reads), device.places
-    machine.recorded.serves = True
 
 
 @pytest.mark.parametrize("rule", grid([rule for rule in RULES if rule != "ot_lp"], {"spectr_gbv"}))
 def test_a_rule_waits_for_its_verdict_alone(device: DryDevice, machine: Engine, rule: str) -> None:
-    machine.recorded.serves = False
     speculation = Speculation(rule=rule, num_drafts=min(2, RULES[rule].max_drafts or 2), draft_length=2)
-    with asking(machine, speculation):
+    with launched_one_by_one(machine), asking(machine, speculation):
         costs(device, machine)
         costs(device, machine)  # what it keeps is on the device now
         found = costs(device, machine)
@@ -166,7 +174,6 @@ def test_a_rule_waits_for_its_verdict_alone(device: DryDevice, machine: Engine, 
         assert found.reads > 1
     else:
         assert (found.reads, found.waits) == (1, 0), device.places
-    machine.recorded.serves = True
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -322,6 +329,23 @@ def test_a_launch_that_a_kernel_does_not_expect_is_found(device: DryDevice, mach
         pytest.raises(NotOnADevice, match=message),
     ):
         step._target()
+
+
+def test_numbers_of_the_host_are_known_until_something_is_written(device: DryDevice) -> None:
+    def kernel(tokens: Any) -> None:
+        """Nothing."""
+
+    grid: Any = SimpleNamespace(fn=kernel, grid=(1,))
+    writes: list[Callable[[Tensor], Any]] = [
+        lambda one: one.add_(1),
+        lambda one: torch.add(one, 1, out=one),
+        lambda one: device.launch(None, grid, one),
+    ]
+    for write in writes:
+        copied = torch.tensor([3, 4]).to(DEVICE)
+        assert copied.tolist() == [3, 4]
+        write(copied)
+        assert copied.tolist() == [0, 0]
 
 
 def test_a_pointer_whose_type_no_table_names_is_found() -> None:

@@ -113,6 +113,7 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         ),
         ("m --dtype half --generation-config vllm", "m --dtype float16 --generation-config neutral"),
         ("m --no-enable-chunked-prefill --allowed-origins '[\"*\"]'", "m --allowed-origins *"),
+        ("m --disable-log-stats", "m --no-enable-log-stats"),
         ("m --served_model_name a --served_model_name b,c", "m --served-model-name a,b,c"),
         # SGLang
         (

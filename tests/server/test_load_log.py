@@ -66,12 +66,11 @@ def test_nothing_is_written_while_nothing_is_answered(caplog: pytest.LogCaptureF
 
 @pytest.mark.slow
 def test_a_daemon_reports_its_load(daemons: Daemons, pair_arguments: list[str]) -> None:
-    """While a stream runs, unless --disable-log-stats (vLLM's flag) turns it off."""
-    for flags, num_lines in ((), 1), (("--disable-log-stats",), 0):
-        daemon = daemons.get(*pair_arguments, "--no-calibrate", *flags)
-        until = time.monotonic() + INTERVAL_S + 3
-        with daemon.client() as http:
-            while time.monotonic() < until:
-                with open_stream(http, "/v1/completions", model=MODEL, prompt="a", max_tokens=90) as stream:
-                    stream.read()
-        assert min(1, daemon.log.count("INFO load running=")) == num_lines, daemon.log
+    """While a stream runs."""
+    daemon = daemons.get(*pair_arguments, "--no-calibrate")
+    until = time.monotonic() + INTERVAL_S + 3
+    with daemon.client() as http:
+        while time.monotonic() < until:
+            with open_stream(http, "/v1/completions", model=MODEL, prompt="a", max_tokens=90) as stream:
+                stream.read()
+    assert "INFO load running=" in daemon.log
