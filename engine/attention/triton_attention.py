@@ -173,7 +173,7 @@ def _attend(
     kv_head, count, row = tl.program_id(1), tl.load(counts + sequence), tl.arange(0, rows)
     # Padding rows see nothing; their result is 0, not the content of the memory.
     num_rows = tl.maximum(count, padded_queries)
-    # Never: but without it, Triton 3.7.1 takes more registers than there are.
+    # Never true: only tiles that exist have a program. Without it Triton 3.7.1 spills registers.
     if tile * tile_queries >= num_rows:
         return
     number = tile * tile_queries + row // groups

@@ -75,6 +75,12 @@ class BlockTables:
             return False
         return self._extend(self.target, part.sequence.block_ids, part.end + part.num_nodes)
 
+    def frees(self, sequence: Sequence, part: PlannedRow) -> bool:
+        """Whether a sequence holds blocks of the pool in which a part finds too few."""
+        if self.draft is not None and not self._find_draft(part, self.draft):
+            return bool(sequence.held_draft_blocks)
+        return bool(sequence.block_ids)
+
     def admit(self, part: PlannedRow, stop: int) -> bool:
         """Allocate the target's blocks of a text up to index `stop`, and the draft model's of this part; False if too
         few are free for all of the text.

@@ -47,7 +47,6 @@ class Scheduler:
         self.config = config
         self.draft_prefill = DraftPrefill(config, draft_window, by_head)
         self.tables = BlockTables(blocks, draft_blocks)
-        self.blocks = blocks
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
         self.controller: Controller | None = None
@@ -288,7 +287,7 @@ class Scheduler:
             if self._controller_of(sequence) is None:
                 most_tokens = self.draft_prefill.most_cached(sequence, num_drafted * self.block_size)
                 most = most_tokens // self.block_size
-                self.blocks.release(sequence.block_ids[most:])
+                self.tables.target.release(sequence.block_ids[most:])
                 del sequence.block_ids[most:]
             sequence.num_draft_computed = min(num_drafted, len(sequence.block_ids)) * self.block_size
         sequence.num_target_computed = len(sequence.block_ids) * self.block_size
@@ -305,7 +304,8 @@ class Scheduler:
         while part.sequence.sequence_id in self._running:
             if self.tables.find(part):
                 return True
-            self._preempt(max(self._running.values(), key=expendability))
+            holders = [one for one in self._running.values() if self.tables.frees(one, part)]
+            self._preempt(max(holders, key=expendability, default=part.sequence))
         return False
 
     def _preempt(self, victim: Sequence) -> None:

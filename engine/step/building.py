@@ -126,7 +126,22 @@ def assemble(
     if all(choice.backend.reads_pages for choice in choices):
         # Torch computes little then, and its waiting threads would take cores from the passes.
         torch.set_num_threads(1)
-    facts = msgspec.structs.replace(
+    facts = _completed(facts, target, memory, weight_bytes)
+    check_defaults(facts, config.speculation)
+    drafter = kind.make(runners[1], runners[0]) if kind is not None else None
+    tokenizer, revision = config.model.tokenizer_source
+    grammars = GrammarPool(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
+    scheduler = _scheduler(config, target, memory, is_head, has_draft_pool)
+    engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
+    if recordings is not None and recordings.shapes:
+        engine.recorded = RecordedSteps(recordings.graphs, drafter if drafts_apart else None, has_draft_pool)
+        engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
+    return engine
+
+
+def _completed(facts: EngineFacts, target: LoadedModel, memory: MemoryPlan, weight_bytes: Sequence[int]) -> EngineFacts:
+    """Return the facts with those that follow from the loaded models and the plan of memory."""
+    return msgspec.structs.replace(
         facts,
         num_blocks=memory.num_blocks,
         max_model_len=memory.max_model_len,
@@ -141,16 +156,6 @@ def assemble(
             **memory.kept_back,
         },
     )
-    check_defaults(facts, config.speculation)
-    drafter = kind.make(runners[1], runners[0]) if kind is not None else None
-    tokenizer, revision = config.model.tokenizer_source
-    grammars = GrammarPool(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
-    scheduler = _scheduler(config, target, memory, is_head, has_draft_pool)
-    engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
-    if recordings is not None and recordings.shapes:
-        engine.recorded = RecordedSteps(recordings.graphs, drafter if drafts_apart else None, has_draft_pool)
-        engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
-    return engine
 
 
 class _Recordings(NamedTuple):

@@ -106,7 +106,7 @@ class CheckedAnswer:
 def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, CheckedAnswer]:
     """Answer all requests on an idle engine; the limits of served requests do not apply."""
     answers = {request.request_id: CheckedAnswer() for request in requests}
-    engine.scheduler.blocks.forget_all()  # passes outside the scheduler may have written anywhere
+    engine.scheduler.tables.forget_all()  # passes outside the scheduler may have written anywhere
     for request in requests:
         engine.queue(request)
     while engine.scheduler.has_work:

@@ -208,7 +208,7 @@ class Telemetry:
             phases_s=phases_s or {},
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + num_awaiting_grammar,
-            num_blocks_used=scheduler.blocks.num_used,
+            num_blocks_used=scheduler.tables.target.num_used,
             num_preemptions=scheduler.num_preemptions,
             num_cache_queries=scheduler.num_cache_queries,
             num_cache_hits=scheduler.num_cache_hits,

@@ -48,7 +48,7 @@ def run(machine: Engine, asked: list[Any]) -> tuple[dict[str, list[int]], dict[s
             tokens[outcome.request_id] += outcome.token_ids
         errors |= dict(result.failed)
         machine.scheduler.check_invariants()
-    assert machine.scheduler.blocks.num_used == 0
+    assert machine.scheduler.tables.target.num_used == 0
     return tokens, errors
 
 

@@ -139,7 +139,7 @@ def test_abort_frees_blocks_at_once(pair) -> None:  # type: ignore[no-untyped-de
     engine.run_step()
     for name in range(6):
         assert engine.abort(str(name))
-    assert engine.scheduler.blocks.num_used == 0
+    assert engine.scheduler.tables.target.num_used == 0
     assert not engine.scheduler.has_work
     assert not engine.abort("0")
     engine.scheduler.check_invariants()

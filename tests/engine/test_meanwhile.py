@@ -83,7 +83,7 @@ def served(engine: Engine, batches: Iterable[list[ToEngine]]) -> Script:
     script = Script(batches)
     process.serve(engine, script)  # type: ignore[arg-type]
     engine.scheduler.check_invariants()
-    assert engine.scheduler.blocks.num_used == 0
+    assert engine.scheduler.tables.target.num_used == 0
     return script
 
 

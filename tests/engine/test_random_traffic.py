@@ -207,7 +207,7 @@ def run(engine: Engine, requests: Sequence[Request], r: random.Random, aborted: 
                 live.remove(outcome.request_id)
         engine.scheduler.check_invariants()
     assert not live, live
-    assert engine.scheduler.blocks.num_used == 0
+    assert engine.scheduler.tables.target.num_used == 0
     return answers
 
 
@@ -277,7 +277,7 @@ def differing(pair: Pair, seed: int) -> list[Request]:
     requests = some_requests(r, engine, 14)
     alone = Answers()
     for request in requests:
-        engine.scheduler.blocks.forget_all()
+        engine.scheduler.tables.forget_all()
         answer, plain = run(engine, [request], random.Random(0)), msgspec.structs.replace(request, prediction=())
         outcomes = answer.outcomes[request.request_id]
         if request.request_id not in answer.failed:

@@ -67,7 +67,7 @@ def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
     assert check.detectable_bias < 0.15
     assert check_power(engine, prompt, num_answers=1500, temperature=1.0).rejected
     engine.scheduler.check_invariants()
-    assert engine.scheduler.blocks.num_used == 0
+    assert engine.scheduler.tables.target.num_used == 0
 
 
 def test_a_wrong_rule_is_found(engine: Engine, wrong_race: None) -> None:

@@ -233,7 +233,7 @@ def run(engine: Engine, requests: Sequence[Request], enough: int | None = None, 
         assert result.num_steps < 10_000, "the engine makes no progress"
     assert can_fail or not result.failed, result.failed
     result.num_preemptions = engine.scheduler.num_preemptions
-    assert engine.scheduler.blocks.num_used == 0, "blocks leaked"
+    assert engine.scheduler.tables.target.num_used == 0, "blocks leaked"
     return result
 
 

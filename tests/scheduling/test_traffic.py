@@ -19,7 +19,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from tests.scheduling.machine import Machine
 from tests.scheduling.test_scheduler import BLOCK_SIZE, Whims, build, request, verdict
-from tests.wrong import instead
+from tests.wrong import calls_of, instead
 
 
 class Contents:
@@ -133,7 +133,7 @@ class Traffic(RuleBasedStateMachine):
                 break
             self.step(2, 7)
         assert not self.remaining, "a request never ended"
-        assert self.scheduler.blocks.num_used == 0
+        assert self.scheduler.tables.target.num_used == 0
         assert self.scheduler.tables.draft is None or self.scheduler.tables.draft.num_used == 0
 
 
@@ -260,7 +260,22 @@ def test_a_window_holds_its_own_blocks_only() -> None:
         traffic.step(0, 7)
         seen.append(draft.num_used)
     assert max(seen) == -(-(WINDOW + 3 - 1) // BLOCK_SIZE) + 1 == 3
-    assert traffic.scheduler.blocks.num_used > 2 * max(seen)
+    assert traffic.scheduler.tables.target.num_used > 2 * max(seen)
+
+
+def test_a_request_without_draft_blocks_is_not_preempted_for_some() -> None:
+    """Two whole texts outgrow the draft model's pool next to plain requests, which arrived last and would go first."""
+    traffic = WindowedTraffic()
+    traffic.submit_unwindowed(20, max_tokens=12)
+    traffic.submit_unwindowed(20, max_tokens=12)
+    for _ in range(4):
+        traffic.step(0, 7)
+    traffic.submit(3, max_tokens=12, drafts=0, draft_length=0, priority=0)
+    with calls_of(Scheduler, "_preempt") as calls:
+        traffic.teardown()
+    victims = [operands[1] for operands, _ in calls]
+    assert victims
+    assert all(one.request.speculation.num_drafts for one in victims)
 
 
 def test_a_block_that_leaves_the_window_in_the_step_that_fills_it_is_not_shared() -> None:

@@ -19,7 +19,7 @@ class Buffers(NamedTuple):
     target: ModelRunner
     draft: ModelRunner | None
     drafter: Drafter | None
-    """Drafts apart."""
+    """Drafts by itself, outside the recorded work; None if the draft model's passes are recorded, or nothing drafts."""
     most_pages: int
     spare_blocks: Mapping[str, int]
     """The last block of each model that has a block table: padding writes its K/V to it."""

@@ -225,15 +225,16 @@ class StepInputs:
         spare_blocks: to which padding writes its K/V, by table: `PAGES`, and `DRAFT_PAGES` if the draft model has one.
         """
         self.shape, self._layout = shape, layout
-        self._block_size, self._spare_blocks = block_size, spare_blocks
         self.passes = passes_of(shape)
         of_target = sum(one.queries for one in self.passes[:-1])
-        parts = {PAGES: slice(None)}
-        if DRAFT_PAGES in spare_blocks:
-            parts = {DRAFT_PAGES: slice(of_target), PAGES: slice(of_target, None)}
-        self._parts, self.draft_pages = parts, next(iter(parts))
-        """Rows of the passes that use each table; the table of the draft model's."""
-        self.fields = _fields(shape, self.passes, layout, most_pages, spare_blocks)
+        self._parts = {PAGES: slice(None)}
+        """Rows of the passes that use each table."""
+        if DRAFT_PAGES in spare_blocks and shape.has_draft_passes:
+            self._parts = {DRAFT_PAGES: slice(of_target), PAGES: slice(of_target, None)}
+        self.draft_pages = next(iter(self._parts))
+        """Table that the draft model's passes use."""
+        self._block_size, self._spare_blocks = block_size, {name: spare_blocks[name] for name in self._parts}
+        self.fields = _fields(shape, self.passes, layout, most_pages, self._parts)
         self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
         self._views = views(self._flat, self.fields)
         self._filled = shape.sequences, most_pages
@@ -268,7 +269,8 @@ class StepInputs:
         count, width = self._filled
         for name, spare_block in self._spare_blocks.items():
             self._views[name][:count, :width] = spare_block
-        self._filled = len(rows), max((len(row.block_ids) for row in rows), default=0)
+        widest = max((max(len(row.block_ids), len(row.draft_table)) for row in rows), default=0)
+        self._filled = len(rows), widest
 
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
         """Fill positions, slots and what is seen, for all rows of all passes."""

@@ -379,7 +379,10 @@ def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
 
 
 def _one_of_each_kind(shapes: Sequence[StepShape], shared: Buffers) -> Iterator[Callable[[], None]]:
-    """Yield the work of a step of each kind; steps of a kind differ in sizes alone."""
-    kinds = {(shape.num_drafts > 0, shape.distributions): shape for shape in reversed(shapes)}
+    """Yield the work of the step of each kind with the most nodes a request, and of these the fewest requests: smaller
+    steps have no operation that it lacks.
+    """
+    ordered = sorted(shapes, key=lambda shape: (min(shape.num_drafts, 2), shape.num_nodes, -shape.sequences))
+    kinds = {(min(shape.num_drafts, 2), shape.distributions): shape for shape in ordered}
     for shape in kinds.values():
         yield from RecordedStep(shape, shared).parts().values()
