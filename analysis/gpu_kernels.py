@@ -264,7 +264,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What is imported before a fork need not be imported after it. No module uses the device when it is imported.
     for name in ("attention.triton_attention", "models.triton_layer", "kernels.triton_kernels"):
         importlib.import_module(f"engine.{name}")
-    tell_stack()
     gc.collect()
     gc.freeze()  # recording collects garbage every time
     findings = SectionResults(options.output)
@@ -279,4 +278,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    tell_stack()  # of this process alone, not of one that calls `main`
     sys.exit(main())

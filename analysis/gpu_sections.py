@@ -278,11 +278,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="the JSON document")
     add_setting(parser)
     options = parser.parse_args(arguments)
-    tell_stack()
     with torch.inference_mode():
         _SECTIONS[options.section](options, SectionResults(options.output))
     return 0
 
 
 if __name__ == "__main__":
+    tell_stack()  # of this process alone, not of one that calls `main`
     sys.exit(main())
