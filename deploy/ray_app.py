@@ -257,7 +257,7 @@ class Options(BaseModel):
     """Time with too few open requests after which a replica is removed."""
     max_ongoing_requests: int = Field(64, ge=1)
     """Maximum number of open requests per replica, including the daemon's queue beyond `--max-num-seqs`."""
-    max_queued_requests: int = Field(256, ge=-1)
+    max_queued_requests: int = Field(1024, ge=-1)
     """Maximum number of requests that wait for a replica; further ones get 429."""
     num_cpus: float = Field(2, ge=0)
     num_gpus: float = Field(0, ge=0)

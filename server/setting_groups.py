@@ -42,9 +42,9 @@ def _split(text: str) -> list[Any]:
 
 def _amount(value: Any) -> Any:
     """Return the number of a text such as 4k (4,000) or 4K (4,096), as vLLM does."""
-    if not isinstance(value, str) or re.fullmatch(r"-?[0-9]+", value):
+    if not isinstance(value, str) or re.fullmatch(r"\s*[-+]?[0-9]+(_[0-9]+)*\s*", value):
         return value
-    if (found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG])", value)) is None:
+    if (found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG])", value.strip())) is None:
         raise ValueError("must be a number, which may end with K, M, G (powers of 1024) or k, m, g (of 1000)")
     return round(float(found[1]) * _MULTIPLES[found[2]])
 

@@ -6,6 +6,7 @@ also for errors that the framework raises (404, 405, validation).
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -152,7 +153,11 @@ API_PATHS = (
 
 def _no_route(path: str) -> str:
     """Return the message for an unknown path, with the served path that ends alike."""
-    near = next((one for one in API_PATHS if path.rstrip("/").endswith(one.removeprefix("/v1"))), None)
+    # Below another resource of `/v1/`, a path is one that is not served, and the base URL is right.
+    asked = path.rstrip("/")
+    is_other = re.match("/v1/(?!v1/|chat/)[^/]+/", asked)
+    ends_alike = (one for one in API_PATHS if asked.endswith(one.removeprefix("/v1")))
+    near = None if is_other else next(ends_alike, None)
     hint = f" (did you mean {near}? check the base URL)" if near else ""
     return f"{path} does not exist here{hint}; /docs lists the paths"
 

@@ -99,8 +99,9 @@ class RequestEnvelope:
             await error_response(error, call.path)(scope, receive, send_marked)
         elif self._is_too_large(headers):
             await error_response(http_error(413, self._size_message), call.path)(scope, receive, send_marked)
-        elif (coding := headers.get("content-encoding", "identity")).lower() != "identity":
-            refused = http_error(415, f"bodies with Content-Encoding {coding!r} are not read; send it uncompressed")
+        elif (coding := headers.get("content-encoding", "").strip()).lower() not in ("", "identity"):
+            message = f"bodies with Content-Encoding {coding!r} are not read; send it uncompressed"
+            refused = http_error(415, message, {"Accept-Encoding": "identity"})
             await error_response(refused, call.path)(scope, receive, send_marked)
         elif (refusal := self._too_many(scope, call.client)) is not None:
             scope["state"]["rejection"] = refusal.rejection

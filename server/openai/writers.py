@@ -48,8 +48,9 @@ class ChunkWriter(AnswerWriter):
         """Raises RequestError for options of a stream without `stream`."""
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options goes with stream: true", "stream_options")
+        assert body.model is not None, "preparing names the served model"
         self._generation = generation
-        self._model = body.model or ""
+        self._model = body.model
         self._with_metrics = with_metrics
         self._options = body.stream_options or StreamOptions()
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"

@@ -48,8 +48,11 @@ class LoadLog:
         }
 
     async def run(self, interval_s: float = INTERVAL_S) -> None:
-        """Write a line after every interval in which answers received tokens, until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            if (facts := self.read()) is not None:
-                log.info("load", extra=log_fields(**facts))
+        """Write a line after every interval in which answers received tokens, until cancelled or an error is logged."""
+        try:
+            while True:
+                await asyncio.sleep(interval_s)
+                if (facts := self.read()) is not None:
+                    log.info("load", extra=log_fields(**facts))
+        except Exception:  # nothing else waits for this task
+            log.exception("load is no longer logged")

@@ -64,6 +64,13 @@ def test_nothing_is_written_while_nothing_is_answered(caplog: pytest.LogCaptureF
     assert (record.message, record.__dict__["fields"]["tokens_per_step"]) == ("load", 3)
 
 
+def test_an_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    load = LoadLog(Live(), lambda: 10)
+    load._num_blocks = lambda: 1 // 0
+    asyncio.run(load.run(0))
+    assert "ZeroDivisionError" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_daemon_reports_its_load(daemons: Daemons, pair_arguments: list[str]) -> None:
     """While a stream runs."""

@@ -118,7 +118,15 @@ def test_an_amount_that_cannot_be_read_says_how_to_write_one(value: str) -> None
     (line,) = faults(caught.value)
     assert line.startswith("--kv-cache-memory-bytes: must be a number, which may end with K, M, G")
     assert line.endswith(f"(got {value!r})")
-    assert parse("m", "--kv-cache-memory-bytes", "1.5G").kv_cache_memory_bytes == 3 << 29
+
+
+@pytest.mark.parametrize(
+    ("value", "amount"),
+    [("1.5G", 3 << 29), (" 4K ", 4096), ("1_000", 1000), (" 4096", 4096), ("+5", 5), ("2k", 2000)],
+)
+def test_amounts_are_read_as_pydantic_reads_numbers(value: str, amount: int) -> None:
+    """With letters of powers besides."""
+    assert parse("m", "--kv-cache-memory-bytes", value).kv_cache_memory_bytes == amount
 
 
 @pytest.mark.parametrize("value", ["", " ", "a,,b", "a,"])
