@@ -230,17 +230,15 @@ def weights(options: argparse.Namespace, findings: SectionResults) -> None:
             cache = CacheConfig(memory_bytes=(8 << 30) if on_cuda else 1 << 26)
             scheduler = SchedulerConfig(max_num_seqs=16)
             config = EngineConfig(model=model, cache=cache, scheduler=scheduler, speculation=speculation)
-            try:
-                engine = assemble(config, *load_pair(model, print), print)
-                found[name] = _of_weights(options, engine)
-            except Exception as error:  # one format fails, the others are measured
-                findings.require(False, f"{name}: {type(error).__name__}: {error}")
-                continue
-            findings.add("weights", found)
-            findings.require(not found[name]["check"]["rejected"], f"{name}: not the target's distribution")
-            findings.require(not on_cuda or engine.recorded.num_recorded > 0, f"{name}: no recorded steps")
-            del engine
-            gc.collect()
+            if findings.attempt(name, partial(_measure_weights, options, config, found, name)):
+                findings.add("weights", found)
+                findings.require(not found[name]["check"]["rejected"], f"{name}: not the target's distribution")
+                findings.require(not on_cuda or found[name]["recorded_shapes"] > 0, f"{name}: no recorded steps")
+            gc.collect()  # the engine, which went when it was measured or failed
+
+
+def _measure_weights(options: argparse.Namespace, config: EngineConfig, found: dict[str, Any], name: str) -> None:
+    found[name] = _of_weights(options, assemble(config, *load_pair(config.model, print), print))
 
 
 def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
 import time
 import tomllib
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -221,6 +224,37 @@ def test_quantised_weights_are_measured_beside_the_others(tmp_path: Path) -> Non
     sizes = [of[name]["memory_plan"]["weights"] for name in ("auto", "fp8", "int4")]
     assert max(sizes[1:]) < sizes[0]
     assert all(0 < one["probe_distance"] < 1 and one["check"]["num_answers"] == 200 for one in of.values())
+
+
+def test_an_engine_of_a_format_ends_before_the_next_is_built(tmp_path: Path) -> None:
+    """Also if its measurement fails."""
+    built: list[weakref.ref[Any]] = []
+
+    def assembled(*_: Any) -> Any:
+        assert all(engine() is None for engine in built), "two engines at once"
+        engine = argparse.Namespace()
+        engine.itself = engine  # only a collection ends it
+        built.append(weakref.ref(engine))
+        return engine
+
+    def measured(_: Any, *__: Any) -> dict[str, Any]:
+        if len(built) == 2:
+            raise ValueError("of the test")
+        return {"check": {"rejected": False}, "recorded_shapes": 0}
+
+    pair = SimpleNamespace(save_pretrained=lambda _: None)
+    options = argparse.Namespace(device="cpu", target="t", draft="d", vocabulary=9, scale=0.1)
+    with (
+        instead(gpu_sections, "assemble", assembled),
+        instead(gpu_sections, "load_pair", lambda *_: ()),
+        instead(gpu_sections, "_of_weights", measured),
+        instead(gpu_sections.bench_pair, "make", lambda *_, **__: (pair, pair, {})),
+    ):
+        gpu_sections.weights(options, SectionResults(tmp_path / "weights.json"))
+    found = json.loads((tmp_path / "weights.json").read_text())
+    assert len(built) == 3
+    assert len(found["weights"]) == 2
+    assert [failure.split(" (")[0] for failure in found["failures"]] == ["fp8: ValueError: of the test"]
 
 
 def test_a_record_is_written_cell_by_cell(tmp_path: Path) -> None:
