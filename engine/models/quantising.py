@@ -129,7 +129,6 @@ def adopt_float8(model: nn.Module) -> None:
     unpacking = getattr(model, "ct_decompress_hook", None)
     if unpacking is None or not all(map(_is_float8_by_rows, layers)):
         return
-    unpacking.remove()
     import_torchao()
     from torchao.float8.inference import Float8MMConfig
     from torchao.quantization import Float8Tensor
@@ -137,8 +136,8 @@ def adopt_float8(model: nn.Module) -> None:
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
     mm_config = Float8MMConfig(use_fast_accum=True)
-    for layer in layers:
-        weight = Float8Tensor(
+    weights = [
+        Float8Tensor(
             layer.weight.data,
             layer.weight_scale.data.float().view(-1, 1),
             block_size=[1, layer.in_features],
@@ -146,8 +145,12 @@ def adopt_float8(model: nn.Module) -> None:
             act_quant_kwargs=QuantizeTensorToFloat8Kwargs(granularity=PerRow(), mm_config=mm_config),
             dtype=torch.bfloat16,
         )
+        for layer in layers
+    ]
+    for layer, weight in zip(layers, weights, strict=True):  # all of them, or none if an error came before
         layer.weight = nn.Parameter(weight, requires_grad=False)
         del layer.weight_scale, layer.quantization_scheme, layer.quantization_status, layer.forward
+    unpacking.remove()
 
 
 def _is_float8_by_rows(layer: Any) -> bool:
@@ -156,6 +159,7 @@ def _is_float8_by_rows(layer: Any) -> bool:
     rows, scale = scheme.input_activations, getattr(layer, "weight_scale", None)
     return (
         type(layer) is nn.Linear
+        and {"forward", "quantization_status"} <= vars(layer).keys()
         and layer.weight.dtype == torch.float8_e4m3fn
         and scale is not None
         and scale.numel() == layer.out_features

@@ -263,6 +263,40 @@ def test_a_stored_fp8_layer_gives_the_product_of_its_scheme(tmp_path: Path, monk
     assert adopted.weight_bytes < 0.7 * unpacked.weight_bytes
 
 
+def stored(folder: Path) -> LoadedModel:
+    """A model in fp8 before its first pass, which unpacks it."""
+    plain = written(folder / "plain", torch.bfloat16, **WIDE)
+    return load(stored_as_compressed_tensors(folder / "fp8", plain), None, "bfloat16", CPU)
+
+
+@pytest.mark.parametrize("lacks", ["forward", "quantization_status", "weight_scale"])
+def test_a_model_with_a_layer_of_another_release_is_left_as_it_is(lacks: str, tmp_path: Path) -> None:
+    model = stored(tmp_path).model
+    delattr(model.model.layers[1].mlp.up_proj, lacks)
+    quantising.adopt_float8(model)
+    assert not quantising.has_quantised(model)
+    assert hasattr(model, "ct_decompress_hook")
+
+
+def test_an_error_leaves_no_layer_converted(tmp_path: Path) -> None:
+    import_torchao()
+    loaded, seen = stored(tmp_path), []
+    before = {name: weight.dtype for name, weight in loaded.model.named_parameters()}
+
+    def failing(right: Any, *operands: Any, **named: Any) -> Any:
+        seen.append(right)
+        if len(seen) == 3:
+            raise TypeError
+        return right(*operands, **named)
+
+    with instead("torchao.quantization", "Float8Tensor", failing), pytest.raises(TypeError):
+        quantising.adopt_float8(loaded.model)
+    assert len(seen) == 3
+    assert {name: weight.dtype for name, weight in loaded.model.named_parameters()} == before
+    find_kv_shape(loaded)
+    assert loaded.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16, "the first pass unpacks as before"
+
+
 OTHER_ROWS = [
     {"float8_dtype": torch.float8_e5m2},
     {"granularity": "PerTensor"},
