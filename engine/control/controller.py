@@ -149,6 +149,8 @@ class Controller:
         self._interval = _CHOOSE_EVERY
         self._trial: Shape | None = None
         """Shape of the present trial."""
+        self._samples = False
+        """Whether the planned step is one of a trial of a drafting shape."""
         self._in_use = PLAIN
         """Shape that was chosen as the best; a trial may replace it."""
         self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
@@ -180,9 +182,9 @@ class Controller:
             text = other_text + sum(len(one.tokens) for one in adaptive)
             self._choose(_Load(adaptive, other_shapes, text, self._catch_up_s(adaptive, lags)), ids)
             self._chosen_for = ids, other_shapes
-        if adaptive:
-            self._num_plain_tried += self._trial == PLAIN
-            self._num_tried += self._trial not in (None, PLAIN)
+        self._samples = bool(adaptive) and self._trial not in (None, PLAIN)
+        self._num_tried += self._samples
+        self._num_plain_tried += bool(adaptive) and self._trial == PLAIN
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
@@ -289,7 +291,8 @@ class Controller:
         """Whether the chosen drafts are worth their time in a step that also reads this many tokens of prompts.
 
         If other steps are recorded, this one launches the draft model's passes one by one. The tokens that the drafts
-        add may then take longer here than in the steps without a prompt. Otherwise a prompt changes nothing.
+        add may then take longer here than in the steps without a prompt. Otherwise a prompt changes nothing. A step
+        of a trial that does not draft shows nothing about the drafts, so it returns to the budget.
         """
         if not prompt or self._drafting_now is None:
             return True
@@ -299,7 +302,9 @@ class Controller:
             return True
         plain_s, drafting_s = self.times.step_s(reading)
         gain = options.tokens[number] - options.tokens[0]
-        return bool(gain > options.rates[number] * (drafting_s - plain_s))
+        drafts = bool(gain > options.rates[number] * (drafting_s - plain_s))
+        self._num_tried -= self._samples and not drafts
+        return drafts
 
     def fanout(self, sequence: Drafting) -> Fanout:
         """Return the drafts of a sequence in the planned step; one that has arrived since the choice drafts like the
