@@ -127,6 +127,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.text is not None and (self.text.grammar is not None or bool(self.sampling.bad_words))
 
     @property
+    def is_never_recorded(self) -> bool:
+        """Whether steps with this request are launched operation by operation, whatever it drafts: its distribution
+        depends on more than its logits, or must not depend on the others in the step.
+        """
+        return self.text is not None or bool(self.shifts) or self.sampling.seed_stable
+
+    @property
     def end(self) -> int:
         """Return the index after the last input id, which is the index of the first drafted or emitted token."""
         return self.first_index + len(self.input_ids)

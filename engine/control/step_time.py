@@ -161,8 +161,8 @@ class StepTimes:
     ) -> None:
         """points: measurements of calibration; window: tokens that the draft model sees, 0 is all; drift: standard
         deviation that a second adds to the logarithm of the machine's factor; cold_std: noise of the first steps
-        after drafting began or stopped; rates: fitted to these points before; is_eager: whether the operations of
-        such a step are launched one by one, although other steps are recorded.
+        after drafting began or stopped; rates: fitted to these points before; is_eager: predicts whether the
+        operations of such a step are launched one by one, although other steps are recorded.
         """
         self.points = points
         self.host = HostTime()
@@ -208,7 +208,7 @@ class StepTimes:
         return rates
 
     def _sizes_of(self, work: StepWork) -> Numbers:
-        return sizes_of(work, self._window, self.is_eager(work))
+        return sizes_of(work, self._window, self.is_eager(work) if work.is_eager is None else work.is_eager)
 
     # -- predicting ---------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,9 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     read: int = 0
     """Tokens that the draft model computes, without the last one of each request that drafts."""
     shape: Shape = PLAIN
+    is_eager: bool | None = None
+    """Whether its operations were launched one by one; None of a step that is only imagined (`StepTimes` predicts it).
+    """
 
     @staticmethod
     def of(plan: Plan) -> StepWork:
@@ -77,7 +80,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def without_prompts(self) -> StepWork:
         """Return the same work without prompts, which the draft model does not read either."""
-        return msgspec.structs.replace(self, prompt=0, prompt_text=0, read=min(self.read, self.drafting))
+        read = min(self.read, self.drafting)
+        return msgspec.structs.replace(self, prompt=0, prompt_text=0, read=read, is_eager=None)
 
     @property
     def without_drafts(self) -> StepWork:

@@ -96,6 +96,7 @@ class Engine:
     def carry_out(self, plan: Plan) -> StepVerdict:
         """Carry out a plan on the device; the scheduler makes plans, and so do measurements."""
         step, phase = self.step_for(plan), self.telemetry.phase
+        self.telemetry.is_eager = step is self.eager
         with phase("draft"):  # chains, and the distribution of each drafted token
             draft = step.draw(plan)
         with phase("target"):  # one pass over every drafted node

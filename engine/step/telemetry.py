@@ -139,6 +139,7 @@ class _Timed(NamedTuple):
     started_s: float
     follows: bool
     """Whether it followed another one at once."""
+    is_eager: bool
 
 
 class Telemetry:
@@ -148,6 +149,8 @@ class Telemetry:
         self.stopwatch = Stopwatch(CudaClock() if device.type == "cuda" else None)
         self.phase = self.stopwatch.phase
         self.num_steps = 0
+        self.is_eager = False
+        """Whether the operations of the present step are launched one by one."""
         self._scheduler = scheduler
         self._last_stopped: float | None = None
         """End of the last step if this one follows it at once."""
@@ -173,7 +176,8 @@ class Telemetry:
         # Plain decoding has the same planning and messages, without the controller.
         host_s = wall_s - watch.parts_s - self._controlling_s()
         draft_s = phases_s["draft"]
-        step = _Timed(scheduler.last_plan, draft_s, watch.parts_s - draft_s, host_s, watch.started, follows)
+        rest_s = watch.parts_s - draft_s
+        step = _Timed(scheduler.last_plan, draft_s, rest_s, host_s, watch.started, follows, self.is_eager)
         now = self.stats(num_awaiting_grammar, wall_s, phases_s)
 
         # The next plan may preempt them before this step is learnt from.
@@ -226,18 +230,21 @@ class Telemetry:
 
         It is (None, 0) if no times were measured.
         """
-        plan, draft_s, rest_s, host_s, started_s, follows = step
+        plan, draft_s, rest_s, host_s, started_s, follows, is_eager = step
         times = self._scheduler.times
         if times is None:
             return None, 0.0
         if not plan.sampling_rows:
             return 0.0, rest_s + host_s
-        work = StepWork.of(plan)
-        plain_s, predicted_s = (float(step_s) for step_s in times.step_s([work.plain, work]))
+        work = replace(StepWork.of(plan), is_eager=is_eager)
+        # Without its drafts and prompts such a step would not be recorded, either.
+        is_always = is_eager and any(row.is_never_recorded for row in plan.sampling_rows)
+        plain, decoding = (replace(one, is_eager=is_always or None) for one in (work.plain, work.without_prompts))
+        plain_s, predicted_s = (float(step_s) for step_s in times.step_s([plain, work]))
         plain_s *= self._pace.ratio
         prompt_s = 0.0
         if work.prompt:
-            usual_s = times.rest_s(work.without_prompts)
+            usual_s = times.rest_s(decoding)
             # The same tokens take another time in a pass that has no drafts. What is known of shapes is about drafts.
             drafting = replace(work, shape=PLAIN)
             with_drafts_s = times.rest_s(drafting) - times.rest_s(drafting.without_prompts)

@@ -16,7 +16,7 @@ from engine.control.controller import Controller, menu
 from engine.control.step_time import Point, StepTimes
 from engine.control.step_work import PLAIN, StepWork
 from engine.plan import Emission, Plan, StepVerdict
-from engine.request import Limits, Request, Speculation
+from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.step.calibration import measure_points
@@ -87,7 +87,8 @@ class Device:
 
     def carry_out(self, plan: Plan) -> None:
         """Advance the clock by the step's time; only a plan with a recorded shape is not launched one by one."""
-        draft_s, rest_s = parts_s(StepWork.of(plan), self.recorded.find(plan) is None, self.num_weights)
+        self.telemetry.is_eager = self.recorded.find(plan) is None
+        draft_s, rest_s = parts_s(StepWork.of(plan), self.telemetry.is_eager, self.num_weights)
         with self.telemetry.phase("parts"):
             for phase, seconds in (("draft", draft_s), ("target", rest_s)):
                 with self.telemetry.phase(phase):
@@ -98,10 +99,18 @@ class Load:
     """Requests that follow one another at a number of clients: every answer is followed by another prompt."""
 
     def __init__(
-        self, device: Device, clients: int, prompt: int, answer: int, speculation: Speculation, accepted: float = 0.7
+        self,
+        device: Device,
+        clients: int,
+        prompt: int,
+        answer: int,
+        speculation: Speculation,
+        accepted: float = 0.7,
+        sampling: Sampling | None = None,
     ) -> None:
         """accepted: how often a drafted token of one chain is accepted, given those before it."""
         self.device, self.prompt, self.answer, self.speculation = device, prompt, answer, speculation
+        self.sampling = sampling or Sampling()
         self.accepted, self.num_tokens, self.num_submitted = accepted, 0, 0
         self.reported_s = self.told_s = 0.0
         self.works: list[StepWork] = []
@@ -117,6 +126,7 @@ class Load:
             prompt_token_ids=prompt,
             limits=Limits(max_tokens=answer),
             speculation=self.speculation,
+            sampling=self.sampling,
         )
         self.device.scheduler.submit(request)
 

@@ -13,7 +13,7 @@ from engine.config import SchedulerConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN, Shape, StepWork
-from engine.request import Speculation
+from engine.request import Sampling, Speculation
 from engine.scheduling.prompts import PromptLimit
 from engine.step import calibration
 from engine.step.calibration import synthetic_plan
@@ -162,6 +162,75 @@ def test_the_reported_speedup_counts_passes_that_are_not_recorded(device: Device
     drafting = replace(LIMITS, num_drafts=4, draft_length=3, adaptive=False)
     (plain, _), (rate, reported) = (served(device, StepTimes(points, **options), one) for one in (OFF, drafting))
     assert (abs(reported / (rate / plain) - 1) < 0.09) == knows_eager, (reported, rate / plain)
+
+
+NEVER_RECORDED = {"penalty": Sampling(frequency_penalty=0.5), "seed_stable": Sampling(seed_stable=True)}
+
+
+def by_prediction(observe: Any, times: StepTimes, work: StepWork, *observed: Any) -> None:
+    observe(times, replace(work, is_eager=None), *observed)
+
+
+@pytest.mark.parametrize("knows_eager", [True, False])
+@pytest.mark.parametrize("sampling", NEVER_RECORDED)
+def test_steps_that_are_never_recorded_say_nothing_of_recorded_ones(
+    device: Device, sampling: str, knows_eager: bool
+) -> None:
+    """Their sizes are those of recorded steps, for which the wrong variant takes them."""
+    times = times_of(device)
+    device.serve_anew(times)
+    drafting = replace(LIMITS, num_drafts=4, draft_length=3, adaptive=False)
+    for speculation in (OFF, drafting):
+        load = Load(device, 4, 60, 100, speculation, sampling=NEVER_RECORDED[sampling])
+        with nullcontext() if knows_eager else instead(StepTimes, "observe", by_prediction):
+            load.rate(300, warm=0)
+        device.serve_anew(times)
+    found = errors(times, device, [DECODING[1], *DRAFTING[5:10]])
+    assert (abs(found).max() < 0.12) == knows_eager, found
+
+
+@pytest.mark.parametrize("knows_plain", [True, False])
+def test_the_reported_speedup_compares_with_plain_steps_that_are_not_recorded_either(
+    device: Device, knows_plain: bool
+) -> None:
+    """The wrong variant compares with recorded ones."""
+    drafting = replace(LIMITS, num_drafts=4, draft_length=3, adaptive=False)
+
+    def predicted(step_s: Any, times: StepTimes, works: list[StepWork]) -> Any:
+        return step_s(times, [replace(works[0], is_eager=None), *works[1:]])
+
+    rates = []
+    for speculation in (OFF, drafting):
+        device.serve_anew(times_of(device))
+        load = Load(device, 4, 60, 100, speculation, sampling=NEVER_RECORDED["seed_stable"])
+        with nullcontext() if knows_plain else instead(StepTimes, "step_s", predicted):
+            rates.append(load.rate(500))
+    reported, true = load.reported_s / load.told_s, rates[1] / rates[0]
+    assert (abs(reported / true - 1) < 0.09) == knows_plain, (reported, true)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, returns: bool) -> None:
+    """Prompts arrive steadily. The wrong variant spends the trials on plain steps."""
+
+    def spent(drafts_with_prompt: Any, controller: Controller, prompt: int) -> bool:
+        before = controller._num_tried
+        drafts: bool = drafts_with_prompt(controller, prompt)
+        controller._num_tried = before
+        return drafts
+
+    device.serve_anew(times_of(device))
+    load, controller = Load(device, 16, 60, 20, LIMITS), device.scheduler.controller
+    assert controller is not None
+    num_drafted = num_plain = 0
+    with nullcontext() if returns else instead(Controller, "drafts_with_prompt", spent):
+        for _ in range(600):
+            load.step()
+            if controller._trial not in (None, PLAIN):
+                num_drafted += load.works[-1].drafting > 0
+                num_plain += not load.works[-1].drafting
+    assert min(num_drafted, num_plain) > 3
+    assert controller._num_tried == num_drafted + num_plain * (not returns)
 
 
 @pytest.mark.parametrize(("num_weights", "is_recorded", "drafts"), [(8.2e9, 1, 0), (70e9, 1, 1), (8.2e9, 0, 1)])

@@ -80,13 +80,11 @@ def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
 
 def _is_usual(row: Row) -> bool:
     """Whether the row's results follow from its logits and the numbers of a step."""
-    sampling, speculation = row.sampling, row.speculation
-    if not row.emits or len(row.input_ids) != 1 or row.text_drafts or row.text or row.shifts or row.prompt_next:
-        return False
-    if sampling.seed_stable:
+    if not row.emits or len(row.input_ids) != 1 or row.text_drafts or row.prompt_next or row.is_never_recorded:
         return False
     if not row.fanout:
         return True
+    speculation = row.speculation
     is_exact = speculation.rule in RECORDED_RULES and not speculation.over_acceptance
     return is_exact and method_of(row) == "iid" and set(row.fanout[1:]) <= {1}
 
