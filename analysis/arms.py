@@ -82,7 +82,7 @@ class Arm:
     """Time of drafting."""
     plain_s: float = 0.0
     """Time of plain decoding for the tokens of all answers, as the answers report it."""
-    told_s: float = 0.0
+    measured_s: float = 0.0
     """Time of the same steps, as measured."""
 
     def take_turn(self, concurrency: int, aim: float, of_read: float) -> None:
@@ -124,12 +124,12 @@ class Arm:
         for outcome in step.outcomes:
             if (times_s := step.stats.times_of(outcome)) is not None:
                 self.plain_s += times_s[0]
-                self.told_s += times_s[1]
+                self.measured_s += times_s[1]
 
     @property
     def reported_speedup(self) -> float | None:
         """Return the reported speedup of all answers together."""
-        return self.plain_s / self.told_s if self.told_s else None
+        return self.plain_s / self.measured_s if self.measured_s else None
 
     def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Answer some requests to their end and return the tokens by request; no other request may run. Steps are
@@ -151,7 +151,7 @@ class Arm:
         self.shapes.clear()
         self.num_passes = self.num_accepted = self.num_drafting = self.num_steps = self.num_recorded = 0
         self.draft_s = 0.0
-        self.plain_s = self.told_s = 0.0
+        self.plain_s = self.measured_s = 0.0
 
 
 def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from analysis import arms
 from analysis.device_model import DEVICES, model_of
 from analysis.fast_paths import fast_paths, steps_of
-from analysis.gpu_results import SectionResults, middle_s, require_all, told, wait
+from analysis.gpu_results import SectionResults, described, middle_s, require_all, wait
 from analysis.load import Load
 from demo import bench_pair
 from engine.attention.attention import HOOK, register
@@ -82,7 +82,7 @@ def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
         engine = assembled(config_of(enforce_eager=False))
     except Exception as error:  # of the first engine that a device builds: all else can still be measured
         traceback.print_exc()
-        findings.require(False, f"an engine with recorded steps cannot be built: {told(error)}")
+        findings.require(False, f"an engine with recorded steps cannot be built: {described(error)}")
     if engine is None:
         gc.collect()
         if on_cuda:

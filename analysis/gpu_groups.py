@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from analysis.gpu_results import SectionResults, told
+from analysis.gpu_results import SectionResults, described
 
 _RUNS = 16
 """Least runs in a graph: its own launch is then a small share of its time."""
@@ -41,7 +41,7 @@ class KernelGroup:
             work()
         except Exception as error:
             traceback.print_exc()
-            self.require(False, f"{name}: {told(error)}")
+            self.require(False, f"{name}: {described(error)}")
             if self.on_cuda:
                 torch.cuda.synchronize()
 

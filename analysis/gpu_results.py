@@ -50,7 +50,7 @@ class SectionResults:
             work()
         except Exception as error:
             traceback.print_exc()
-            self.require(False, f"{name}: {told(error)}")
+            self.require(False, f"{name}: {described(error)}")
             return False
         return True
 
@@ -70,7 +70,7 @@ def tell_stack() -> None:
     faulthandler.register(signal.SIGTERM)
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Return an exception with the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)[:_LONGEST_ERROR]} ({Path(last.filename).name}, line {last.lineno})"

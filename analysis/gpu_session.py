@@ -1,4 +1,4 @@
-"""`make gpu-check`: 37 minutes on a CUDA device, in five parts. The first finds the most in at most eight minutes:
+"""`make gpu-check`: 35 minutes on a CUDA device, in five parts. The first finds the most in at most eight minutes:
 imports, every kernel, an engine, tests. The others: speeds for the record, the benefit of each fast path with the
 distribution of the output, quantised weights (which need torchao), and other tests.
 

@@ -31,7 +31,7 @@ def _norm(hidden, weight, normed, width, eps, block: tl.constexpr):
     column = tl.arange(0, block)
     inside = column < width
     value = tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
-    # Loaded before the sum, behind which all threads wait for each other.
+    # Loaded before the sum, after which all threads wait for each other.
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     tl.store(normed + row + column, value * scale * factor, mask=inside)

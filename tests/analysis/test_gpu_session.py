@@ -129,6 +129,8 @@ def test_each_part_fits_a_call_of_ten_minutes_and_its_tests_are_there() -> None:
     assert max(limits.values()) <= 540
     assert limits[1] <= 480
     assert limits[2] <= 300
+    pages = [ROOT / "Makefile", ROOT / "docs" / "tuning.md", ROOT / "analysis" / "gpu_session.py"]
+    assert all(f"{sum(limits.values()) / 60:g} minutes" in page.read_text() for page in pages)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"| {section.name} | {section.limit_s:g} |" in page for section in PARTS[1])
     files = (*gpu_tests.FIRST, *gpu_tests.OTHERS)

@@ -112,7 +112,7 @@ class Load:
         self.device, self.prompt, self.answer, self.speculation = device, prompt, answer, speculation
         self.sampling = sampling or Sampling()
         self.accepted, self.num_tokens, self.num_submitted = accepted, 0, 0
-        self.reported_s = self.told_s = 0.0
+        self.reported_s = self.measured_s = 0.0
         self.works: list[StepWork] = []
         for number in range(clients):
             self.submit(1 + answer * (number + 1) // clients)  # not all at the same time
@@ -146,7 +146,7 @@ class Load:
             times_s = stats.times_of(outcome)
             if times_s is not None:
                 self.reported_s += times_s[0]
-                self.told_s += times_s[1]
+                self.measured_s += times_s[1]
             if outcome.finish_reason is not None:
                 self.submit(self.answer)
 
@@ -166,7 +166,7 @@ class Load:
         for number in range(warm + num_steps):
             if number == warm:
                 began, before = self.device.now, self.num_tokens
-                self.reported_s = self.told_s = 0.0
+                self.reported_s = self.measured_s = 0.0
                 self.works = []
             self.step()
         return (self.num_tokens - before) / (self.device.now - began)

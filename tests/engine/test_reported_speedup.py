@@ -50,13 +50,13 @@ class Served:
             last_plan=Plan(()),
             num_running=1,
             num_waiting=0,
-            blocks=SimpleNamespace(num_used=0),
+            tables=SimpleNamespace(target=SimpleNamespace(num_used=0)),
             num_preemptions=0,
             num_cache_queries=0,
             num_cache_hits=0,
         )
         self.telemetry = Telemetry(self.scheduler, SimpleNamespace(type="cpu"))  # type: ignore[arg-type]
-        self.plain_s = self.taken_s = self.reported_s = self.told_s = 0.0
+        self.plain_s = self.taken_s = self.reported_s = self.measured_s = 0.0
 
     def stall_s(self, began: float) -> float:
         """Return the time that another process takes from this step: as much for every second of work."""
@@ -95,12 +95,12 @@ class Served:
             assert times_s is not None
             if counted:
                 self.reported_s += times_s[0]
-                self.told_s += times_s[1]
+                self.measured_s += times_s[1]
 
     @property
     def error(self) -> float:
         """Return reported / true speedup - 1."""
-        return self.reported_s / self.told_s / (self.plain_s / self.taken_s) - 1
+        return self.reported_s / self.measured_s / (self.plain_s / self.taken_s) - 1
 
 
 def row(first: int, fanout: tuple[int, ...] = (), known: int = 1, read: int = 1, emits: bool = True) -> Row:
@@ -155,7 +155,7 @@ def test_stalls_would_have_delayed_plain_decoding_too(monkeypatch: pytest.Monkey
 def read_a_prompt(served: Served, others: int) -> None:
     """Read a prompt in four steps, while others decode, and draft in the last of them."""
     decode(served)
-    served.plain_s = served.taken_s = served.reported_s = served.told_s = 0.0
+    served.plain_s = served.taken_s = served.reported_s = served.measured_s = 0.0
     decoding = [row(9)] * others
     for number in range(3):
         served.step([*decoding, row(number * CHUNK, known=CHUNK, read=CHUNK, emits=False)], counted=True)
@@ -168,14 +168,14 @@ def test_a_prompt_that_is_read_in_parts_counts(monkeypatch: pytest.MonkeyPatch, 
     served = Served(monkeypatch)
     read_a_prompt(served, others)
     assert abs(served.error) < 0.02
-    assert served.told_s == pytest.approx(served.taken_s)
-    assert served.told_s > served.plain_s, "here the draft model's reading takes longer than its drafts save"
+    assert served.measured_s == pytest.approx(served.taken_s)
+    assert served.measured_s > served.plain_s, "here the draft model's reading takes longer than its drafts save"
 
 
 def read_prompts_of_others(served: Served) -> None:
     """Draft for eight requests, in steps that read prompts of others."""
     decode(served, 8)
-    served.plain_s = served.taken_s = served.reported_s = served.told_s = 0.0
+    served.plain_s = served.taken_s = served.reported_s = served.measured_s = 0.0
     reading = replace(row(0, known=64, read=0, emits=False), sequence_id=1)
     for _ in range(40):
         served.step([reading] + [row(9, (1, 1, 1, 1, 1))] * 8, 2, counted=True)
