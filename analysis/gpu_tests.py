@@ -24,6 +24,7 @@ FIRST = (
     "models/test_triton_layer",
     "kernels/test_block_kernels",
     "kernels/test_triton_rows",
+    "attention/test_parts",
 )
 """Files that say most of the kernels and graphs; those that take longest come first."""
 OTHERS = (
