@@ -251,7 +251,7 @@ def beside_measured(pair: ModelPair, file: Path) -> dict[str, dict[str, float]]:
         raise ConfigError(f"{file}: no step times of a session on a device (gpu-part-1.json)") from error
     result = {}
     for name, measured_s in found.items():
-        arm, _, context = name.partition(" behind ")
+        arm, _, context = name.partition(" after ")
         num_drafts, length = (0, 0) if arm == "off" else map(int, arm.partition(":")[2].split("x"))
         foretold_s = pair.step_s(num_drafts, length, 1, int(context))
         result[name] = {"measured_s": measured_s, "foretold_s": foretold_s, "ratio": measured_s / foretold_s}

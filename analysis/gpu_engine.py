@@ -132,7 +132,7 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
     for context in (300, 1000):
         for name in ("off", "block:1x5", "bv_race:4x5", "bv_race:8x4"):
             plan = plan_of(engine, name, context=context)
-            times[f"{name} behind {context}"] = _step_s(findings, engine, plan, options.scale / 2, on_cuda)
+            times[f"{name} after {context}"] = _step_s(findings, engine, plan, options.scale / 2, on_cuda)
             findings.add("step_s", times)
     wait(device)
 
@@ -244,7 +244,7 @@ def cells(
             # With more requests most steps also read a prompt, and such steps are not recorded.
             few = concurrency == 1 and arm["share_of_recorded_steps"] < _LEAST_RECORDED
             few &= options.device == "cuda"
-            findings.require(not few, f"{name}, one request behind {length}: few of its steps were recorded")
+            findings.require(not few, f"{name}, one request after {length} tokens: few of its steps were recorded")
         findings.add("goals", goals(found))
 
 

@@ -73,12 +73,12 @@ def test_the_pair_that_is_asked_about_gains_what_is_aimed_at() -> None:
 
 
 def test_it_is_told_how_far_it_was_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = {"off behind 300": 2 * PAIR.step_s(0, 0, 1, 300), "bv_race:4x5 behind 1000": PAIR.step_s(4, 5, 1, 1000)}
+    measured = {"off after 300": 2 * PAIR.step_s(0, 0, 1, 300), "bv_race:4x5 after 1000": PAIR.step_s(4, 5, 1, 1000)}
     file = tmp_path / "gpu-part-1.json"
     file.write_text(json.dumps({"sections": {"engine": {"found": {"step_s": measured}}}}))
     found = beside_measured(PAIR, file)
     assert {name: one["ratio"] for name, one in found.items()} == pytest.approx(
-        {"off behind 300": 2, "bv_race:4x5 behind 1000": 1}
+        {"off after 300": 2, "bv_race:4x5 after 1000": 1}
     )
     assert main(["plan", "--measured", str(file)]) == 0
     said = capsys.readouterr()

@@ -204,7 +204,7 @@ def test_sections_run_dry(name: str, tmp_path: Path) -> None:
     assert found["ways"].keys() >= {"whole steps", "draft: kernels for layers", "kernels for rows and verification"}
     assert found["pair"]["single_draft_acceptance"] == pytest.approx(0.75, abs=0.1)
     if name == "engine":
-        assert found["step_s"]["bv_race:8x4 behind 1000"] > 0
+        assert found["step_s"]["bv_race:8x4 after 1000"] > 0
         assert 0 < found["plain_share_of_roofline"]["1"] < 1
         assert found["bv_race:4x5, recorded, temperature, top_k, top_p"]["num_answers"] == 375
         assert found["seconds_until"]["the engine is built"] >= found["seconds_until"]["the pair"]
