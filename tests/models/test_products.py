@@ -1,6 +1,7 @@
 """Products of quantised weights in the lean decoder: the numbers of transformers and torchao, joined, in few launches.
 
-fp8 has the layout of a device, which a CPU computes by torch's own product; Triton's interpreter rounds its rows.
+fp8 has the layout of a device, which a CPU computes by torch's own product; Triton's interpreter rounds its rows. On a
+device the same tests use its own product and kernel.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from engine.models.probe import BACKENDS, choose_backend, find_kv_shape, probe
 from engine.models.products import Float8Product, ModuleProduct
 from engine.models.runner import ModelRunner
 from tests.attention.test_groups import passes
+from tests.engine.tiny import DEVICE
 from tests.models.test_quantised import layouts_of_a_device, stored_as_compressed_tensors, stored_by_torchao, written
 from tests.wrong import instead
 
 CPU = torch.device("cpu")
 WIDE = {"initializer_range": 0.05}
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter")
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="a device has other sums for other shapes")
+by_triton = pytest.mark.skipif(not IS_INTERPRETED and DEVICE.type == "cpu", reason="Triton cannot run")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -43,6 +46,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @contextlib.contextmanager
 def rounding_to_nearest() -> Iterator[None]:
     """Let Triton's interpreter convert float32 as a device does: it drops the bits of a carry, and rounds ties up."""
+    if not IS_INTERPRETED:
+        yield
+        return
     from triton.runtime import interpreter
 
     to = {"fp8e4nv": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -61,8 +67,9 @@ def in_fp8(folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Loaded
     """A model whose weights a device would have in fp8, with a scale for each row of a pass."""
     plain = written(folder, torch.bfloat16, **WIDE, **more)
     with monkeypatch.context() as once:
-        layouts_of_a_device(once)
-        return load(plain, None, "bfloat16", CPU, weights="fp8")
+        if DEVICE.type == "cpu":
+            layouts_of_a_device(once)
+        return load(plain, None, "bfloat16", DEVICE, weights="fp8")
 
 
 def in_int4(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
@@ -84,12 +91,13 @@ def with_biases(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     loaded = in_fp8(folder, monkeypatch, attention_bias=True)
     for name, parameter in loaded.model.named_parameters():
         if "bias" in name:
-            parameter.data += torch.linspace(-1, 1, len(parameter)).bfloat16()
+            parameter.data += torch.linspace(-1, 1, len(parameter)).bfloat16().to(DEVICE)
     return loaded
 
 
 def in_compressed_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """A checkpoint of compressed-tensors in fp8, as a device has it."""
+    pytest.importorskip("compressed_tensors")
     stored = stored_as_compressed_tensors(folder / "fp8", written(folder / "plain", torch.bfloat16, **WIDE))
     with monkeypatch.context() as once:
         layouts_of_a_device(once)
@@ -134,15 +142,16 @@ WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_probe_finds_wrong_products(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a model runs through transformers. Layers by kernels add in place; on a CPU they are interpreted."""
+    """Such a model runs through transformers. Layers by kernels add in place, and others do not."""
     loaded = in_fp8(tmp_path, monkeypatch, num_key_value_heads=4)
     shape = find_kv_shape(loaded)
-    with instead(lean, "use_kernels", lambda *_: wrong == "no sum"), instead(*WRONG[wrong]):
+    by_kernels = wrong == "no sum"
+    with instead(lean, "use_kernels", lambda *_: by_kernels), instead(*WRONG[wrong]):
         decoder = LeanDecoder(loaded.model)
-        if not decoder.use_kernels:
+        if not by_kernels:
             with pytest.raises(LoadError, match="differ from plain transformers"):
                 probe(loaded, shape, decoder)
-        elif IS_INTERPRETED:
+        else:
             assert not close(by_pass(loaded, decoder), by_pass(loaded, TransformersBackend(loaded.model)))
 
 
@@ -151,7 +160,7 @@ def by_pass(loaded: LoadedModel, backend: Backend) -> Tensor:
     paged = getattr(backend, "use_kernels", False)
     runner = ModelRunner(loaded.model, find_kv_shape(loaded), 200, 4, loaded.vocab_size, backend, paged=paged)
     prompts, steps = passes()
-    with rounding_to_nearest() if IS_INTERPRETED else contextlib.nullcontext():
+    with rounding_to_nearest():
         runner.forward([prompts[2], prompts[3]])
         return runner.forward([steps[2], steps[3]])
 
@@ -167,7 +176,7 @@ def by_kernels(loaded: LoadedModel) -> LeanDecoder:
         return LeanDecoder(loaded.model)
 
 
-@interpreted
+@by_triton
 def test_layers_by_kernels_give_the_numbers_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = in_fp8(tmp_path, monkeypatch)
     expected = by_pass(loaded, TransformersBackend(loaded.model))
@@ -180,7 +189,7 @@ def triton_layer() -> Any:
     return pytest.importorskip("engine.models.triton_layer")
 
 
-@interpreted
+@by_triton
 @pytest.mark.parametrize("width", [64, 480, 12289])
 def test_rows_are_rounded_as_by_torchao(width: int) -> None:
     """To the bit, however long they are; and each by itself."""
@@ -189,7 +198,7 @@ def test_rows_are_rounded_as_by_torchao(width: int) -> None:
 
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(6, width, generator=generator) * torch.rand(6, width, generator=generator) ** 8
-    rows_TK = rows.bfloat16()
+    rows_TK = rows.bfloat16().to(DEVICE)
     expected_T1 = _choose_scale_float8(rows_TK, [1, width])
     with rounding_to_nearest():
         rounded_TK, scales_T1 = triton_layer().round_rows(rows_TK)
@@ -199,10 +208,10 @@ def test_rows_are_rounded_as_by_torchao(width: int) -> None:
     assert torch.equal(rounded_TK[4:5].float(), alone_1K.float())
 
 
-@interpreted
+@by_triton
 def test_rows_of_zeros_stay_and_numbers_that_are_none_show() -> None:
     """torchao divides zeros by zero: rows of padding attend to nothing."""
-    rows_TK = torch.linspace(-3, 3, 128).view(2, 64).bfloat16().repeat(2, 1)
+    rows_TK = torch.linspace(-3, 3, 128, device=DEVICE).view(2, 64).bfloat16().repeat(2, 1)
     rows_TK[1] = 0
     rows_TK[2, 5], rows_TK[3, 7] = float("nan"), float("inf")
     with rounding_to_nearest():
@@ -219,13 +228,13 @@ ROUNDED_WRONGLY = {
 }
 
 
-@interpreted
+@by_triton
 @pytest.mark.parametrize("wrong", ROUNDED_WRONGLY)
 def test_the_trial_at_start_finds_wrong_roundings(wrong: str) -> None:
     with rounding_to_nearest():
-        assert fused_layer.find_rounding_fault(CPU, torch.bfloat16) is None
+        assert fused_layer.find_rounding_fault(DEVICE, torch.bfloat16) is None
         with instead(triton_layer(), "round_rows", ROUNDED_WRONGLY[wrong]):
-            assert fused_layer.find_rounding_fault(CPU, torch.bfloat16) is not None
+            assert fused_layer.find_rounding_fault(DEVICE, torch.bfloat16) is not None
 
 
 @interpreted
@@ -234,7 +243,7 @@ def test_a_product_is_that_of_torchao_to_the_bit(tmp_path: Path, monkeypatch: py
     loaded = with_biases(tmp_path, monkeypatch)
     attention = loaded.model.model.layers[0].self_attn
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
-    rows_TK = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    rows_TK = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
     expected = torch.cat([module(rows_TK) for module in modules], -1)
     with rounding_to_nearest(), instead(products, "use_float8", lambda *_: True):
         product = products.product(modules, use_kernels=True)
@@ -265,6 +274,7 @@ def test_a_stored_fp8_layer_gives_the_product_of_its_scheme(tmp_path: Path, monk
 
 def stored(folder: Path) -> LoadedModel:
     """A model in fp8 before its first pass, which unpacks it."""
+    pytest.importorskip("compressed_tensors")
     plain = written(folder / "plain", torch.bfloat16, **WIDE)
     return load(stored_as_compressed_tensors(folder / "fp8", plain), None, "bfloat16", CPU)
 
@@ -331,7 +341,7 @@ def launches_of_a_layer(make: Callable[[int], LoadedModel], of: Callable[[Loaded
     return counts[1] - counts[0]
 
 
-@interpreted
+@pytest.mark.skipif(not IS_INTERPRETED, reason="launches are counted in the interpreter")
 def test_a_layer_of_fp8_is_a_fifth_of_transformers_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four products, a rounding before each, a sum after two; besides, what a plain layer has."""
 
