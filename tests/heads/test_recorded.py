@@ -135,6 +135,8 @@ WRONG: dict[str, tuple[Any, str, Callable[..., None]]] = {
 
 @pytest.mark.parametrize("wrong", grid(WRONG, {"states left out", "distributions of another row"}))
 def test_wrong_variants_are_found_out(machines: Machines, wrong: str) -> None:
+    if wrong == "states left out" and tiny.DEVICE.type != "cpu":
+        pytest.skip("a graph that is recorded does not call it again")
     with instead(*WRONG[wrong]), pytest.raises(AssertionError):
         compared(machines("dspark"), mixed())
 
