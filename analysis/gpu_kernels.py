@@ -21,7 +21,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from analysis import gpu_attention
 from analysis.gpu_groups import KernelGroup, error_of, rotations, run_group
-from analysis.gpu_results import SectionResults, add_setting, ceilings, tell_stack
+from analysis.gpu_results import SectionResults, add_setting, ceilings, write_stacks
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable
 from engine.kernels.torch_kernels import TORCH
@@ -278,5 +278,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    tell_stack()  # of this process alone, not of one that calls `main`
+    write_stacks()  # of this process alone, not of one that calls `main`
     sys.exit(main())

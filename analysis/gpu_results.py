@@ -65,7 +65,7 @@ class SectionResults:
         self._file.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
-def tell_stack() -> None:
+def write_stacks() -> None:
     """Let this process, and those that it forks, write the stacks of all threads when they are asked to end."""
     faulthandler.register(signal.SIGTERM)
 

@@ -23,7 +23,7 @@ import torch
 from analysis import arms
 from analysis.fast_paths import without
 from analysis.gpu_engine import ACCEPTANCE, QWEN3_SAMPLING, build, cells, check_output, plan_of, profile, steps
-from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, tell_stack, wait
+from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
 from analysis.load import Load
 from analysis.peers import sampled
 from demo import bench_pair
@@ -282,5 +282,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    tell_stack()  # of this process alone, not of one that calls `main`
+    write_stacks()  # of this process alone, not of one that calls `main`
     sys.exit(main())

@@ -119,7 +119,7 @@ def run_section(section: Section, setting: Setting, folder: Path, log: Path) -> 
         except subprocess.TimeoutExpired:
             ended = f"stopped after {section.limit_s:g} s"
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGTERM)  # they write where they are (`gpu_results.tell_stack`)
+                os.killpg(process.pid, signal.SIGTERM)  # they write where they are (`gpu_results.write_stacks`)
                 process.wait(_STACK_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
