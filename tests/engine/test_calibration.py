@@ -108,6 +108,18 @@ def test_a_prompts_time_is_reported_and_the_draft_models_is_not() -> None:
         assert draft_s + rest_s < known[0].wall_s
 
 
+@pytest.mark.parametrize("sampling", [{}, {"seed_stable": True}, {"presence_penalty": 0.5}], ids=str)
+def test_steps_are_learned_as_they_ran(sampling: dict[str, Any]) -> None:
+    """Recorded, except with the prompt, or of a request whose steps never are."""
+    pytest.importorskip("triton")
+    target = tiny.llama(seed=1)
+    with tiny.with_recorded_steps([(0, 0)]):
+        engine = tiny.build(target, None, max_num_seqs=2)
+    engine.scheduler.times = times = Told(Machine())
+    tiny.run(engine, [tiny.request("0", [1, 2, 3], max_tokens=4, **sampling)])
+    assert [work.is_eager for work, _, _ in times.told] == [True, *[bool(sampling)] * 3]
+
+
 class LateDevice:
     """Accepts work at once, and completes a phase after this many seconds."""
 
