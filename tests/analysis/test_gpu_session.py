@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import tomllib
 import weakref
 from pathlib import Path
@@ -371,39 +370,6 @@ def test_a_roofline_is_that_of_the_data_sheet() -> None:
     assert gpu_engine.bytes_per_s("NVIDIA H100 80GB HBM3", 1.0) == 3.35e12
     assert gpu_engine.bytes_per_s("NVIDIA H200", 1.0) == 4.8e12
     assert gpu_engine.bytes_per_s("", 7.0) == 7.0
-
-
-def test_a_section_that_is_stopped_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "python"
-    script.write_text(
-        f"#!{sys.executable} -IS\nimport faulthandler, signal, time\nfaulthandler.register(signal.SIGTERM)\n"
-        "def hangs():\n    time.sleep(60)\nhangs()\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    assert any(line.endswith("in hangs") for line in run(Section("engine", 4, ""), tmp_path)["last_lines"])
-
-
-def test_processes_of_a_section_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked process that outlived its section would hold the device."""
-    script, number = tmp_path / "python", tmp_path / "pid"
-    script.write_text(
-        f"#!{sys.executable} -IS\nimport os, time\nif not os.fork():\n"
-        f"    open({str(number)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    assert run(Section("engine", 4, ""), tmp_path)["ended"] == "stopped after 4 s"
-    assert number.read_text(), "the process did not fork in time"
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{number.read_text()}/stat").read_text().split()[2]
-        except (FileNotFoundError, ProcessLookupError):
-            state = "ended"
-        if state in ("Z", "ended"):
-            break
-        time.sleep(0.02)
-    assert state in ("Z", "ended")
 
 
 def test_an_environment_without_git_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
