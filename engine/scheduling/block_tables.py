@@ -1,8 +1,8 @@
 """Block tables of sequences: which K/V blocks they take, share through the prefix cache, and release.
 
 Target and draft model share one table, and their storage has the same blocks. With a draft window the draft model has
-a table and a pool of its own blocks: it never reads a token again once the window has passed it, so a sequence holds
-the blocks of its window only, and none if it drafts nothing.
+a separate table and pool: it never reads a token again once the window has passed it, so a sequence holds the blocks of
+its window only, and none if it drafts nothing.
 
 Not for: when sequences take and release blocks (`scheduler.py`), or what is in them (`store.py`).
 """

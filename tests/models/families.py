@@ -10,7 +10,7 @@ from engine.models.loading import FITTING_MODEL_TYPES, LoadedModel
 from tests.engine import tiny
 
 VOCABULARY = 101
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -44,4 +44,4 @@ NAMES = sorted(FITTING_MODEL_TYPES)
 
 def family(name: str, seed: int = 3) -> LoadedModel:
     """Return a model by its `model_type`, as it would be loaded."""
-    return tiny.load_model(transformers.AutoConfig.for_model(name, **_SIZES | _MORE.get(name, {})), seed)
+    return tiny.load_model(transformers.AutoConfig.for_model(name, **SIZES | _MORE.get(name, {})), seed)

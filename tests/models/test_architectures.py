@@ -16,19 +16,8 @@ from tests.engine import tiny
 from tests.grid import grid
 from tests.models import families
 
-VOCABULARY = 101
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+VOCABULARY = families.VOCABULARY
+COMMON = {name: size for name, size in families.SIZES.items() if name != "head_dim"} | {"initializer_range": 0.3}
 WITHOUT_GROUPS = {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
