@@ -1,6 +1,7 @@
 """Interface of the engine: messages to and from its process, and how to start it.
 
-This is the only engine module that the server imports. It does not import torch, so the HTTP process never loads it.
+This is the only engine module that the server imports, also for names from other modules (`implicit_reexport` in
+`pyproject.toml`). It does not import torch, so the HTTP process never loads it.
 Messages are msgpack over two one-way sockets; there is one message per step, never one per token.
 """
 
@@ -224,72 +225,3 @@ def choice_seed(seed: int, index: int) -> int:
     from engine.sampling import noise
 
     return noise.choice_seed(seed, index)
-
-
-__all__ = [
-    "DRAFTERS",
-    "GRAMMAR",
-    "MODEL",
-    "MTP",
-    "PHASES",
-    "PREDICTION",
-    "SERVER_FAULTS",
-    "TEMPLATE_FAILED",
-    "Abort",
-    "Accepted",
-    "CacheConfig",
-    "ConfigError",
-    "DeadlineExceeded",
-    "Device",
-    "Dtype",
-    "EngineBusy",
-    "EngineConfig",
-    "EngineFacts",
-    "EngineStopped",
-    "Failed",
-    "FromEngine",
-    "GrammarConfig",
-    "KVDtype",
-    "Launch",
-    "Limits",
-    "Loading",
-    "ModelConfig",
-    "Outcome",
-    "PolydraftError",
-    "Probe",
-    "Ready",
-    "Refused",
-    "Request",
-    "RequestError",
-    "Sampling",
-    "SchedulerConfig",
-    "Speculation",
-    "SpeculationConfig",
-    "StepResults",
-    "StepStats",
-    "Stop",
-    "Submit",
-    "Thinking",
-    "ToEngine",
-    "TokenLogprob",
-    "Weights",
-    "check_requests",
-    "check_settings",
-    "check_source",
-    "choice_seed",
-    "decode_from_engine",
-    "decode_launch",
-    "decode_to_engine",
-    "default_speculation",
-    "encode",
-    "file_fault",
-    "launch",
-    "log_fields",
-    "model_file",
-    "read_logprobs",
-    "read_object",
-    "set_up_log",
-    "start_process",
-    "unknown_rule",
-    "with_fixed_shape",
-]
