@@ -106,7 +106,7 @@ def text_of(sequence: Sequence) -> LogitContext | None:
     """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
     request, least = sequence.request, sequence.request.limits.min_tokens
     holds_back = least > 0 and sequence.num_emitted < least
-    if not sequence.edits_logits and not holds_back:
+    if not request.sampling.edits_logits and not holds_back:
         return None
     ends = sequence.ends if holds_back else ()
     num_prompt = len(request.prompt_token_ids)

@@ -264,7 +264,7 @@ class Scheduler:
         if is_adaptive:
             part = plan_row(sequence, (), budget, 0, self._prompt_draft_chunk if is_prompt else 0)
         else:
-            part = plan_row(sequence, sequence.fanout, budget, self.config.max_copied_tokens, 0)
+            part = plan_row(sequence, sequence.request.speculation.fanout, budget, self.config.max_copied_tokens, 0)
         if is_prompt and limit is not None:
             limit.take(first, part.num_known)
         return part
@@ -339,7 +339,7 @@ class Scheduler:
     def _num_text(self, sequence: Sequence) -> int:
         """Return the number of tokens for which blocks must be free before it starts."""
         from_text = most_text_draft_tokens(self.config.max_copied_tokens) if sequence.text_draft_finder else 0
-        return len(sequence.tokens) + sum(level_widths(sequence.fanout)) + from_text
+        return len(sequence.tokens) + sum(level_widths(sequence.request.speculation.fanout)) + from_text
 
     # -- committing -------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Scheduler:
         is_drawn = bool(row.fanout) and not any(part.num_accepted for part in emission.text_draft_counts)
         if self.controller is not None and is_drawn and row.speculation.adaptive:
             self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
-        kept, finish_reason = sequence.cut([*emission.accepted, emission.next_token], self.eos_token_ids)
+        kept, finish_reason = sequence.cut([*emission.accepted, emission.next_token])
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         num_predicted = sequence.text_draft_finder.num_predicted(sequence.tokens, kept)
         sequence.tokens += kept

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
+
 import msgspec
 
 from engine.fixed_edits import SharedEdits
@@ -17,111 +19,68 @@ _KEEP_DRAFTS = 0.95
 """Factor of the drafts' weight after each further step."""
 
 
+@dataclass(eq=False)
 class Sequence:
     """Running state of one request: its text so far, and how much of it has K/V."""
 
-    __slots__ = (
-        "_arrived_s",
-        "_drafts_expected",
-        "_drafts_taken",
-        "_keys",
-        "_reading_s",
-        "_stop_ids",
-        "_was_admitted",
-        "block_ids",
-        "by_head",
-        "counts",
-        "draft_block_ids",
-        "draft_start",
-        "draft_window",
-        "edits_logits",
-        "ends",
-        "fanout",
-        "first_draft_block",
-        "fixed_edits",
-        "grammar",
-        "last_step",
-        "num_cached",
-        "num_draft_computed",
-        "num_drafted_blocks",
-        "num_prompt",
-        "num_published_blocks",
-        "num_target_computed",
-        "prompt_logprobs",
-        "queue_s",
-        "request",
-        "sequence_id",
-        "shares_blocks",
-        "shifts",
-        "text_draft_finder",
-        "tokens",
-    )
+    sequence_id: int
+    """Increases in order of arrival."""
+    request: Request
+    arrived_s: float
+    grammar: Grammar | None = None
+    draft_window: int = 0
+    """Tokens before its drafts that the draft model sees, at first the server's window; 0 is all."""
+    fixed_draft_distribution: InitVar[bool] = False
+    """Whether the draft distribution after a text must be the same in all steps. With a window it depends on where the
+    step begins.
+    """
+    eos_token_ids: InitVar[frozenset[int]] = frozenset()
+    edits: InitVar[SharedEdits | None] = None
+    """Shared with other requests."""
+    by_head: bool = False
+    """Whether a head drafts, which reads the target's states of the text before the last token."""
+    num_target_computed: int = 0
+    num_draft_computed: int = 0
+    draft_start: int = 0
+    """Index from which the computed draft K/V has no gap."""
+    block_ids: list[int] = field(default_factory=list)
+    draft_block_ids: list[int] = field(default_factory=list)
+    """Blocks of the draft model's K/V, if these are not those of the target's."""
+    first_draft_block: int = 0
+    """Number of these, from the beginning of the text, that it does not hold."""
+    num_published_blocks: int = 0
+    """Number of its blocks whose target K/V others may use."""
+    num_drafted_blocks: int = 0
+    """Number of its blocks whose draft K/V others may use."""
+    num_cached: int = 0
+    """Prompt tokens with cached K/V at the first admission."""
+    last_step: int = -1
+    prompt_logprobs: list[msgspec.Raw] = field(default_factory=list)
+    shifts: tuple[TargetShift, ...] = ()
+    queue_s: float = 0.0
+    """Time until its first admission."""
 
-    def __init__(
-        self,
-        sequence_id: int,
-        request: Request,
-        arrived_s: float,
-        grammar: Grammar | None = None,
-        draft_window: int = 0,
-        fixed_draft_distribution: bool = False,
-        eos_token_ids: frozenset[int] = frozenset(),
-        edits: SharedEdits | None = None,
-        by_head: bool = False,
+    def __post_init__(
+        self, fixed_draft_distribution: bool, eos_token_ids: frozenset[int], edits: SharedEdits | None
     ) -> None:
-        """sequence_id: increases in order of arrival; draft_window: the server's, 0 is none; fixed_draft_distribution:
-        whether the draft distribution after a text must be the same in every step (it is not with a window, which
-        begins elsewhere in each step); edits: shared with other requests; by_head: whether a head drafts, which
-        reads the target's states of the text before the last token.
-        """
-        self.sequence_id = sequence_id
-        self.request = request
-        self.by_head = by_head
-        self.grammar = grammar
-        # Attributes of the request, because every step reads them.
+        request, limits = self.request, self.request.limits
+        self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(request.prompt_token_ids)
-        self.edits_logits = request.sampling.edits_logits
-        self._stop_ids = frozenset(request.limits.stop_token_ids)
-        self.ends: tuple[int, ...] = ()
+        self._stops = frozenset(limits.stop_token_ids) | (frozenset() if limits.ignore_eos else eos_token_ids)
+        self.ends = tuple(sorted(self._stops)) if limits.min_tokens else ()
         """Tokens that would end the answer, masked until min_tokens; empty without min_tokens."""
-        if request.limits.min_tokens:
-            self.ends = tuple(sorted(self._stop_ids if request.limits.ignore_eos else self._stop_ids | eos_token_ids))
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
-        self.text_draft_finder = TextDraftFinder(request)  # false if the request uses no text drafts
-        self.counts = TextCounts(len(request.prompt_token_ids))
+        self.counts = TextCounts(self.num_prompt)
         """Counts of the tokens of the text, for penalties."""
-        self.tokens: list[int] = list(request.prompt_token_ids)
-        self.num_target_computed = 0
-        self.num_draft_computed = 0
-        self.draft_start = 0
-        """Index from which the computed draft K/V has no gap."""
-        self.draft_window = 0 if fixed_draft_distribution else draft_window
-        """Tokens before its drafts that the draft model sees; 0 is all."""
-        self.shares_blocks = self.draft_window == draft_window
+        self.text_draft_finder = TextDraftFinder(request)  # false if the request uses no text drafts
+        self.shares_blocks = not (fixed_draft_distribution and self.draft_window)
         """Whether it uses the prefix cache. False if the server has a draft window but this request must draft
         without one: cached draft K/V was computed with the window.
         """
-        self.fanout = request.speculation.fanout
-        """Drafts of a step, as its request fixes them."""
-        self.block_ids: list[int] = []
-        self.draft_block_ids: list[int] = []
-        """Blocks of the draft model's K/V, if these are not those of the target's."""
-        self.first_draft_block = 0
-        """Number of these, from the beginning of the text, that it does not hold."""
-        self.num_published_blocks = 0
-        """Number of its blocks whose target K/V others may use."""
-        self.num_drafted_blocks = 0
-        """Number of its blocks whose draft K/V others may use."""
-        self.num_cached = 0
-        """Prompt tokens with cached K/V at the first admission."""
+        if fixed_draft_distribution:
+            self.draft_window = 0
         self._keys: list[Key] = []
         self._drafts_taken = self._drafts_expected = 0.0
-        self.last_step = -1
-        self.prompt_logprobs: list[msgspec.Raw] = []
-        self.shifts: tuple[TargetShift, ...] = ()
-        self._arrived_s = arrived_s
-        self.queue_s = 0.0
-        """Time until its first admission."""
         self._was_admitted = False
         self._reading_s = 0.0, 0.0
 
@@ -182,15 +141,14 @@ class Sequence:
         found, self._reading_s = self._reading_s, (0.0, 0.0)
         return found
 
-    def cut(self, emitted: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None]:
+    def cut(self, emitted: list[int]) -> tuple[list[int], str | None]:
         """Return the emitted tokens that the answer takes, and why it ends with them: `stop`, `length` or None."""
-        limits, num_remaining = self.request.limits, self.num_remaining
-        if not limits.max_tokens:  # only the prompt was requested; the token drawn after it is dropped
+        num_remaining = self.num_remaining
+        if not self.request.limits.max_tokens:  # only the prompt was requested; the token drawn after it is dropped
             return [], "length"
-        ends = self._stop_ids if limits.ignore_eos else self._stop_ids | eos_token_ids
         emitted = emitted[:num_remaining]
         for count, token in enumerate(emitted, start=1):
-            if token in ends:
+            if token in self._stops:
                 return emitted[:count], "stop"
         return emitted, "length" if len(emitted) == num_remaining else None
 
@@ -210,7 +168,7 @@ class Sequence:
         """Record the first admission; later ones (after preemption) do not count."""
         if not self._was_admitted:
             self._was_admitted = True
-            self.queue_s = now_s - self._arrived_s
+            self.queue_s = now_s - self.arrived_s
             self.num_cached = self.num_target_computed
 
     def forget_computed(self) -> None:

@@ -31,9 +31,9 @@ def test_a_new_request_has_its_prompt_and_nothing_computed() -> None:
     assert (new.block_ids, new.num_published_blocks, new.num_drafted_blocks) == ([], 0, 0)
     assert (new.num_emitted, new.num_remaining, new.num_missing, new.num_shared) == (0, 4, 3, 2)
     assert (new.queue_s, new.take_reading(), new.prompt_logprobs, new.shifts) == (0, (0, 0), [], ())
-    assert (new.fanout, new.grammar, new.by_head, new.may_draft) == ((2, 1), None, False, True)
-    assert new.edits_logits
-    assert not sequence().edits_logits
+    assert (new.grammar, new.by_head, new.may_draft) == (None, False, True)
+    assert new.request.sampling.edits_logits
+    assert not sequence().request.sampling.edits_logits
     assert sequence(grammar=...).grammar is ...
     assert not new.text_draft_finder
     finding = sequence(request={"speculation": Speculation(drafters=("prompt_lookup",))})
@@ -57,16 +57,16 @@ def test_end_tokens_end_the_answer_and_are_masked_before_its_least_length(
     one, other = (sequence(limits=limits, eos_token_ids=frozenset({END}), edits=edits) for _ in range(2))
     assert one.ends == masked
     assert one.fixed_edits is edits.of(one.request.sampling, masked)
-    assert one.cut([END, 2], frozenset({END})) == (cut, "stop" if len(cut) == 1 else None)
-    assert other.cut([2, STOP, 2], frozenset({END})) == ([2, STOP], "stop")
-    assert other.cut([2, 2, 2], frozenset({END})) == ([2, 2, 2], None)
-    assert other.cut([2, 2, 2, 2], frozenset({END})) == ([2, 2, 2, 2], "length")
-    assert other.cut([2, 2, 2, 2, STOP], frozenset({END})) == ([2, 2, 2, 2], "length")
-    assert other.cut([2, 2, 2, STOP], frozenset({END})) == ([2, 2, 2, STOP], "stop")
+    assert one.cut([END, 2]) == (cut, "stop" if len(cut) == 1 else None)
+    assert other.cut([2, STOP, 2]) == ([2, STOP], "stop")
+    assert other.cut([2, 2, 2]) == ([2, 2, 2], None)
+    assert other.cut([2, 2, 2, 2]) == ([2, 2, 2, 2], "length")
+    assert other.cut([2, 2, 2, 2, STOP]) == ([2, 2, 2, 2], "length")
+    assert other.cut([2, 2, 2, STOP]) == ([2, 2, 2, STOP], "stop")
 
 
 def test_an_answer_of_no_tokens_is_only_its_prompt() -> None:
-    assert sequence(limits={"max_tokens": 0}).cut([STOP], frozenset()) == ([], "length")
+    assert sequence(limits={"max_tokens": 0}).cut([STOP]) == ([], "length")
 
 
 @pytest.mark.parametrize("by_head", [False, True])
