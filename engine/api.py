@@ -174,30 +174,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 ToEngine = Submit | Abort | Stop
 FromEngine = Loading | Ready | Accepted | Refused | StepResults | Failed
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_launch = msgspec.msgpack.Decoder(Launch)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    """Return a message as bytes."""
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    """Decode a message from the server."""
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    """Decode a message from the engine."""
-    return _from_engine.decode(data)
-
-
-def decode_launch(data: bytes) -> Launch:
-    """Decode the message that a new engine process reads from its standard input."""
-    return _launch.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
+decode_launch = msgspec.msgpack.Decoder(Launch).decode
 
 
 def start_process() -> subprocess.Popen[bytes]:
@@ -216,7 +196,7 @@ def launch(process: subprocess.Popen[bytes], config: EngineConfig, inbox: str, o
     is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"  # may have been downloaded after the process was started
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:  # a process that has ended is detected elsewhere
-        process.stdin.write(_encoder.encode(Launch(config=config, inbox=inbox, outbox=outbox, is_offline=is_offline)))
+        process.stdin.write(encode(Launch(config=config, inbox=inbox, outbox=outbox, is_offline=is_offline)))
 
 
 def choice_seed(seed: int, index: int) -> int:
