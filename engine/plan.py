@@ -63,6 +63,9 @@ class Grammar(Protocol):
         ended. The returned function waits for the masks.
         """
 
+    def check_answer(self, emitted: Sequence[int]) -> None:
+        """Note a failure of the grammar if it does not allow the tokens that a step has emitted."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogitContext:

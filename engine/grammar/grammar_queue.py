@@ -7,11 +7,9 @@ turns: a client that sends many costly grammars delays another client by one of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from engine.errors import GRAMMAR_UNAVAILABLE, RequestError
-from engine.plan import Grammar
+from engine.grammar.grammar import GrammarClient, GrammarPool
 from engine.request import GRAMMAR, Request
 
 # Reading a grammar may occupy a core for seconds, and one call may need many grammars.
@@ -21,33 +19,6 @@ _READ_AT_ONCE = 4
 # one, too.
 _FIRST_SLICE_S = 0.25
 _SLOW_AT_ONCE, _SLOW_AMONG_OTHERS = 2, 1
-
-
-class RequestGrammar(Grammar, Protocol):
-    """The grammar of one request, which another process follows and which may fail."""
-
-    @property
-    def failure(self) -> RequestError | None:
-        """Return why it cannot be followed any further; None if it can."""
-
-    def is_ready(self) -> bool:
-        """Whether masks can be requested; does not wait. Raise RequestError for a grammar that cannot be followed."""
-
-    def seconds_read(self) -> float:
-        """Return the CPU time that reading it has taken so far."""
-
-    def check_answer(self, emitted: Sequence[int]) -> None:
-        """Set `failure` if the grammar does not allow the tokens that a step has emitted."""
-
-    def end(self) -> None:
-        """Stop following it, even while it computes."""
-
-
-class GrammarSource(Protocol):
-    """Starts grammars."""
-
-    def start(self, grammar: str) -> RequestGrammar:
-        """Start to follow a grammar."""
 
 
 class FairQueue:
@@ -96,24 +67,16 @@ class FairQueue:
 class GrammarQueue:
     """Grammars of all requests: waiting, being read (`_starting`), or followed while their requests run."""
 
-    def __init__(
-        self,
-        source: GrammarSource,
-        most: int,
-        after_thoughts: Callable[[Request, RequestGrammar], RequestGrammar] = lambda _, grammar: grammar,
-    ) -> None:
-        """most: number of grammars that are followed at once; further requests wait, the most urgent first;
-        after_thoughts: wraps a request's grammar so that it holds only after its thoughts.
-        """
+    def __init__(self, source: GrammarPool, most: int) -> None:
+        """most: number of grammars that are followed at once; further requests wait, the most urgent first."""
         self.source = source
-        self._after_thoughts = after_thoughts
         self._most = most
         self._waiting = FairQueue()
         self._slow = FairQueue()
         """Requests whose grammars have exceeded their first slice."""
-        self._starting: dict[str, tuple[Request, RequestGrammar]] = {}
+        self._starting: dict[str, tuple[Request, GrammarClient]] = {}
         self._starting_slow: set[str] = set()
-        self._followed: dict[str, RequestGrammar] = {}
+        self._followed: dict[str, GrammarClient] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -124,9 +87,9 @@ class GrammarQueue:
         """Start a request's grammar as soon as there is room."""
         self._waiting.add(request)
 
-    def ready(self) -> tuple[list[tuple[Request, RequestGrammar]], list[tuple[str, RequestError]]]:
+    def ready(self) -> tuple[list[tuple[Request, GrammarClient]], list[tuple[str, RequestError]]]:
         """Return (requests that can run from now on, requests that failed and why); does not wait."""
-        ready: list[tuple[Request, RequestGrammar]] = []
+        ready: list[tuple[Request, GrammarClient]] = []
         failed: list[tuple[str, RequestError]] = []
         num_ready = -1
         while len(ready) > num_ready:  # a ready grammar makes room for another one
@@ -147,7 +110,7 @@ class GrammarQueue:
                 refusal = RequestError(f"no grammar can be followed ({error})", GRAMMAR, GRAMMAR_UNAVAILABLE)
                 failed.append((request.request_id, refusal))
             else:
-                self._starting[request.request_id] = request, self._after_thoughts(request, state)
+                self._starting[request.request_id] = request, state
                 if queue is self._slow:
                     self._starting_slow.add(request.request_id)
             queue.take()
@@ -156,7 +119,7 @@ class GrammarQueue:
         """Return the queue of the next grammar; it is empty if none can start."""
         return self._slow if self._slow and self._slow_has_room else self._waiting
 
-    def _collect(self, ready: list[tuple[Request, RequestGrammar]], failed: list[tuple[str, RequestError]]) -> None:
+    def _collect(self, ready: list[tuple[Request, GrammarClient]], failed: list[tuple[str, RequestError]]) -> None:
         """Move started grammars to those that are ready or have failed."""
         for request_id, (request, state) in list(self._starting.items()):
             try:
@@ -175,7 +138,7 @@ class GrammarQueue:
                 failed.append((request_id, error))
                 self.end(request_id)
 
-    def _is_over(self, request_id: str, state: RequestGrammar) -> bool:
+    def _is_over(self, request_id: str, state: GrammarClient) -> bool:
         """Whether a grammar's first slice is over and others wait for its place."""
         others_wait = bool(self._waiting or self._slow) and not self._has_room
         return others_wait and request_id not in self._starting_slow and state.seconds_read() > _FIRST_SLICE_S
@@ -188,14 +151,8 @@ class GrammarQueue:
     def _has_room(self) -> bool:
         return len(self._starting) < _READ_AT_ONCE and len(self._starting) + len(self._followed) < self._most
 
-    def failed(self, emitted: Iterable[tuple[str, Sequence[int]]] = ()) -> list[tuple[str, RequestError]]:
-        """Return running requests whose grammar cannot be followed any further, and remove them.
-
-        emitted: tokens that a step has emitted for each request, which its grammar may not allow.
-        """
-        for request_id, tokens in emitted:
-            if (state := self._followed.get(request_id)) is not None:
-                state.check_answer(tokens)
+    def failed(self) -> list[tuple[str, RequestError]]:
+        """Return running requests whose grammar cannot be followed any further, and remove them."""
         failed = [(name, state.failure) for name, state in self._followed.items() if state.failure is not None]
         for request_id, _ in failed:
             self.end(request_id)

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import EngineFacts
-from engine.errors import RequestError
-from engine.grammar.grammar_queue import RequestGrammar
+from engine.plan import Grammar
 from engine.request import Thinking
 
 Bools = npt.NDArray[np.bool_]
@@ -48,7 +47,7 @@ class Thoughts:
 class ThinkingGrammar:
     """Thoughts with their budget, and the grammar that holds after them, as one grammar."""
 
-    def __init__(self, thinking: Thinking, facts: EngineFacts, grammar: RequestGrammar | None = None) -> None:
+    def __init__(self, thinking: Thinking, facts: EngineFacts, grammar: Grammar | None = None) -> None:
         """Combine the thoughts of a request and its grammar."""
         self._thinking = thinking
         self._grammar = grammar
@@ -60,19 +59,6 @@ class ThinkingGrammar:
             self._any[[token for token in facts.eos_token_ids if token < facts.vocab_size]] = False
         self._thoughts = Thoughts(thinking, ())
         self._num_answered = 0
-
-    @property
-    def failure(self) -> RequestError | None:
-        """Return why the grammar cannot be followed any further; None if it can."""
-        return None if self._grammar is None else self._grammar.failure
-
-    def is_ready(self) -> bool:
-        """Whether masks can be requested."""
-        return self._grammar is None or self._grammar.is_ready()
-
-    def seconds_read(self) -> float:
-        """Return the CPU time that reading the grammar has taken so far."""
-        return 0.0 if self._grammar is None else self._grammar.seconds_read()
 
     def check_answer(self, emitted: Sequence[int]) -> None:
         """Pass the tokens that a step has emitted after the thoughts to the grammar's check."""
@@ -91,11 +77,6 @@ class ThinkingGrammar:
             if mask is not None and not mask[token]:
                 return False
         return True
-
-    def end(self) -> None:
-        """Stop following the grammar."""
-        if self._grammar is not None:
-            self._grammar.end()
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
         """Ask which tokens may follow an answer and each path below it, as in `plan.Grammar`."""

@@ -16,7 +16,8 @@ from engine.config import EngineFacts, SpeculationConfig
 from engine.drafting.draft import Draft
 from engine.drafting.drafter import Drafter
 from engine.errors import RequestError
-from engine.grammar.grammar_queue import GrammarQueue, GrammarSource, RequestGrammar
+from engine.grammar.grammar import GrammarClient, GrammarPool
+from engine.grammar.grammar_queue import GrammarQueue
 from engine.grammar.thinking import ThinkingGrammar
 from engine.kernels.protocol import KVMoves
 from engine.models.runner import ModelRunner
@@ -64,7 +65,7 @@ class Engine:
         scheduler: Scheduler,
         facts: EngineFacts,
         limits: SpeculationConfig,
-        grammars: GrammarSource,
+        grammars: GrammarPool,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -72,7 +73,7 @@ class Engine:
         self.facts = facts
         self.limits = limits
         num_followed = _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs
-        self.grammar_queue = GrammarQueue(grammars, num_followed, self._after_thoughts)
+        self.grammar_queue = GrammarQueue(grammars, num_followed)
         self.telemetry = Telemetry(scheduler, target.device)
         self.eager = EagerStep(target, drafter)
         self.recorded = RecordedSteps()
@@ -155,8 +156,7 @@ class Engine:
             if request.sampling.grammar:
                 self.grammar_queue.add(request)
             else:
-                thinking = request.sampling.thinking
-                self.queue(request, ThinkingGrammar(thinking, self.facts) if thinking else None)
+                self.queue(request)
 
     def queue_followed(self) -> tuple[list[str], Failures]:
         """Queue the requests whose grammars are ready; return (their ids, those whose grammars cannot be followed)."""
@@ -165,14 +165,10 @@ class Engine:
             self.queue(request, grammar)
         return [request.request_id for request, _ in ready], failed
 
-    def _after_thoughts(self, request: Request, grammar: RequestGrammar) -> RequestGrammar:
-        """Return a grammar that holds after the request's thoughts, if these are followed."""
-        thinking = request.sampling.thinking
-        return grammar if thinking is None else ThinkingGrammar(thinking, self.facts, grammar)
-
-    def queue(self, request: Request, grammar: RequestGrammar | None = None) -> None:
-        """Queue a request that is known to be valid; grammar: follows its answer."""
-        speculation = request.speculation
+    def queue(self, request: Request, client: GrammarClient | None = None) -> None:
+        """Queue a request that is known to be valid; client: follows its grammar."""
+        speculation, thinking = request.speculation, request.sampling.thinking
+        grammar = client if thinking is None else ThinkingGrammar(thinking, self.facts, client)
         drafts = bool(speculation.num_drafts)
         self.scheduler.submit(request, grammar, drafts and self.facts.rules[speculation.rule].changes_targets)
 
@@ -202,11 +198,15 @@ class Engine:
             self.draft_runner.wipe(draft_free)
 
     def _end_masked(self, plan: Plan, verdict: StepVerdict, outcomes: Sequence[Outcome]) -> None:
-        """End the requests that emitted a token although their masks allowed none; it is not sent."""
+        """End the requests that emitted a token although their masks allowed none; it is not sent. Grammars check what
+        was emitted, too.
+        """
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
         for row, outcome in zip(rows, outcomes, strict=True):
             if (text := row.text) is None:
                 continue
+            if text.grammar is not None:
+                text.grammar.check_answer(outcome.token_ids)
             in_thoughts = isinstance(text.grammar, ThinkingGrammar) and not text.grammar.allows(outcome.token_ids)
             if in_thoughts or has_dead_end(text, outcome.token_ids, self.facts.vocab_size):
                 self._end(row.request_id, MASKED)
@@ -217,7 +217,7 @@ class Engine:
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
         """Return the requests whose grammars failed in this step; stop following these and those that ended."""
-        failed = self.grammar_queue.failed((outcome.request_id, outcome.token_ids) for outcome in outcomes)
+        failed = self.grammar_queue.failed()
         for request_id, _ in failed:
             self.scheduler.abort(request_id)
         for outcome in outcomes:

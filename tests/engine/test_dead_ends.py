@@ -108,7 +108,7 @@ def test_thoughts_that_cannot_be_closed_end_before_their_grammar() -> None:
     """The grammar is not asked, because it comes after the thoughts."""
     target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
     engine = tiny.build(target, None)
-    engine.grammar_queue = GrammarQueue(OneToken(1), 4, engine.grammar_queue._after_thoughts)  # type: ignore[arg-type]
+    engine.grammar_queue = GrammarQueue(OneToken(1), 4)  # type: ignore[arg-type]
     thinking = Thinking(opens=9, closes=10, is_begun=True, budget=2)
     sampling = Sampling(grammar="any", thinking=thinking, bad_words=((10,),))
     engine.submit(Request(request_id="a", prompt_token_ids=(3, 4, 5), sampling=sampling, limits=Limits(max_tokens=20)))

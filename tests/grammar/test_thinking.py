@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import RequestError
 from engine.grammar.thinking import ThinkingGrammar
 from engine.request import Thinking
 
@@ -23,22 +22,11 @@ FACTS: Any = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=[END, VOCABULA
 class Alternating:
     """A grammar of 0 and 1 in turn, from 0; after two tokens only an end, after the end nothing is known."""
 
-    failure: RequestError | None = None
-
     def __init__(self) -> None:
         self.emitted: list[int] = []
 
-    def is_ready(self) -> bool:
-        return True
-
-    def seconds_read(self) -> float:
-        return 0.5
-
     def check_answer(self, emitted: Sequence[int]) -> None:
         self.emitted += emitted
-
-    def end(self) -> None:
-        self.failure = RequestError("ended")
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
         return lambda: [alternating((*answer, *path)) for path in paths]
@@ -128,24 +116,9 @@ def test_the_grammar_is_asked_about_what_comes_after_the_thoughts(
     assert grammar.emitted == seen
 
 
-def test_it_stands_for_its_grammar() -> None:
-    grammar = Alternating()
-    followed = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
-    assert followed.is_ready()
-    assert followed.seconds_read() == 0.5
-    assert followed.failure is None
-    followed.end()
-    assert followed.failure is grammar.failure is not None
-    alone = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS)
-    assert alone.is_ready()
-    assert alone.seconds_read() == 0
-    assert alone.failure is None
-    alone.check_answer((1, CLOSES))
-    alone.end()
-
-
 def test_an_answer_may_be_checked_before_masks_were_asked_for() -> None:
     grammar = Alternating()
     followed = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
     followed.check_answer((1, CLOSES, 0))
     assert grammar.emitted == [0]
+    ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS).check_answer((1, CLOSES))
