@@ -69,8 +69,8 @@ class EvenTokens:
     def masks(self, _answer: Any, paths: Any) -> Callable[[], list[Any]]:
         return lambda: [np.arange(101) % 2 == 0 for _ in paths]
 
-    def advance(self, *_: Any) -> None:
-        """Follow nothing."""
+    def check_answer(self, *_: Any) -> None:
+        """Refuse nothing."""
 
 
 class Costs(msgspec.Struct):
