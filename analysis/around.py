@@ -66,7 +66,7 @@ PARTS = {
     "reporting": ("engine.step.engine:report", "engine.step.engine:split_prompts"),
     "commit": ("engine.scheduling.scheduler:Scheduler.commit",),
     "telemetry": (
-        "engine.step.telemetry:Telemetry.begin_step",
+        "engine.step.telemetry:Stopwatch.start",
         "engine.step.telemetry:Telemetry.end_step",
         "engine.step.telemetry:Telemetry._learn",
     ),

@@ -125,7 +125,7 @@ class Engine:
         but not abort any: those of this step hold blocks that the device writes. It must read the last result's
         `stats`, because they learn from that step.
         """
-        self.telemetry.begin_step()
+        self.telemetry.stopwatch.start()
         self._meanwhile = meanwhile
         try:
             outcomes = self.step()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -49,16 +49,15 @@ class Stopwatch:
 
     def __init__(self, clock: CudaClock | None = None) -> None:
         self._clock = clock
-        self._marks: list[tuple[str, float, Any, Any]] = []
-        self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
-        self.started = self.stopped = time.perf_counter()
+        self.start()
+        self.stopped = self.started
         self.parts_s = 0.0
         """Time of the last step's parts; the rest was planning."""
 
     def start(self) -> None:
         """Begin a step."""
         self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
-        self._marks = []
+        self._marks: list[tuple[str, float, Any, Any]] = []
         self.started = time.perf_counter()
 
     @contextmanager
@@ -127,21 +126,6 @@ class Pace:
         self._predicted_s = keep * self._predicted_s + predicted_s
 
 
-class _Timed(NamedTuple):
-    """A step that has ended, and its times."""
-
-    plan: Plan
-    draft_s: float
-    rest_s: float
-    """Time of its parts except drafting."""
-    host_s: float
-    """Time around its parts."""
-    started_s: float
-    follows: bool
-    """Whether it followed another one at once."""
-    is_eager: bool
-
-
 class Telemetry:
     """Measures the steps of one engine."""
 
@@ -156,10 +140,6 @@ class Telemetry:
         """End of the last step if this one follows it at once."""
         self._controlled_s = 0.0
         self._pace = Pace()
-
-    def begin_step(self) -> None:
-        """Begin a step."""
-        self.stopwatch.start()
 
     def end_step(self, num_awaiting_grammar: int) -> Callable[[], StepStats]:
         """End the step that began last; return the rest of the work, which learns from its times and makes its
@@ -177,14 +157,14 @@ class Telemetry:
         host_s = wall_s - watch.parts_s - self._controlling_s()
         draft_s = phases_s["draft"]
         rest_s = watch.parts_s - draft_s
-        step = _Timed(scheduler.last_plan, draft_s, rest_s, host_s, watch.started, follows, self.is_eager)
+        plan, started_s, is_eager = scheduler.last_plan, watch.started, self.is_eager
         now = self.stats(num_awaiting_grammar, wall_s, phases_s)
 
         # The next plan may preempt them before this step is learnt from.
-        reading = [scheduler.running(row.sequence_id) for row in step.plan.rows if not row.emits]
+        reading = [scheduler.running(row.sequence_id) for row in plan.rows if not row.emits]
 
         def learn() -> StepStats:
-            plain_s, prompt_s = self._learn(step)
+            plain_s, prompt_s = self._learn(plan, draft_s, rest_s, host_s, started_s, follows, is_eager)
             if plain_s is not None:
                 for sequence in reading:
                     if sequence is not None:
@@ -225,12 +205,14 @@ class Telemetry:
         before_s, self._controlled_s = self._controlled_s, controller.spent_s if controller is not None else 0.0
         return max(0.0, self._controlled_s - before_s)
 
-    def _learn(self, step: _Timed) -> tuple[float | None, float]:
+    def _learn(
+        self, plan: Plan, draft_s: float, rest_s: float, host_s: float, started_s: float, follows: bool, is_eager: bool
+    ) -> tuple[float | None, float]:
         """Return (duration of a plain step over the plan's rows that emit, time of that plan's prompts).
 
-        It is (None, 0) if no times were measured.
+        It is (None, 0) if no times were measured. rest_s: time of the step's parts except drafting; host_s: time around
+        its parts; follows: whether it followed another step at once.
         """
-        plan, draft_s, rest_s, host_s, started_s, follows, is_eager = step
         times = self._scheduler.times
         if times is None:
             return None, 0.0

@@ -133,7 +133,7 @@ class Load:
     def step(self) -> None:
         """One step."""
         device, scheduler = self.device, self.device.scheduler
-        device.telemetry.begin_step()
+        device.telemetry.stopwatch.start()
         plan = scheduler.plan()
         device.now += (DRAFTING_HOST_S if any(row.fanout for row in plan.rows) else HOST_S) / 2
         device.carry_out(plan)

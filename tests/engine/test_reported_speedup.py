@@ -72,7 +72,7 @@ class Served:
         draft_s, rest_s = self.machine.parts_s(work)
         host_s = DRAFTING_HOST_S if work.drafting else HOST_S
         began = self.now
-        self.telemetry.begin_step()
+        self.telemetry.stopwatch.start()
         self.now += host_s / 4  # planning
         with self.telemetry.phase("parts"):
             with self.telemetry.phase("draft"):
