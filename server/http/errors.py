@@ -107,6 +107,13 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": fields}
 
 
+def responses_error(error: ApiError) -> dict[str, Any]:
+    """Return the error of a response that failed after it had begun; its code is one of OpenAI's short list."""
+    code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+    body = error.body
+    return {"code": code, "message": body.message, "param": body.param, "type": body.type}
+
+
 def error_response(error: Exception, path: str = "") -> Response:
     """Return the response of an error in the format of the path's API."""
     api_error = to_api_error(error)

@@ -14,7 +14,7 @@ import msgspec
 from pydantic import Field
 
 from engine.api import RequestError
-from server.http.errors import to_api_error
+from server.http.errors import responses_error, to_api_error
 from server.openai.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Closed, Count, GenerationFields, Listed
 from server.openai.response_tools import Names, chat_tools, names_of
 from server.openai.translating import refuse_drafts
@@ -304,8 +304,7 @@ class ResponseWriter(AnswerWriter):
 
     def fail(self, error: Exception) -> list[dict[str, Any]]:
         """Return the event of an error."""
-        body = to_api_error(error).body
-        failed = self.response("failed", {"code": "server_error", "message": body.message})
+        failed = self.response("failed", responses_error(to_api_error(error)))
         return [self._event("response.failed", response=failed)]
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:

@@ -7,7 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses import ResponseError
 
+from engine.errors import NON_FINITE, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
+from engine.sampling.edits import MASKED
+from server.http.errors import anthropic_error, responses_error, to_api_error
 from tests.server.test_speculation_answers import CALL, COMPLETIONS, answer_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -104,10 +108,47 @@ def test_an_answer_whose_masks_leave_no_token_ends_with_an_error(http: httpx.Cli
         response = http.post(COMPLETIONS, json={**CALL, **masks, "bad_words": words})
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "no_token_left"
-    stream = http.post(COMPLETIONS, json={**CALL, **masks, "bad_words": ["the the the"], "stream": True}).text
-    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    events = events_of(http, COMPLETIONS, **CALL, **masks, bad_words=["the the the"])
     assert "".join(event["choices"][0]["text"] for event in events if event.get("choices")) in ("", " the", " the the")
     assert events[-1]["error"]["code"] == "no_token_left"
+
+
+def events_of(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+    response = http.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+def test_all_apis_blame_the_caller_for_masks_that_leave_no_token(http: httpx.Client) -> None:
+    """After a 200, in the words of each."""
+    the = http.post("/tokenize", json={"prompt": " the", "add_special_tokens": False}).json()["tokens"]
+    body = {"model": CALL["model"], "allowed_token_ids": the, "bad_words": ["the the the"], "temperature": 1}
+    messages = [{"role": "user", "content": "a"}]
+    chat = events_of(http, "/v1/chat/completions", **body, messages=messages)[-1]["error"]
+    assert (chat["type"], chat["code"], chat["param"]) == ("invalid_request_error", "no_token_left", "bad_words")
+    failed = events_of(http, "/v1/responses", **body, input="a")[-1]
+    assert failed["type"] == "response.failed"
+    error = ResponseError.model_validate(failed["response"]["error"])
+    assert (error.code, error.type, error.param) == ("invalid_prompt", "invalid_request_error", "bad_words")
+    assert error.message == chat["message"]
+    assert anthropic_error(to_api_error(MASKED))["error"] == {"type": error.type, "message": error.message}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MASKED, "invalid_prompt"),
+        (RequestError("a", None, NON_FINITE), "server_error"),
+        (EngineBusy("a"), "rate_limit_exceeded"),
+        (EngineStopped("a"), "server_error"),
+        (DeadlineExceeded("a"), "server_error"),
+        (ValueError("a"), "server_error"),
+    ],
+)
+def test_a_response_fails_with_a_code_that_clients_know(error: Exception, code: str) -> None:
+    """The list is that of OpenAI's client."""
+    assert ResponseError.model_validate(responses_error(to_api_error(error))).code == code
 
 
 def test_a_bad_word_has_a_length(http: httpx.Client) -> None:
