@@ -34,6 +34,18 @@ def level_widths(fanout: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(fanout, mul))
 
 
+RECORDED_RULES = frozenset({"block", "bv_race"})
+"""Rules whose steps are recorded."""
+
+
+def are_recorded(speculation: Speculation, fanout: tuple[int, ...]) -> bool:
+    """Whether steps that draw these drafts of a request are recorded: independent chains, and an exact rule of few."""
+    if not fanout:
+        return True
+    is_usual = speculation.rule in RECORDED_RULES and speculation.draft_method in ("", "iid")
+    return is_usual and not speculation.over_acceptance and set(fanout[1:]) <= {1}
+
+
 def first_draft_key(draft_start: int, draft_first: int, end: int, window: int) -> int:
     """Return the index of the first token that the draft model sees: at most the first that it computes now.
 
@@ -135,6 +147,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         depends on more than its logits, or must not depend on the others in the step.
         """
         return self.text is not None or bool(self.shifts) or self.sampling.seed_stable
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recorded step takes a row that drafts this, if the sizes fit."""
+        return not (self.text_drafts or self.is_never_recorded) and are_recorded(self.speculation, self.fanout)
 
     @property
     def end(self) -> int:

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from engine.control.acceptance import SUREST, Acceptance
 from engine.control.step_time import StepTimes
 from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
-from engine.plan import level_widths
+from engine.plan import are_recorded, level_widths
 from engine.request import Request
 
 Numbers = npt.NDArray[np.float64]
@@ -95,6 +95,10 @@ class _Load(NamedTuple):
     """Tokens of all texts."""
     catch_up_s: Numbers
     """[adaptive] time of the draft model to catch up with each, per remaining token of its answer."""
+    is_eager: bool
+    """Whether such steps are never recorded, whatever is drafted."""
+    draws_eagerly: bool
+    """Whether those in which the adaptive requests draft are not."""
 
     def work(self, num_drafting: int, shape: Shape) -> StepWork:
         """Return the work of a step in which `num_drafting` of the adaptive requests draft this shape."""
@@ -111,6 +115,7 @@ class _Load(NamedTuple):
             drafting=len(other_shapes) + num_drafting,
             passes=passes,
             shape=MIXED if other_shapes else shape if num_drafting else PLAIN,
+            is_eager=self.is_eager or (self.draws_eagerly and num_drafting > 0) or None,
         )
 
 
@@ -167,12 +172,14 @@ class Controller:
         others: Sequence[Fanout] = (),
         lags: Sequence[int] | None = None,
         other_text: int = 0,
+        is_eager: bool = False,
     ) -> None:
         """Choose for the adaptive requests that emit in the next step, if a choice is due or the requests have changed;
         otherwise the last choice stays. Called before each step.
 
         others: drafts of each of the other requests in the step (`Row.fanout`). lags: tokens that the draft model
-        must catch up on, by adaptive request. other_text: total length of the others' texts.
+        must catch up on, by adaptive request. other_text: total length of the others' texts. is_eager: whether the step
+        is not recorded, whatever the adaptive requests draft.
         """
         began = time.perf_counter()
         self._step += 1
@@ -180,7 +187,9 @@ class Controller:
         if adaptive and (self._step >= self._next or self._has_changed(ids, other_shapes)):
             self._learn()
             text = other_text + sum(len(one.tokens) for one in adaptive)
-            self._choose(_Load(adaptive, other_shapes, text, self._catch_up_s(adaptive, lags)), ids)
+            draws_eagerly = not all(are_recorded(one.request.speculation, (1,)) for one in adaptive)
+            catch_up_s = self._catch_up_s(adaptive, lags)
+            self._choose(_Load(adaptive, other_shapes, text, catch_up_s, is_eager, draws_eagerly), ids)
             self._chosen_for = ids, other_shapes
         self._samples = bool(adaptive) and self._trial not in (None, PLAIN)
         self._num_tried += self._samples
@@ -290,15 +299,15 @@ class Controller:
     def drafts_with_prompt(self, prompt: int) -> bool:
         """Whether the chosen drafts are worth their time in a step that also reads this many tokens of prompts.
 
-        If other steps are recorded, this one launches the draft model's passes one by one. The tokens that the drafts
-        add may then take longer here than in the steps without a prompt. Otherwise a prompt changes nothing. A step
+        If steps without a prompt are recorded, this one launches the draft model's passes one by one. The tokens that
+        the drafts add may then take longer here than in those. Otherwise a prompt changes nothing. A step
         of a trial that does not draft shows nothing about the drafts, so it returns to the budget.
         """
         if not prompt or self._drafting_now is None:
             return True
         options, number = self._drafting_now
         reading = [replace(options.works[one], prompt=prompt, read=prompt) for one in (0, number)]
-        if not self.times.is_eager(reading[1]):
+        if self.times.is_eager(options.works[number]) or not self.times.is_eager(reading[1]):
             return True
         plain_s, drafting_s = self.times.step_s(reading)
         gain = options.tokens[number] - options.tokens[0]

@@ -167,7 +167,7 @@ class StepTimes:
         self.points = points
         self.host = HostTime()
         self._window = window
-        self.is_eager = is_eager
+        self._is_eager = is_eager
         self._drift = drift
         self._cold_std = cold_std
         self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}  # indices of the shapes' factors in the state
@@ -208,9 +208,13 @@ class StepTimes:
         return rates
 
     def _sizes_of(self, work: StepWork) -> Numbers:
-        return sizes_of(work, self._window, self.is_eager(work) if work.is_eager is None else work.is_eager)
+        return sizes_of(work, self._window, self.is_eager(work))
 
     # -- predicting ---------------------------------------------------------------------------------------------------
+
+    def is_eager(self, work: StepWork) -> bool:
+        """Whether the operations of such a step are launched one by one, although other steps are recorded."""
+        return self._is_eager(work) if work.is_eager is None else work.is_eager
 
     def rest_s(self, work: StepWork) -> float:
         """Return the seconds of the rest of a step, whether it drafts or not: neither its drafting nor host time."""

@@ -37,8 +37,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the draft model computes, without the last one of each request that drafts."""
     shape: Shape = PLAIN
     is_eager: bool | None = None
-    """Whether its operations were launched one by one; None of a step that is only imagined (`StepTimes` predicts it).
-    """
+    """Whether its operations are launched one by one; None if that follows from the sizes (`StepTimes` predicts it)."""
 
     @staticmethod
     def of(plan: Plan) -> StepWork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.plan import LogitContext, Row, first_draft_key, level_widths
+from engine.plan import LogitContext, Row, are_recorded, first_draft_key, level_widths
 from engine.request import TextDraft
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
@@ -48,6 +48,12 @@ class PlannedRow(NamedTuple):
     def draft_stop(self) -> int:
         """Return the index after its last draft K/V, drawn nodes included; 0 if the draft model computes nothing."""
         return self.end + sum(level_widths(self.fanout)) if self.draft_end > self.draft_first else 0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Return `Row.is_recorded` of the row."""
+        is_usual = not (self.text_drafts or self.sequence.is_never_recorded)
+        return is_usual and are_recorded(self.sequence.request.speculation, self.fanout)
 
     @property
     def num_tokens(self) -> int:
@@ -105,10 +111,9 @@ def plan_row(
 def text_of(sequence: Sequence) -> LogitContext | None:
     """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
     request, least = sequence.request, sequence.request.limits.min_tokens
-    holds_back = least > 0 and sequence.num_emitted < least
-    if not request.sampling.edits_logits and not holds_back:
+    if not request.sampling.edits_logits and not sequence.holds_back:
         return None
-    ends = sequence.ends if holds_back else ()
+    ends = sequence.ends if sequence.holds_back else ()
     num_prompt = len(request.prompt_token_ids)
     tokens, grammar, fixed = tuple(sequence.tokens), sequence.grammar, sequence.fixed_edits
     return LogitContext(tokens, num_prompt, least, ends, grammar, fixed, sequence.counts)

@@ -190,6 +190,7 @@ class Scheduler:
             [part.fanout for part in others],
             [self.draft_prefill.lag(part.sequence) for part in adaptive],
             sum(part.end for part in others),
+            not all(part.is_recorded for part in emitting),
         )
         drafts = self.controller.drafts_with_prompt(sum(part.num_known - part.emits for part in parts.values()))
         for part in adaptive:

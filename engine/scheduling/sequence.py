@@ -85,6 +85,17 @@ class Sequence:
         self._reading_s = 0.0, 0.0
 
     @property
+    def holds_back(self) -> bool:
+        """Whether the next token must not end the answer."""
+        return self.num_emitted < self.request.limits.min_tokens
+
+    @property
+    def is_never_recorded(self) -> bool:
+        """Return `Row.is_never_recorded` of its next row that emits."""
+        sampling = self.request.sampling
+        return sampling.edits_logits or self.holds_back or bool(self.shifts) or sampling.seed_stable
+
+    @property
     def num_emitted(self) -> int:
         """Return the number of tokens of the answer so far."""
         return len(self.tokens) - self.num_prompt

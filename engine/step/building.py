@@ -34,6 +34,7 @@ from engine.models.host import most_cores
 from engine.models.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.models.probe import BackendChoice, choose_backend, find_kv_shape, has_kernel, is_replayed, runs
 from engine.models.runner import ModelRunner
+from engine.plan import RECORDED_RULES
 from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
@@ -41,7 +42,7 @@ from engine.speculation.verification import RULES
 from engine.step.engine import Engine
 from engine.step.memory import MemoryPlan, blocks_of, plan_memory
 from engine.step.recorded.inputs import StepShape
-from engine.step.recorded.menu import RECORDED_RULES, buffer_bytes, distributions_on
+from engine.step.recorded.menu import buffer_bytes, distributions_on
 from engine.step.recorded.menu import menu as menu_of_steps
 from engine.step.recorded.recorder import Graphs, graphs_on
 from engine.step.recorded.steps import LEAST_FREE, RecordedSteps

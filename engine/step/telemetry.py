@@ -219,9 +219,11 @@ class Telemetry:
         if not plan.sampling_rows:
             return 0.0, rest_s + host_s
         work = replace(StepWork.of(plan), is_eager=is_eager)
-        # Without its drafts and prompts such a step would not be recorded, either.
-        is_always = is_eager and any(row.is_never_recorded for row in plan.sampling_rows)
-        plain, decoding = (replace(one, is_eager=is_always or None) for one in (work.plain, work.without_prompts))
+        # Without its drafts, or its prompts, such a step may not be recorded, either.
+        rows = plan.sampling_rows
+        plain = replace(work.plain, is_eager=(is_eager and any(row.is_never_recorded for row in rows)) or None)
+        decoding = work.without_prompts
+        decoding = replace(decoding, is_eager=(is_eager and not all(row.is_recorded for row in rows)) or None)
         plain_s, predicted_s = (float(step_s) for step_s in times.step_s([plain, work]))
         plain_s *= self._pace.ratio
         prompt_s = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.config import SchedulerConfig
 from engine.control.controller import Controller, menu
@@ -107,28 +108,29 @@ class Load:
         speculation: Speculation,
         accepted: float = 0.7,
         sampling: Sampling | None = None,
+        min_tokens: int = 0,
     ) -> None:
         """accepted: how often a drafted token of one chain is accepted, given those before it."""
         self.device, self.prompt, self.answer, self.speculation = device, prompt, answer, speculation
-        self.sampling = sampling or Sampling()
+        self.sampling, self.min_tokens = sampling or Sampling(), min_tokens
         self.accepted, self.num_tokens, self.num_submitted = accepted, 0, 0
         self.reported_s = self.measured_s = 0.0
         self.works: list[StepWork] = []
         for number in range(clients):
             self.submit(1 + answer * (number + 1) // clients)  # not all at the same time
 
-    def submit(self, answer: int) -> None:
-        """Queue a request."""
+    def submit(self, answer: int, **more: Any) -> None:
+        """Queue a request. more: replaces fields of it."""
         self.num_submitted += 1
         prompt = tuple(range(self.num_submitted * 10**6, self.num_submitted * 10**6 + self.prompt))
         request = Request(
             request_id=str(self.num_submitted),
             prompt_token_ids=prompt,
-            limits=Limits(max_tokens=answer),
+            limits=Limits(max_tokens=answer, min_tokens=min(self.min_tokens, answer)),
             speculation=self.speculation,
             sampling=self.sampling,
         )
-        self.device.scheduler.submit(request)
+        self.device.scheduler.submit(replace(request, **more))
 
     def step(self) -> None:
         """One step."""

@@ -209,6 +209,70 @@ def test_the_reported_speedup_compares_with_plain_steps_that_are_not_recorded_ei
     assert (abs(reported / true - 1) < 0.09) == knows_plain, (reported, true)
 
 
+def unaware(choose: Any, controller: Controller, *asked: Any) -> None:
+    choose(controller, *asked[:-1], False)
+
+
+@pytest.mark.parametrize("knows_eager", [True, False])
+@pytest.mark.parametrize("clients", [4, 16])
+def test_drafts_of_steps_that_are_never_recorded_are_priced_as_they_run(
+    device: Device, clients: int, knows_eager: bool
+) -> None:
+    """The wrong variant takes their passes for recorded ones, and is no faster than plain decoding."""
+    rates = []
+    for speculation in (OFF, LIMITS):
+        device.serve_anew(times_of(device))
+        load = Load(device, clients, 60, 100, speculation, sampling=NEVER_RECORDED["penalty"])
+        with nullcontext() if knows_eager else instead(Controller, "choose", unaware):
+            rates.append(load.rate(400))
+    assert (rates[1] > 1.06 * rates[0]) == knows_eager, rates
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "penalty": {"sampling": NEVER_RECORDED["penalty"]},
+    "min_tokens": {"min_tokens": 30},
+    "rule": {"speculation": replace(LIMITS, rule="weighted_race")},
+    "lossy": {"speculation": replace(LIMITS, over_acceptance=0.1)},
+    "method": {"speculation": replace(LIMITS, rule="nss", draft_method="greedy")},
+}
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "penalty": {"speculation": OFF, "sampling": NEVER_RECORDED["penalty"]},
+    "tree": {"speculation": replace(LIMITS, tree=(2, 2), adaptive=False)},
+}
+
+
+@pytest.mark.parametrize("beside", [None, *BESIDE])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str, beside: str | None) -> None:
+    """Adaptive requests of each kind, alone or together with one that is not adaptive."""
+    device.serve_anew(times_of(device))
+    load = Load(device, 4, 60, 100, **{"speculation": LIMITS, **KINDS[kind]})
+    if beside:
+        load.submit(5000, **BESIDE[beside])
+    controller, found = device.scheduler.controller, []
+    assert controller is not None
+
+    def noted(options_of: Any, *asked: Any) -> Any:
+        found.append(options_of(*asked))
+        return found[-1]
+
+    num_compared = 0
+    with instead(Controller, "_options", noted):
+        for _ in range(300):
+            found.clear()
+            load.step()
+            taken = load.works[-1]
+            reads = taken.prompt > 0 or taken.read > taken.drafting  # which the controller does not know yet
+            for work in found[-1].works if found and not reads else ():
+                if (work.shape, work.rows, work.nodes) == (taken.shape, taken.rows, taken.nodes):
+                    num_compared += 1
+                    assert controller.times.is_eager(work) == device.telemetry.is_eager, (work, taken)
+    assert num_compared > 5
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, returns: bool) -> None:
     """Prompts arrive steadily. The wrong variant spends the trials on plain steps."""

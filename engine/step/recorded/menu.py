@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.drafting.draft import method_of
 from engine.kernels.protocol import Kernels
 from engine.plan import Plan, Row
 from engine.request import Sampling
@@ -15,8 +14,6 @@ from engine.step.recorded.inputs import DISTRIBUTIONS, MOST_NODES, NUM_TEXT, Dis
 
 MOST_ROWS = 256
 """Rows of the target's pass in the largest step that is recorded."""
-RECORDED_RULES = frozenset({"block", "bv_race"})
-"""Rules whose steps are recorded."""
 
 
 def work(shape: StepShape) -> tuple[int, int, int]:
@@ -80,13 +77,7 @@ def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
 
 def _is_usual(row: Row) -> bool:
     """Whether the row's results follow from its logits and the numbers of a step."""
-    if not row.emits or len(row.input_ids) != 1 or row.text_drafts or row.prompt_next or row.is_never_recorded:
-        return False
-    if not row.fanout:
-        return True
-    speculation = row.speculation
-    is_exact = speculation.rule in RECORDED_RULES and not speculation.over_acceptance
-    return is_exact and method_of(row) == "iid" and set(row.fanout[1:]) <= {1}
+    return row.emits and len(row.input_ids) == 1 and not row.prompt_next and row.is_recorded
 
 
 def _is_read_at_once(row: Row) -> bool:
