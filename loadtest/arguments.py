@@ -1,4 +1,4 @@
-"""Parser of command lines that suggests a flag for an unknown one."""
+"""Parser of command lines that suggests a flag for an unknown one, and of lists of numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import argparse
 import difflib
 import re
 from typing import Any
+
+
+def integers(text: str) -> list[int]:
+    """Parse comma-separated whole numbers from 1 on."""
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
+    return values
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from loadtest import environment as record
 from loadtest.arms import ADAPTIVE, AGAIN, OFF, parse
-from loadtest.client import RunResult, closed_loop, key_headers, whole_text
+from loadtest.client import RunResult, closed_loop, served_model, whole_text
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load, random_prompts
 
@@ -48,6 +48,7 @@ class BenchOptions:
         return self.repeats * _prompts_per_run(max(self.concurrency))
 
 
+_model_of = functools.cache(served_model)
 _BEFORE = "before "
 """Prefix of an arm that runs on the daemon of another version."""
 # Rules that verify one chain or two.
@@ -199,11 +200,6 @@ class _Bench:
             "ignore_eos": True,
             "speculation": speculation,
         }
-
-
-@functools.cache
-def _model_of(url: str) -> str:
-    return str(httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"])
 
 
 def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadtest import plots, report
-from loadtest.arguments import Parser
+from loadtest.arguments import Parser, integers
 from loadtest.environment import commit_of
 from loadtest.results import add_output_argument, write
 from loadtest.workload import TASKS, load
@@ -41,14 +41,6 @@ _SHORT = _Usual((1, 4, 16), (1.0,), (0,), (), "block,block:1x3,bv_race,adaptive,
 
 def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
-
-
-def counts(text: str) -> list[int]:
-    """Parse positive integers with commas between; empty text has none."""
-    values = [int(part) for part in text.split(",") if part]
-    if min(values, default=1) < 1:
-        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
-    return values
 
 
 def _tasks(text: str) -> list[str]:
@@ -82,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         help="comma-separated: dialogues, gutenberg, or files of JSON lines with messages, prompt or text in each "
         "record (default both)",
     )
-    result.add_argument("--concurrency", type=counts, help="requests at once (default 1,4,16,64; short: 1,4,16)")
+    result.add_argument("--concurrency", type=integers, help="requests at once (default 1,4,16,64; short: 1,4,16)")
     result.add_argument("--repeats", type=int, default=5, help="runs of every arm in a cell (default 5)")
     result.add_argument("--max-tokens", type=int, default=48, help="tokens of every answer (default 48)")
     result.add_argument("--temperatures", type=_numbers, help="sampling temperatures (default 0,1; short: 1)")
@@ -91,7 +83,11 @@ def parser() -> argparse.ArgumentParser:
         type=_lengths,
         help="numbers of random tokens per prompt; 0: the tasks' prompts (default 0,1024; short: 0)",
     )
-    result.add_argument("--ramp", type=counts, help="concurrency by stage (default 1,4,16,64,16,4,1; short: none)")
+    result.add_argument(
+        "--ramp",
+        type=lambda text: integers(text) if text else [],
+        help="concurrency by stage (default 1,4,16,64,16,4,1; short: none)",
+    )
     result.add_argument(
         "--rules",
         help="arms compared with plain decoding: a rule, rule:KxL, rule:2.2.1 (a tree), adaptive (the server's "

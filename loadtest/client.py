@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,6 +36,29 @@ def metric(url: str, name: str) -> float:
     if not values:
         raise RuntimeError(f"the daemon has no metric {name}")
     return sum(values)
+
+
+def resident_mib(url: str) -> dict[str, int]:
+    """Return the resident memory of both processes of the daemon."""
+    names = {"engine_mib": "polydraft_engine_process", "server_mib": "process"}
+    return {key: int(metric(url, f"{name}_resident_memory_bytes")) >> 20 for key, name in names.items()}
+
+
+def served_model(url: str) -> str:
+    """Return the name of the daemon's model."""
+    return str(httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"])
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Return the daemon's host and port."""
+    parts = urlsplit(url)
+    return str(parts.hostname), int(parts.port or 80)
+
+
+def raw_request(path: str, body: bytes, connection: str = "keep-alive") -> bytes:
+    """Return a POST of JSON as bytes."""
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nconnection: {connection}\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 @dataclass(frozen=True)

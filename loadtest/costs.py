@@ -16,20 +16,20 @@ import socket
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from tqdm import tqdm
 
 from loadtest.checkpoints import lengthened
-from loadtest.client import metric
+from loadtest.client import address_of, metric, raw_request
 from loadtest.cost_bodies import ALLOWED, MeasuredBody, filled, limits, sweep
 from loadtest.daemon import running_daemon
 from loadtest.environment import environment
@@ -94,13 +94,13 @@ class Neighbour:
         self._process.join()
 
 
-def post(address: tuple[str, int], path: str, body: bytes) -> str:
-    """Read the response of a request to its end, and return its status or the name of an error."""
-    head = f"POST {path} HTTP/1.1\r\nhost: {address[0]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+def exchange(address: tuple[str, int], pieces: Iterable[bytes]) -> str:
+    """Send a request, read the response to its end, and return its status or the name of an error."""
     try:
         with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
             with contextlib.suppress(ConnectionError):  # refused before all of it was sent; the response may be there
-                connection.sendall(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+                for piece in pieces:
+                    connection.sendall(piece)
             status = connection.recv(1 << 16).split(b" ", 2)[1].decode()
             while connection.recv(1 << 20):
                 pass
@@ -112,17 +112,14 @@ def post(address: tuple[str, int], path: str, body: bytes) -> str:
 def measure_body(address: tuple[str, int], body: MeasuredBody, at_once: int, neighbour: Neighbour) -> Cost:
     """Send one body, `at_once` times at the same time."""
     data = body.build()
+    request = raw_request(body.path, data, "close")
     neighbour.seen()
     began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda _: post(address, body.path, data), range(at_once)))
+        statuses = dict(Counter(pool.map(lambda _: exchange(address, [request]), range(at_once))))
     answer_s = time.perf_counter() - began
     time.sleep(SETTLE_S if at_once > 1 else _PAUSE_S)
-    statuses: dict[str, int] = defaultdict(int)
-    for status in answers:
-        statuses[status] += 1
-    seen = neighbour.seen()
-    return Cost(body.path, body.field, body.kind, len(data), at_once, dict(statuses), answer_s, seen)
+    return Cost(body.path, body.field, body.kind, len(data), at_once, statuses, answer_s, neighbour.seen())
 
 
 def notable(costs: Sequence[Cost]) -> list[Cost]:
@@ -139,18 +136,15 @@ def notable(costs: Sequence[Cost]) -> list[Cost]:
     return list(found.values())
 
 
-def memory_bytes(url: str) -> float:
-    """Return the resident memory of the HTTP process."""
-    return metric(url, "process_resident_memory_bytes")
+memory_bytes = partial(metric, name="process_resident_memory_bytes")
+"""Resident memory of the HTTP process, by URL."""
 
 
 def measure_bodies(
     url: str, bodies: Sequence[MeasuredBody], neighbour: Neighbour, at_once: int = _AT_ONCE
 ) -> dict[str, Any]:
     """Send every body alone, then the costliest of each field, `at_once` at the same time (1: not again)."""
-    parts = urlsplit(url)
-    address = str(parts.hostname), int(parts.port or 80)
-    before, peak = memory_bytes(url), 0.0
+    address, before, peak = address_of(url), memory_bytes(url), 0.0
     alone: list[Cost] = []
     costliest: dict[tuple[str, str], tuple[float, MeasuredBody]] = {}
     for body in tqdm(bodies, unit="body", disable=None):
@@ -173,29 +167,14 @@ def measure_bodies(
     }
 
 
-def endless_header(address: tuple[str, int]) -> str:
-    """Send an endless header and return the status of the response, or the name of the error."""
-    piece = b"a" * (1 << 20)
-    try:
-        with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx-long: ")
-            with contextlib.suppress(ConnectionError):
-                for _ in range(_HEADER_BYTES // len(piece)):
-                    connection.sendall(piece)
-            return connection.recv(1 << 16).split(b" ", 2)[1].decode()
-    except (OSError, IndexError) as error:
-        return type(error).__name__
-
-
 def measure_headers(url: str, neighbour: Neighbour) -> dict[str, Any]:
     """Send endless headers, one and then twenty."""
-    parts = urlsplit(url)
-    address = str(parts.hostname), int(parts.port or 80)
-    found = {}
+    address, found = address_of(url), {}
+    endless = [b"GET /health HTTP/1.1\r\nhost: a\r\nx-long: ", *[b"a" * (1 << 20)] * (_HEADER_BYTES >> 20)]
     for at_once in (1, _AT_ONCE):
         neighbour.seen()
         with ThreadPoolExecutor(at_once) as pool:
-            answers = list(pool.map(lambda _: endless_header(address), range(at_once)))
+            answers = list(pool.map(lambda _: exchange(address, endless), range(at_once)))
         time.sleep(SETTLE_S)
         found[str(at_once)] = {"answers": answers, "neighbour": neighbour.seen()}
     return found
@@ -204,22 +183,20 @@ def measure_headers(url: str, neighbour: Neighbour) -> dict[str, Any]:
 def measure_silence(arguments: Sequence[str]) -> dict[str, Any]:
     """Open more silent connections than the daemon may have files, and measure the time until /health answers."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    with running_daemon(arguments, ["prlimit", f"--nofile={_OPEN_FILES}:{_OPEN_FILES}"]) as url:
-        parts = urlsplit(url)
-        with contextlib.ExitStack() as stack:
-            for _ in range(_SILENT):
-                with contextlib.suppress(OSError):
-                    one = socket.create_connection((str(parts.hostname), int(parts.port or 80)), timeout=5)
-                    stack.enter_context(one)
-            began = time.perf_counter()
-            answers: list[str] = []
-            while "200" not in answers and time.perf_counter() - began < _ANSWER_TIMEOUT_S:
-                try:
-                    answers.append(str(httpx.get(f"{url}/health", timeout=5).status_code))
-                except httpx.HTTPError as error:
-                    answers.append(type(error).__name__)
-            return {"connections": _SILENT, "open_files": _OPEN_FILES, "answers": answers,
-                    "answered_after_s": time.perf_counter() - began}  # fmt: skip
+    limited = running_daemon(arguments, ["prlimit", f"--nofile={_OPEN_FILES}:{_OPEN_FILES}"])
+    with limited as url, contextlib.ExitStack() as stack:
+        for _ in range(_SILENT):
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_connection(address_of(url), timeout=5))
+        began = time.perf_counter()
+        answers: list[str] = []
+        while "200" not in answers and time.perf_counter() - began < _ANSWER_TIMEOUT_S:
+            try:
+                answers.append(str(httpx.get(f"{url}/health", timeout=5).status_code))
+            except httpx.HTTPError as error:
+                answers.append(type(error).__name__)
+        return {"connections": _SILENT, "open_files": _OPEN_FILES, "answers": answers,
+                "answered_after_s": time.perf_counter() - began}  # fmt: skip
 
 
 def measure_grammars(url: str, neighbour: Neighbour) -> dict[str, Any]:
@@ -273,20 +250,11 @@ def measure_long_prompt(arguments: Sequence[str], size_bytes: int = 1 << 20) -> 
     data = filled("/v1/completions", _MODEL, "prompt", json.dumps("word " * (size_bytes // 5)))
     with tempfile.TemporaryDirectory(prefix="long-model-") as place:
         folder = lengthened(_EMBEDDED, _LONG_CONTEXT, Path(place))
-        words = [
-            str(folder),
-            *arguments,
-            "--max-model-len",
-            str(_LONG_CONTEXT),
-            "--kv-cache-memory-bytes",
-            str(8 << 30),
-        ]
+        words = [str(folder), *arguments, "--max-model-len", str(_LONG_CONTEXT), "--kv-cache-memory-bytes", "8G"]
         with running_daemon(words) as url, neighbour_of(url) as neighbour:
-            parts = urlsplit(url)
             before = quiet(neighbour)
-            with socket.create_connection((str(parts.hostname), int(parts.port or 80))) as connection:
-                head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-                connection.sendall(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
+            with socket.create_connection(address_of(url)) as connection:
+                connection.sendall(raw_request("/v1/completions", data))
                 arriving, reading = quiet(neighbour, 2.0), quiet(neighbour)
             return {"size_bytes": len(data), "before": before, "first_2_s": arriving, "next_10_s": reading}
 
@@ -328,16 +296,8 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
     for at_once, found in result["headers"].items():
         answers = ", ".join(sorted(set(found["answers"])))
         seen = found["neighbour"]
-        rows.append(
-            [
-                f"a header without an end, {at_once} at once",
-                f"{_HEADER_BYTES >> 20} MiB",
-                answers,
-                "",
-                *_worst([seen]),
-                "",
-            ]
-        )
+        name = f"a header without an end, {at_once} at once"
+        rows.append([name, f"{_HEADER_BYTES >> 20} MiB", answers, "", *_worst([seen]), ""])
     grammars = result["grammars"]
     served = f"{grammars['honest']['status']} for an honest schema after {grammars['honest']['answer_s']:.1f} s"
     rows.append([f"{_AT_ONCE} hostile grammars", "", served, "", *_worst([grammars["neighbour"]]), ""])
@@ -358,16 +318,8 @@ def _row(name: str, alone: Sequence[dict[str, Any]], together: Sequence[dict[str
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the table of SECURITY.md."""
-    head = [
-        "field",
-        "largest body",
-        "answers",
-        "s",
-        "longest gap, ms",
-        "longest /health, ms",
-        f"{_AT_ONCE} at once, ms",
-    ]
-    return table(head, rows_of(result))
+    head = ["field", "largest body", "answers", "s", "longest gap, ms", "longest /health, ms"]
+    return table([*head, f"{_AT_ONCE} at once, ms"], rows_of(result))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

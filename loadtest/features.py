@@ -20,7 +20,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
-from loadtest.client import key_headers
+from loadtest.client import key_headers, served_model
 from loadtest.daemon import running_daemon
 from loadtest.results import add_output_argument, write
 from loadtest.statistics import median_of_ratios, ratio_of_sums
@@ -35,7 +35,7 @@ class Caller:
     def __init__(self, url: str) -> None:
         self.url = url
         self.http = httpx.Client(base_url=url, headers=key_headers(), timeout=600)
-        self.model = self.http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        self.model = served_model(url)
 
     def call(self, prompt: Prompt, **more: Any) -> dict[str, Any]:
         """Return the body of the response, with the time as `seconds`."""
@@ -99,9 +99,7 @@ def seed_stable(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, 
                 answer = caller.call(prompt, **wish, seed_stable=stable, speculation={"rule": rule})
                 emitted.append(float(answer["usage"]["completion_tokens"]))
                 steps.append(float(answer["metrics"]["speculative_decoding"]["num_spec_steps"]))
-            result[f"{rule}, seed-stable" if stable else rule] = {
-                **_tokens_per_pass(emitted, steps),
-            }
+            result[f"{rule}, seed-stable" if stable else rule] = _tokens_per_pass(emitted, steps)
     return result
 
 

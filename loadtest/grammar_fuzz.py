@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from tqdm import tqdm
 
 from loadtest.bench import environment
-from loadtest.client import key_headers
+from loadtest.client import key_headers, served_model
 from loadtest.daemon import running_daemon
+from loadtest.neighbour import Disturbance
 from loadtest.results import add_output_argument, write
 
-_STALL_S = 0.1
+_PAUSE_S, _FUZZING_S = 6, 24
+"""Seconds of the turns without and with grammars."""
 _REGEXES = [
     "(yes|no), [a-z]+", "[0-9]{3}-[a-f]{2}", "(a+)+b", r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}", "a{1,100}", "(?i:x|y)*z",
     r"[^\n]{0,80}\.", "((a|b)*c){2,9}", r"\p{L}+", "(.*a.{12}){3}",
@@ -53,7 +50,7 @@ _SCHEMAS: list[dict[str, Any]] = [
     {"type": "object", "patternProperties": {"^k": {"type": "boolean"}}, "additionalProperties": False},
 ]
 _PIECES = ["{0,100000}", "{999}", *'*+()|[]\\/"~&.^$\né\0']
-_KEYWORDS = ("minimum", "maximum", "multipleOf", "minItems", "maxItems", "minLength", "pattern")
+_KEYWORDS = ("minimum", "maxItems", "minLength", "multipleOf", "maximum", "minItems", "pattern")
 _NUMBERS: list[Any] = [0, -1, 1e19, -1e19, 1e308, 5e-324, 2**63, -(2**63), 100_000_000, 0.1, True, None, "x", [], {}]
 
 
@@ -77,9 +74,7 @@ def mutated_schema(value: Any, chance: random.Random) -> Any:
     if isinstance(value, dict):
         changed = {key: mutated_schema(part, chance) for key, part in value.items()}
         if chance.random() < 0.4:
-            keyword = chance.choice(
-                ["minimum", "maxItems", "minLength", "multipleOf", "maximum", "minItems", "pattern"]
-            )
+            keyword = chance.choice(_KEYWORDS)
             changed[keyword] = chance.choice(_NUMBERS)
         if changed and chance.random() < 0.1:
             del changed[chance.choice(list(changed))]
@@ -102,59 +97,12 @@ def strange_grammar(chance: random.Random) -> dict[str, Any]:
     return {kind: mutated_text(text, chance) if chance.random() < 0.95 else text}
 
 
-@dataclass
-class Findings:
-    """Observations so far."""
-
-    answers: Counter[str] = field(default_factory=Counter)
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    """Grammars that got neither an answer nor 400."""
-    gaps_s: dict[str, list[float]] = field(default_factory=lambda: {"fuzzing": [], "pause": []})
-    is_fuzzing: bool = False
-    num_streams: int = 0
-
-    def summary(self) -> dict[str, Any]:
-        """Return counts, and quantiles of the neighbour's gaps in milliseconds."""
-        gaps = {}
-        for phase, found in self.gaps_s.items():
-            ordered = sorted(found) or [0.0]
-            at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in _QUANTILES}
-            stalls = sum(gap > _STALL_S for gap in found)
-            quantiles = {name: round(1000 * gap, 2) for name, gap in at.items()}
-            gaps[phase] = {"chunks": len(found), "over_100_ms": stalls, **quantiles}
-        return {
-            "answers": dict(self.answers), "faults": self.faults, "streams": self.num_streams, "neighbour_gaps_ms": gaps
-        }  # fmt: skip
-
-
-_QUANTILES = (("median", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("longest", 1.0))
-
-
-async def neighbour(http: httpx.AsyncClient, model: str, findings: Findings) -> None:
-    """Read streams until cancelled, and note the gaps between their chunks."""
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+async def fuzz(
+    http: httpx.AsyncClient, model: str, turns: Disturbance, faults: list[dict[str, Any]], chance: random.Random
+) -> None:
+    """Send grammars in sequence until cancelled; faults: receives those that get neither an answer nor 400."""
     while True:
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            response.raise_for_status()
-            findings.num_streams += 1
-            last_s, phase = time.perf_counter(), findings.is_fuzzing
-            first = True
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                if '"error"' in line:
-                    findings.faults.append({"neighbour": line[:400]})
-                now_s, before = time.perf_counter(), phase
-                phase = findings.is_fuzzing
-                if not first and phase == before:
-                    findings.gaps_s["fuzzing" if phase else "pause"].append(now_s - last_s)
-                last_s, first = now_s, False
-
-
-async def fuzz(http: httpx.AsyncClient, model: str, findings: Findings, chance: random.Random) -> None:
-    """Send grammars in sequence until cancelled."""
-    while True:
-        if not findings.is_fuzzing:
+        if not turns.is_on:
             await asyncio.sleep(0.05)
             continue
         structure = strange_grammar(chance)
@@ -164,38 +112,27 @@ async def fuzz(http: httpx.AsyncClient, model: str, findings: Findings, chance: 
             status, detail = str(response.status_code), response.text[:400]
         except (httpx.HTTPError, ValueError) as error:
             status, detail = type(error).__name__, str(error)
-        findings.answers[status] += 1
+        turns.statuses[status] += 1
         if status not in ("200", "400"):
-            findings.faults.append({"status": status, "detail": detail, "structured_outputs": structure})
+            faults.append({"status": status, "detail": detail, "structured_outputs": structure})
 
 
-async def run(url: str, options: argparse.Namespace) -> Findings:
-    """Fuzz for `minutes`, four fifths of the time."""
-    findings = Findings()
+async def run(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Fuzz for `minutes`, four fifths of the time; return counts, faults and the neighbour's gaps."""
+    turns, model = Disturbance(), served_model(url)
+    faults: list[dict[str, Any]] = []
     limits = httpx.Limits(max_connections=options.concurrency + 1)
+    num_rounds = max(1, round(60 * options.minutes / (_PAUSE_S + _FUZZING_S)))
     async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=120, limits=limits) as http:
-        model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        tasks = [asyncio.create_task(neighbour(http, model, findings))]
-        tasks += [
-            asyncio.create_task(fuzz(http, model, findings, random.Random(options.seed + number)))
-            for number in range(options.concurrency)
-        ]
-        seconds = int(60 * options.minutes)
-        for second in tqdm(range(seconds), unit="s", disable=None):
-            findings.is_fuzzing = second % 30 < 24
-            await asyncio.sleep(1)
-            if ended := [task for task in tasks if task.done()]:
-                findings.faults.append({"task": repr(ended[0].exception())})
-                break
-        for task in tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+        chances = [random.Random(options.seed + number) for number in range(options.concurrency)]
+        work = [turns.watch(http, model), *(fuzz(http, model, turns, faults, chance) for chance in chances)]
         try:
-            findings.answers["/health " + str((await http.get("/health")).status_code)] += 1
-        except httpx.HTTPError as error:
-            findings.faults.append({"/health": f"{type(error).__name__}: {error}"})
-    return findings
+            await turns.alternate(work, [_PAUSE_S, _FUZZING_S] * num_rounds)
+            turns.statuses["/health " + str((await http.get("/health")).status_code)] += 1
+        except (httpx.HTTPError, RuntimeError) as error:
+            faults.append({"neighbour or /health": f"{type(error).__name__}: {error}"})
+    counts = {"answers": dict(turns.statuses), "faults": faults, "streams": turns.num_streams}
+    return {**counts, "neighbour_gaps_ms": turns.gaps_ms()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,12 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, serve = parser.parse_known_args(arguments)
     with running_daemon([*serve]) as url:
         measured_on = environment(url)  # fuzzing might end the daemon
-        findings = asyncio.run(run(url, options))
+        found = asyncio.run(run(url, options))
     report = {"minutes": options.minutes, "concurrency": options.concurrency, "seed": options.seed}
-    report |= {**findings.summary(), "environment": measured_on}
+    report |= {**found, "environment": measured_on}
     print(json.dumps(report, indent=1))
     write(report, options.output)
-    return 1 if findings.faults else 0
+    return 1 if found["faults"] else 0
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ import contextlib
 import json
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
-from tqdm import tqdm
 
-from loadtest.client import key_headers
+from loadtest.client import address_of, key_headers, raw_request
 from loadtest.daemon import running_daemon
 from loadtest.environment import environment
+from loadtest.neighbour import Disturbance
 from loadtest.results import add_output_argument, write
 
 _CONNECTIONS = 8
@@ -42,37 +38,22 @@ _BODIES = (
 )
 
 
-@dataclass
-class Turns:
-    """Current phase, and the observations in each."""
-
-    sends: bool = False
-    gaps_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    statuses: Counter[int] = field(default_factory=Counter)
-
-
-def request(host: str, body: bytes) -> bytes:
-    """Return a request as bytes."""
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    return head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body
-
-
-async def send(host: str, port: int, rate: float, turns: Turns, first: int) -> None:
+async def send(address: tuple[str, int], rate: float, turns: Disturbance, first: int) -> None:
     """Send one connection's malformed requests at its share of the rate until cancelled."""
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(*address)
     try:
         number, due = first, time.monotonic()
         while True:
-            if not turns.sends:
+            if not turns.is_on:
                 await asyncio.sleep(0.05)
                 due = time.monotonic()
                 continue
             due += 1 / rate
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            writer.write(request(host, _BODIES[number % len(_BODIES)]))
+            writer.write(raw_request("/v1/chat/completions", _BODIES[number % len(_BODIES)]))
             number += 1
             head = await reader.readuntil(b"\r\n\r\n")
-            turns.statuses[int(head.split()[1])] += 1
+            turns.statuses[head.split()[1].decode()] += 1
             length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
             await reader.readexactly(int(length.split(b":")[1]))
     finally:
@@ -81,52 +62,16 @@ async def send(host: str, port: int, rate: float, turns: Turns, first: int) -> N
             await writer.wait_closed()
 
 
-async def read(url: str, model: str, turns: Turns) -> None:
-    """Read streams and note the gaps between their chunks until cancelled."""
-    body = {"model": model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=60) as client:
-        while True:
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                last: float | None = None
-                async for _ in answer.aiter_raw():
-                    now = time.perf_counter()
-                    if last is not None:
-                        turns.gaps_s[turns.sends].append(now - last)
-                    last = now
-
-
 async def measure(
     url: str, rate: float, num_turns: int, model: str = "polydraft-demo", turn_s: float = 5.0
 ) -> dict[str, Any]:
     """Alternate the phases, and return the numbers of requests and the gaps."""
-    parts = urlsplit(url)
-    turns = Turns()
-    host, port = str(parts.hostname), int(parts.port or 80)
-    tasks = [asyncio.create_task(read(url, model, turns))]
-    tasks += [asyncio.create_task(send(host, port, rate / _CONNECTIONS, turns, i)) for i in range(_CONNECTIONS)]
-    sent_s = 0.0
-    for number in tqdm(range(num_turns), unit="turn", disable=None):
-        turns.sends = number % 2 == 1
-        began = time.monotonic()
-        await asyncio.wait(tasks, timeout=turn_s, return_when=asyncio.FIRST_EXCEPTION)
-        sent_s += (time.monotonic() - began) * turns.sends
-        if broken := next((task for task in tasks if task.done()), None):
-            broken.result()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return {
-        "sent_per_second": sum(turns.statuses.values()) / sent_s,
-        "statuses": dict(turns.statuses),
-        "gaps_ms": {name: summary(turns.gaps_s[sends]) for name, sends in (("alone", False), ("beside", True))},
-    }
-
-
-def summary(gaps_s: list[float]) -> dict[str, float]:
-    """Return some quantiles."""
-    gaps_ms = 1000 * np.array(gaps_s)
-    quantiles = {f"p{share}": float(np.percentile(gaps_ms, share)) for share in (50, 99)}
-    return {"count": len(gaps_s), **quantiles, "longest": float(gaps_ms.max())}
+    turns = Disturbance()
+    senders = [send(address_of(url), rate / _CONNECTIONS, turns, number) for number in range(_CONNECTIONS)]
+    async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=60) as client:
+        sent_s = await turns.alternate([turns.watch(client, model), *senders], [turn_s] * num_turns)
+    sent_per_second = sum(turns.statuses.values()) / sent_s
+    return {"sent_per_second": sent_per_second, "statuses": dict(turns.statuses), "gaps_ms": turns.gaps_ms()}
 
 
 def main() -> int:
@@ -140,7 +85,7 @@ def main() -> int:
         found = {"environment": environment(), **asyncio.run(measure(url, options.rate, options.turns))}
     print(json.dumps(found, indent=1))
     write(found, options.output)
-    return 0 if all(400 <= status < 500 for status in found["statuses"]) else 1
+    return 0 if all(status.startswith("4") for status in found["statuses"]) else 1
 
 
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
-import httpx
 from tqdm import tqdm
 
+from loadtest.arguments import integers
 from loadtest.bench import environment
-from loadtest.cli import counts
-from loadtest.client import closed_loop, key_headers, metric
+from loadtest.client import closed_loop, metric, served_model
 from loadtest.daemon import running_daemon
 from loadtest.results import add_output_argument, table, write
 from loadtest.workload import Prompt, load, random_prompts
@@ -46,7 +45,7 @@ def cpu_seconds(url: str) -> float:
 
 def measure(url: str, concurrency: Sequence[int], num_rounds: int, max_tokens: int) -> dict[str, Any]:
     """Measure both arms in turn, `num_rounds` runs of each, and the time before the first token."""
-    model = httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"]
+    model = served_model(url)
     cells = []
     for at_once in concurrency:
         prompts = list(islice(cycle(load("dialogues")), max(_LEAST_ANSWERS, _ANSWERS * at_once)))
@@ -120,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="target of the daemon (default: the embedded pair)")
     parser.add_argument("--draft-model", help="its draft model")
-    parser.add_argument("--concurrency", type=counts, default=[1, 64], help="requests open at once (default 1,64)")
+    parser.add_argument("--concurrency", type=integers, default=[1, 64], help="requests open at once (default 1,64)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each arm (default 5)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of every answer (default 96)")
     add_output_argument(parser)

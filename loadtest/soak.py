@@ -19,7 +19,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
-from loadtest.client import key_headers, metric
+from loadtest.client import key_headers, metric, resident_mib
 from loadtest.daemon import running_daemon
 from loadtest.results import add_output_argument, write
 from loadtest.workload import load
@@ -88,13 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if done:
                 faults += asyncio.run(batch(url, "soak", step, options.concurrency, generator))
                 bar.update(step)
-            points.append(
-                {
-                    "requests": done,
-                    "engine_mib": int(metric(url, "polydraft_engine_process_resident_memory_bytes")) >> 20,
-                    "server_mib": int(metric(url, "process_resident_memory_bytes")) >> 20,
-                }
-            )
+            points.append({"requests": done, **resident_mib(url)})
         usage = metric(url, "polydraft_kv_cache_usage_ratio")
         result = {
             "what": "resident memory over many short requests, a tenth of them left by their client",

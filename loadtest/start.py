@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.client import metric
+from loadtest.client import resident_mib
 from loadtest.daemon import running_daemon
 from loadtest.results import add_output_argument, document, write
 
@@ -27,12 +27,7 @@ def start(code: Path, caches: Path) -> dict[str, float]:
     environment = [f"PYTHONPATH={code}", f"NUMBA_CACHE_DIR={caches}"]
     began = time.perf_counter()
     with running_daemon(["--profile-cache", str(caches)], ["env", "-C", str(code), *environment]) as url:
-        ready_s = time.perf_counter() - began
-        return {
-            "ready_s": round(ready_s, 2),
-            "engine_mib": int(metric(url, "polydraft_engine_process_resident_memory_bytes")) >> 20,
-            "server_mib": int(metric(url, "process_resident_memory_bytes")) >> 20,
-        }
+        return {"ready_s": round(time.perf_counter() - began, 2), **resident_mib(url)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

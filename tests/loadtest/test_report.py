@@ -123,8 +123,8 @@ def test_tables_have_a_row_per_cell() -> None:
 
 
 def test_counts_are_whole_numbers_from_one_on(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.counts("1,4,16") == [1, 4, 16]
-    assert cli.counts("") == []
+    options = cli.parser().parse_args(["--concurrency", "1,4,16", "--ramp", ""])
+    assert (options.concurrency, options.ramp) == ([1, 4, 16], [])
     for wrong in ("0", "4,-1", "x"):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(["--concurrency", wrong])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from loadtest import start
+from loadtest import client, start
 from tests.wrong import instead
 
 
@@ -22,7 +22,7 @@ def test_versions_alternate_and_keep_their_caches(tmp_path: Path) -> None:
         yield "http://daemon"
 
     numbers = {"polydraft_engine_process_resident_memory_bytes": 3 << 20, "process_resident_memory_bytes": 2 << 20}
-    with instead(start, "running_daemon", daemon), instead(start, "metric", lambda *of: numbers[of[-1]]):
+    with instead(start, "running_daemon", daemon), instead(client, "metric", lambda *of: numbers[of[-1]]):
         output = tmp_path / "start.json"
         assert start.main(["--starts", "2", "--other", str(tmp_path), "--output", str(output)]) == 0
     (own, _, _), (other, _, _) = started[:2]
