@@ -25,7 +25,6 @@ from analysis import (
     reports,
     selfcheck,
     times,
-    turns,
 )
 from analysis.papers import run as papers
 from engine.errors import ConfigError, LoadError
@@ -72,90 +71,39 @@ def _add_file(entry: str) -> Callable[[argparse.ArgumentParser], None]:
     return add
 
 
+def _of(module: Any, question: str) -> Analysis:
+    """Return the command of a module with the functions `add_arguments`, `analyze` and, for most, `markdown`."""
+    return Analysis(question, module.add_arguments, module.analyze, getattr(module, "markdown", None))
+
+
 ANALYSES = {
-    "selfcheck": Analysis(
+    "selfcheck": _of(
+        selfcheck,
         "Are the answers of this pair distributed as those of the target alone? Tests every rule; exit code 1 if not.",
-        selfcheck.add_arguments,
-        selfcheck.selfcheck,
-        selfcheck.markdown,
     ),
-    "pair": Analysis(
-        "How well does this draft model guess for this target? Ends with the flags of `polydraft serve` to use.",
-        pair.add_arguments,
-        pair.analyze_pair,
+    "pair": _of(
+        pair, "How well does this draft model guess for this target? Ends with the flags of `polydraft serve` to use."
     ),
-    "arms": Analysis(
-        "How much faster are answers with drafts on this machine than without?",
-        arms.add_arguments,
-        arms.analyze_arms,
-        turns.markdown,
-    ),
-    "quality": Analysis(
+    "arms": _of(arms, "How much faster are answers with drafts on this machine than without?"),
+    "quality": _of(
+        quality,
         "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",
-        quality.add_arguments,
-        quality.analyze_quality,
-        quality.markdown,
     ),
-    "reports": Analysis(
-        "Is the speedup that each answer reports true? Compares it with answers without drafts.",
-        reports.add_arguments,
-        reports.analyze_reports,
-        reports.markdown,
+    "reports": _of(reports, "Is the speedup that each answer reports true? Compares it with answers without drafts."),
+    "plan": _of(
+        device_model, "How fast would a pair be on a GPU that you do not have? A calculation: nothing is measured."
     ),
-    "plan": Analysis(
-        "How fast would a pair be on a GPU that you do not have? A calculation: nothing is measured.",
-        device_model.add_arguments,
-        device_model.analyze_plan,
-        device_model.markdown,
-    ),
-    "around": Analysis(
-        "How much time does a step take besides the two models, and for what?",
-        around.add_arguments,
-        around.analyze_around,
-        around.markdown,
-    ),
-    "contexts": Analysis(
-        "How much of the speedup is left after a long text?",
-        contexts.add_arguments,
-        contexts.analyze_contexts,
-        contexts.markdown,
-    ),
-    "limits": Analysis(
-        "What limits passes and steps after short and long texts: memory, arithmetic, or overhead?",
-        limits.add_arguments,
-        limits.analyze_limits,
-        limits.markdown,
-    ),
-    "drafters": Analysis(
-        "Which of several drafters of one target is fastest: a small model, or heads?",
-        drafters.add_arguments,
-        drafters.analyze_drafters,
-        drafters.markdown,
-    ),
-    "growth": Analysis(
-        "What do more drafts for one request cost, in time and in memory?",
-        growth.add_arguments,
-        growth.analyze_growth,
-        growth.markdown,
-    ),
-    "heads": Analysis(
-        "How much longer does a one-pass head draft for several chains than for one?",
-        heads.add_arguments,
-        heads.analyze_heads,
-        heads.markdown,
-    ),
-    "prefixes": Analysis(
+    "around": _of(around, "How much time does a step take besides the two models, and for what?"),
+    "contexts": _of(contexts, "How much of the speedup is left after a long text?"),
+    "limits": _of(limits, "What limits passes and steps after short and long texts: memory, arithmetic, or overhead?"),
+    "drafters": _of(drafters, "Which of several drafters of one target is fastest: a small model, or heads?"),
+    "growth": _of(growth, "What do more drafts for one request cost, in time and in memory?"),
+    "heads": _of(heads, "How much longer does a one-pass head draft for several chains than for one?"),
+    "prefixes": _of(
+        prefixes,
         "Does the prefix cache find as much of a prompt with a head as without? How much memory does a token take?",
-        prefixes.add_arguments,
-        prefixes.analyze_prefixes,
-        prefixes.markdown,
     ),
-    "times": Analysis(
-        "How long does each rule take to verify drafts on this machine? Loads no model.",
-        times.add_arguments,
-        times.analyze_times,
-        times.markdown,
-    ),
+    "times": _of(times, "How long does each rule take to verify drafts on this machine? Loads no model."),
     "laws": Analysis(
         "How likely is each rule to accept a draft, for the distributions in a file?",
         _add_file('{"p": [...], "q": [...], "n": drafts}'),
@@ -166,10 +114,9 @@ ANALYSES = {
         _add_file('{"V": tokens, "L": length, "K": drafts, "rows": {"0,1": {"p": [...], "q": [...]}}}'),
         lambda options: laws.analyze_blocks(options.file),
     ),
-    "papers": Analysis(
+    "papers": _of(
+        papers,
         "What do the experiments of three papers on verification find for this pair? Takes half an hour on two cores.",
-        papers.add_arguments,
-        papers.analyze_papers,
     ),
 }
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analysis.load import Load, SpeculationSetup, add_load_arguments
-from analysis.loading import add_pair_arguments, config_of, integers, load_engine, prompts_of
+from analysis.load import LOAD_NAMES, Load, SpeculationSetup, add_load_arguments
+from analysis.loading import add_pair_arguments, config_of, load_engine, prompts_of
 from analysis.turns import (
     SEED_STABLE,
     SEEDED,
@@ -36,6 +36,9 @@ from analysis.turns import (
     ratio,
     works,
 )
+from analysis.turns import (
+    markdown as markdown,
+)
 from engine.config import EngineFacts, SchedulerConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import Point, StepTimes
@@ -46,6 +49,7 @@ from engine.scheduling.outcome import Outcome
 from engine.scheduling.request_checks import with_fixed_shape
 from engine.step.calibration import measure_points
 from engine.step.engine import Engine, StepResult
+from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import document
 
@@ -296,8 +300,15 @@ def _shares(seconds: dict[str, float]) -> dict[str, float]:
     return {shape: seconds[shape] / sum(seconds.values()) for shape in sorted(seconds, key=seconds.__getitem__)[::-1]}
 
 
-def add_turn_arguments(parser: argparse.ArgumentParser, warm_up_s: float) -> None:
-    """Add the durations of a turn and of the warm-up."""
+def add_turn_arguments(parser: argparse.ArgumentParser, seconds: float, warm_up_s: float) -> None:
+    """Add the numbers of requests, and the durations of a cell, a turn and the warm-up."""
+    parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help=f"of plain decoding in a cell; the other arms do the same work (default {seconds:g})",
+    )
     parser.add_argument("--turn", type=float, default=0.25, help="seconds of plain decoding in a turn (default 0.25)")
     parser.add_argument(
         "--warm-up", type=float, default=warm_up_s, help=f"seconds before the measured turns (default {warm_up_s:g})"
@@ -307,13 +318,7 @@ def add_turn_arguments(parser: argparse.ArgumentParser, warm_up_s: float) -> Non
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_pair_arguments(parser)
-    parser.add_argument(
-        "--prompts",
-        action="append",
-        help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
-        "for N random tokens; may be repeated",
-    )
-    add_load_arguments(parser, num_tokens=48)
+    add_load_arguments(parser, num_tokens=48, several=True)
     parser.add_argument(
         "--arms",
         default="adaptive,again,block:1x1,block:1x3,block:1x5,bv_race:2x3",
@@ -321,18 +326,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rule:KxL or a tree as rule:2.2.1, seeded (what a request with a seed gets), seed_stable (shapes that change, "
         "and sampling that no shape changes)",
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=20.0,
-        help="seconds of plain decoding in a cell; the other arms do the same work (default 20)",
-    )
-    add_turn_arguments(parser, warm_up_s=8.0)
-    parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
+    add_turn_arguments(parser, seconds=20.0, warm_up_s=8.0)
     parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
 
 
-def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all cells (prompts x concurrency)."""
     names = list(dict.fromkeys([OFF, *options.arms.split(",")]))
     for name in names:
@@ -356,11 +354,10 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
                 cell = measure(make, load, concurrency, options.seconds, progress, options.warm_up, options.turn)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     options.prompts = kinds
-    names_of_load = ("prompt_length", "tokens", "temperature", "top_k", "top_p")
     result = document(
         "arms in turns of the same work, a quarter of a second or so, in one process, closed loop without HTTP",
         options,
-        (*names_of_load, "arms", "seconds", "dtype", "threads", "concurrency", "prompts"),
+        (*LOAD_NAMES, "arms", "seconds", "dtype", "threads", "concurrency"),
         cells=cells,
     )
     if options.chart:

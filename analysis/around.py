@@ -27,10 +27,11 @@ from tqdm import tqdm
 
 from analysis.arms import Arm, make_arms, speculation_of
 from analysis.load import Load
-from analysis.loading import add_pair_arguments, config_of, integers, load_engine, prompts_of, say
+from analysis.loading import add_pair_arguments, config_of, load_engine, prompts_of, say
 from engine.api import StepResults, decode_from_engine, encode
 from engine.step.calibration import measure
 from loadtest import results
+from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE
 
 _INSIDE = ("pass inputs", "passes", "draft loop")
@@ -225,7 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=integers, default=[1, 16, 64], help="requests at once (default 1,16,64)")
 
 
-def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all cells."""
     words = ["--prompt-length", str(options.prompt_length), "--dtype", options.dtype, "--device", options.device]
     words += ["--threads", str(options.threads)]

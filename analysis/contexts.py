@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from analysis.loading import add_pair_arguments, config_of, integers, load_engine
+from analysis.loading import add_pair_arguments, config_of, load_engine
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.request import Speculation
 from engine.step.calibration import synthetic_plan, usual_s
 from engine.step.engine import Engine
+from loadtest.arguments import integers
 from loadtest.results import document, table
 
 _SHAPES = {
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of every point (default 5)")
 
 
-def analyze_contexts(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure without and with a draft window."""
     windows = (0, options.draft_window)
     found: dict[str, dict[str, Any]] = {}

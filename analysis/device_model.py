@@ -22,10 +22,10 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from analysis.loading import integers
 from demo.bench_pair import SIZES
 from engine.errors import ConfigError
 from engine.step.recorded.menu import MOST_ROWS
+from loadtest.arguments import integers
 from loadtest.results import table
 
 PRODUCTS, KERNELS = 4, 6
@@ -293,7 +293,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", type=Path, help="gpu-part-1.json of a session: how far the model was off")
 
 
-def analyze_plan(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Return the estimates."""
     if not 0 < options.acceptance < 1:
         raise ConfigError(f"--acceptance {options.acceptance}: must be between 0 and 1")

@@ -15,8 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from analysis.arms import Arm, add_turn_arguments, make_arms, measure, speculation_of
-from analysis.load import Load, add_load_arguments
-from analysis.loading import config_of, integers, load_engine, names_of, prompts_of
+from analysis.load import LOAD_NAMES, Load, add_load_arguments
+from analysis.loading import add_device_arguments, config_of, load_engine, names_of, prompts_of
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.control.step_time import Point
 from engine.errors import ConfigError
@@ -38,18 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FOLDER",
         help="a draft model or a head; may be repeated (default: small, the embedded pair's draft model)",
     )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: all cores but one)")
+    add_device_arguments(parser)
     parser.add_argument("--shapes", default="block:1x3,bv_race:4x3", help="drafts, as of `arms`")
-    parser.add_argument("--prompts", default="dialogues", help="as of `arms` (default dialogues)")
     add_load_arguments(parser, num_tokens=48)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of plain decoding in a cell (default 10)")
-    add_turn_arguments(parser, warm_up_s=1.0)
-    parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
+    add_turn_arguments(parser, seconds=10.0, warm_up_s=1.0)
 
 
-def analyze_drafters(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all cells."""
     drafts = dict(text.partition("=")[::2] for text in options.drafter)
     if not all(drafts.values()):
@@ -77,22 +72,9 @@ def analyze_drafters(options: argparse.Namespace) -> dict[str, Any]:
                 del arm["reported_speedup"]
             cells.append({"prompts": Path(options.prompts).stem, **cell})
     options.drafter = {name: Path(draft).name for name, draft in drafts.items()}
-    names = (
-        "drafter",
-        "shapes",
-        "prompt_length",
-        "tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "seconds",
-        "dtype",
-        "threads",
-        "concurrency",
-    )
-    return document(
-        "drafters in turns of the same work, in one process, closed loop without HTTP", options, names, cells=cells
-    )
+    names = ("drafter", "shapes", *LOAD_NAMES, "seconds", "dtype", "threads", "concurrency")
+    what = "drafters in turns of the same work, in one process, closed loop without HTTP"
+    return document(what, options, names, cells=cells)
 
 
 def arms_of(engines: dict[str, Engine], points: Sequence[Point], shapes: list[str], load: Load) -> dict[str, Arm]:

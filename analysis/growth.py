@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of every point (default 5)")
 
 
-def analyze_growth(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure with all types of weights in turn, and memory with the first of them."""
     cells = []
     dtypes = options.dtypes.split(",")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from analysis.loading import integers, names_of
+from analysis.loading import names_of
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.models.heads.config import read_head
@@ -25,6 +25,7 @@ from engine.request import Speculation
 from engine.step.building import assemble
 from engine.step.calibration import middle_steps, synthetic_plan
 from engine.step.engine import Engine
+from loadtest.arguments import integers
 from loadtest.results import document, table
 
 KINDS = ("dflash", "dflash2", "dspark", "peagle")
@@ -144,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine (default 1)")
 
 
-def analyze_heads(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure heads of every type, one request at a time."""
     torch.set_num_threads(options.threads)
     cells = []

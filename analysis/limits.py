@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from analysis.loading import add_pair_arguments, config_of, integers, load_engine, names_of
+from analysis.loading import add_pair_arguments, config_of, load_engine, names_of
 from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
@@ -29,6 +29,7 @@ from engine.models.runner import ModelRunner
 from engine.request import Speculation
 from engine.step.calibration import middle_steps, synthetic_plan
 from engine.step.engine import Engine
+from loadtest.arguments import integers
 from loadtest.checkpoints import lengthened
 from loadtest.results import document, table
 from loadtest.statistics import median_of_ratios
@@ -197,7 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=8, help="turns of every cell (default 8)")
 
 
-def analyze_limits(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all cells; a checkpoint for shorter texts is used as if its positions reached that far."""
     with tempfile.TemporaryDirectory() as place:
         room = max(options.contexts) + 2 * _PLACE

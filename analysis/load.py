@@ -12,6 +12,9 @@ from engine.request import Limits, Request, Sampling, Speculation
 from engine.speculation.verification import RULES
 from loadtest.arms import parse
 
+PROMPTS_HELP = "dialogues (default) or gutenberg, both embedded, or JSON lines with prompt, text or messages"
+_PROMPTS_HELP = f"{PROMPTS_HELP}; random:N for N random tokens"
+
 
 @dataclass(frozen=True)
 class SpeculationSetup:
@@ -112,16 +115,20 @@ class Load:
             number += 1
 
 
-def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None:
-    """Add the arguments of the requests, except the prompts."""
+LOAD_NAMES = ("prompts", "prompt_length", "tokens", "temperature", "top_k", "top_p")
+
+
+def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int, several: bool = False) -> None:
+    """Add the arguments of the requests (`LOAD_NAMES`); several: whether they may have several kinds of prompts."""
+    if several:
+        parser.add_argument("--prompts", action="append", help=f"{_PROMPTS_HELP}; may be repeated")
+    else:
+        parser.add_argument("--prompts", default="dialogues", help=_PROMPTS_HELP)
     parser.add_argument(
         "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"
     )
     parser.add_argument(
-        "--tokens",
-        type=int,
-        default=num_tokens,
-        help=f"tokens of an answer, in the mean (default {num_tokens})",
+        "--tokens", type=int, default=num_tokens, help=f"tokens of an answer, in the mean (default {num_tokens})"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
     parser.add_argument("--top-k", type=int, default=0, help="sample from this number of tokens (default 0: all)")

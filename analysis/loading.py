@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -19,22 +16,20 @@ from engine.errors import ConfigError
 from engine.models.host import keep_freed_memory, usable_cores
 from engine.step.building import build_engine
 from engine.step.engine import Engine
+from loadtest import workload
 
 _CACHE_BYTES = 1 << 29
-
-
-def integers(text: str) -> list[int]:
-    """Parse comma-separated whole numbers from 1 on."""
-    values = [int(part) for part in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
-    return values
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the pair and the device."""
     parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model: folder or hub name")
+    add_device_arguments(parser)
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select the device, and the type of weights."""
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: all cores but one)")
@@ -93,48 +88,33 @@ def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, d
     return load_engine(config_of(options, scheduler, speculation, _CACHE_BYTES))
 
 
-def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[tuple[int, ...]]:
-    """Return token ids of the prompts in a JSON-lines file (`prompt`, `text` or `messages` in each record), cut to
-    `room`.
-
-    Without a file: the held-out dialogues of the embedded pair.
-    """
+def read_prompts(task: str | Path, target: str, most: int, room: int) -> list[tuple[int, ...]]:
+    """Return token ids of the prompts of a task or a file (`loadtest.workload.load`), cut to their last `room`."""
     from transformers import PreTrainedTokenizerFast
 
-    file = file or Path(str(files("demo").joinpath("heldout_dialogues.jsonl")))
     try:
-        lines = [line for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
-        records: list[dict[str, Any]] = [json.loads(line) for line in lines[:most]]
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+        bodies = [prompt.body for prompt in workload.load(str(task))[:most]]
     except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON lines ({error})") from error
+        raise ConfigError(str(error)) from error
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
     prompts = []
-    for number, record in enumerate(records):
-        text = record.get("prompt") or record.get("text")
-        if "messages" in record:
-            text = tokenizer.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
-        if not isinstance(text, str) or not text:
-            raise ConfigError(f"{file}, line {number + 1}: must hold 'prompt', 'text' or 'messages'")
-        prompts.append(tuple(tokenizer(text, add_special_tokens="messages" not in record)["input_ids"][-room:]))
-    if not prompts:
-        raise ConfigError(f"{file}: holds no prompts")
+    for body in bodies:
+        is_chat = "messages" in body
+        text = body.get("prompt")
+        if is_chat:
+            text = tokenizer.apply_chat_template(body["messages"], tokenize=False, add_generation_prompt=True)
+        prompts.append(tuple(tokenizer(text, add_special_tokens=not is_chat)["input_ids"][-room:]))
     return prompts
 
 
 def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
     """Return random prompts of tokens that the embedded pair and the bench pair know."""
-    generator = random.Random(seed)
-    return [[generator.randrange(300, 4000) for _ in range(length)] for _ in range(count)]
+    return [prompt.body["prompt"] for prompt in workload.random_prompts(length, count, seed)]
 
 
 def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
-    """Return embedded prompts by name, random ones for random:N, or those of a file."""
+    """Return random prompts for random:N, or those of a task or a file."""
     name, _, length = kind.partition(":")
     if name == "random" and length.isdigit():
         return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]
-    embedded = Path(str(files("demo").joinpath(f"heldout_{kind}.jsonl")))
-    return read_prompts(
-        embedded if embedded.is_file() else Path(kind), names_of(options)[0], 256, options.prompt_length
-    )
+    return read_prompts(kind, names_of(options)[0], 256, options.prompt_length)

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from analysis import bounds
 from analysis.bounds import Verification
 from analysis.draft_logits import draft_logits, drafts_by_head
-from analysis.load import SpeculationSetup
-from analysis.loading import add_pair_arguments, integers, load_pair, names_of, read_prompts
+from analysis.load import PROMPTS_HELP, SpeculationSetup
+from analysis.loading import add_pair_arguments, load_pair, names_of, read_prompts
 from analysis.report import print_report, save_plots
 from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.errors import ConfigError, RequestError
@@ -43,6 +43,7 @@ from engine.speculation.verification import RULES
 from engine.step.calibration import synthetic_plan, usual_s
 from engine.step.distribution_check import run_to_end
 from engine.step.engine import Engine
+from loadtest.arguments import integers
 from loadtest.environment import environment
 from loadtest.statistics import ratio_of_sums
 
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_pair_arguments(parser)
     add = parser.add_argument
-    add("--prompts", type=Path, help="JSON lines with prompt, text or messages (default: held-out dialogues)")
+    add("--prompts", default="dialogues", help=PROMPTS_HELP)
     add("--most-prompts", type=int, default=16, help="prompts used (default 16)")
     add("--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)")
     add("--tokens", type=int, default=48, help="tokens of an answer (default 48)")
@@ -148,7 +149,7 @@ class Results:
         partial.replace(self.file)
 
 
-def analyze_pair(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table and the recommendation, write JSON and plots."""
     engine = load_pair(options, max(options.concurrency), *_LIMITS)
     target, draft = names_of(options)

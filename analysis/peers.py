@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
 from analysis.load import SpeculationSetup
-from analysis.loading import integers, random_prompts
+from analysis.loading import random_prompts
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
@@ -34,6 +34,7 @@ from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.building import build_engine
 from engine.step.calibration import measure_points
 from engine.step.engine import Engine
+from loadtest.arguments import integers
 from loadtest.checkpoints import lengthened
 from loadtest.environment import environment
 from loadtest.statistics import median_of_ratios

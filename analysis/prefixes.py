@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--own", type=int, default=33, help="further tokens of each prompt (default 33)")
 
 
-def analyze_prefixes(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Serve the same requests without a draft model and with each head."""
     cells = [
         {"head": kind, **measure(load(kind, options.layers), options)}

@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=512, help="last tokens of a text that are read (default 512)")
 
 
-def analyze_quality(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the checkpoint's format, then the other one."""
     options.texts = options.texts or ["dialogues", "gutenberg"]
     options.prompt_length = options.length

@@ -15,14 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analysis.arms import (
-    Arm,
-    check_room,
-    load_arms_engine,
-    make_arms,
-    speculation_of,
-)
-from analysis.load import Load, add_load_arguments
+from analysis.arms import Arm, check_room, load_arms_engine, make_arms, speculation_of
+from analysis.load import LOAD_NAMES, Load, add_load_arguments
 from analysis.loading import add_pair_arguments, prompts_of
 from engine.errors import ConfigError
 from engine.step.calibration import measure_points
@@ -109,12 +103,6 @@ def _shown(spread: dict[str, float] | None) -> tuple[str, str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_pair_arguments(parser)
-    parser.add_argument(
-        "--prompts",
-        default="dialogues",
-        help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
-        "for N random tokens",
-    )
     add_load_arguments(parser, num_tokens=192)
     parser.add_argument(
         "--arms",
@@ -124,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, default=40, help="answers of each arm (default 40)")
 
 
-def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one request at a time."""
     names = list(dict.fromkeys([OFF, AGAIN, *options.arms.split(",")]))
     for name in names:
@@ -140,6 +128,6 @@ def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
     return document(
         "speedup reported by an answer against plain answers in the same turns of a few tokens, without HTTP",
         options,
-        ("prompts", "prompt_length", "tokens", "temperature", "top_k", "top_p", "arms", "answers", "dtype", "threads"),
+        (*LOAD_NAMES, "arms", "answers", "dtype", "threads"),
         cells=[{"concurrency": 1, **cell}],
     )

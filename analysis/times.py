@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from analysis.loading import integers
 from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import children
 from engine.speculation.verification import RULES
+from loadtest.arguments import integers
 from loadtest.results import table
 
 
-def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds per verification by rule, chains and vocabulary."""
     torch.set_num_threads(options.threads)
     cells = [

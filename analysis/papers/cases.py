@@ -38,7 +38,7 @@ class ServedPair:
 
     def dialogues(self, times: int = 1) -> list[tuple[int, ...]]:
         """Return held-out dialogues as tokens: at most `times` times the prompts of a task."""
-        return read_prompts(None, self.target, times * self.most_prompts, self.prompt_length)
+        return read_prompts("dialogues", self.target, times * self.most_prompts, self.prompt_length)
 
     def prompts(self, task: str) -> list[tuple[int, ...]]:
         """Return the task's prompts as tokens; of long ones the end."""

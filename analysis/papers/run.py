@@ -84,7 +84,7 @@ SECTIONS = {
 }
 
 
-def analyze_papers(options: argparse.Namespace, grids: Grids | None = None) -> dict[str, Any]:
+def analyze(options: argparse.Namespace, grids: Grids | None = None) -> dict[str, Any]:
     """Measure, write, and report the written files; grids: those of docs/results if None."""
     grids = grids or Grids()
     # Nothing else runs meanwhile, so all cores are used, unless fewer are requested.

@@ -101,7 +101,7 @@ def test_recommendations_say_off_where_nothing_pays() -> None:
     ("words", "fault"),
     [
         (["--rules", "nonsense"], "unknown rule 'nonsense'"),
-        (["--prompts", "no/such/file"], "cannot be read"),
+        (["--prompts", "no/such/file"], "nor a file that can be read"),
         (["--shapes", "bv_race:2.2"], "bv_race/iid/2.2: rule 'bv_race' would be biased"),
         (["--shapes", "bv_race"], "must look like"),
         (["--shapes", "nonsense:1x1"], "unknown rule 'nonsense'"),

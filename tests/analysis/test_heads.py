@@ -11,7 +11,7 @@ def test_every_type_of_head_is_measured() -> None:
     parser = argparse.ArgumentParser()
     heads.add_arguments(parser)
     options = parser.parse_args(["--targets", "embedded", "--num-drafts", "1,2", "--repeats", "1"])
-    result = heads.analyze_heads(options)
+    result = heads.analyze(options)
     assert [cell["kind"] for cell in result["cells"]] == list(heads.KINDS)
     for cell in result["cells"]:
         assert set(cell["shapes"]) == {"off", "1", "2"}
@@ -38,7 +38,7 @@ def test_requests_find_the_whole_blocks_of_beginnings_that_others_computed() -> 
     parser = argparse.ArgumentParser()
     prefixes.add_arguments(parser)
     words = ["--kinds", "dflash", "--requests", "6", "--beginnings", "2", "--shared", "40", "--own", "5"]
-    plain, head = prefixes.analyze_prefixes(parser.parse_args(words))["cells"]
+    plain, head = prefixes.analyze(parser.parse_args(words))["cells"]
     assert (plain["cached_prompt_tokens"], plain["queries"]) == (4 * 32, 6 * 45)
     assert (head["cached_prompt_tokens"], head["queries"]) == (4 * 32, 6 * 45)
     assert plain["head_bytes_per_token"] == 0 < head["head_bytes_per_token"]

@@ -43,7 +43,7 @@ SMALL = Grids(
 @pytest.mark.slow
 def test_the_command_writes_all_and_goes_on_where_it_was(models: TinyModels, tmp_path: Path) -> None:
     def files(*words: str) -> list[str]:
-        found: list[str] = run.analyze_papers(run_options(models, "--output", str(tmp_path), *words), SMALL)["files"]
+        found: list[str] = run.analyze(run_options(models, "--output", str(tmp_path), *words), SMALL)["files"]
         return found
 
     first = tmp_path / "papers-optimal.json"
