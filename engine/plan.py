@@ -188,7 +188,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def longest_chain(self) -> int:
         """Return the length of the longest chain, drawn or text draft; 0 if the row does not speculate."""
-        return max([self.draft_length, *(len(draft.tokens) for draft in self.text_drafts)])
+        return max([len(self.fanout), *[len(draft.tokens) for draft in self.text_drafts]])
 
     @property
     def widths(self) -> tuple[int, ...]:

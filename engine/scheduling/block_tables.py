@@ -30,16 +30,17 @@ class BlockTables:
         their K/V is cached, or before its window.
         """
         keys = sequence.block_keys(sequence.num_shared // self._size, self._size)
-        sequence.block_ids, num_drafted = self.target.take_known(keys)
+        blocks, num_drafted = self.target.take_known(keys)
+        sequence.block_ids = tuple(blocks)
         if self.draft is None:
             return num_drafted
         if not sequence.request.speculation.num_drafts:
             return 0
         first = self._first_in_window(sequence)
-        known, _ = self.draft.take_known(keys[first : len(sequence.block_ids)])
+        known, _ = self.draft.take_known(keys[first : len(blocks)])
         if not known:
             return 0
-        sequence.draft_block_ids = [0] * first + known
+        sequence.draft_block_ids = (0,) * first + tuple(known)
         sequence.first_draft_block, sequence.draft_start = first, first * self._size
         return first + len(known)
 
@@ -73,7 +74,7 @@ class BlockTables:
         """Allocate the blocks of a part; False if too few are free."""
         if self.draft is not None and not self._find_draft(part, self.draft):
             return False
-        return self._extend(self.target, part.sequence.block_ids, part.end + part.num_nodes)
+        return self._extend_target(part.sequence, part.end + part.num_nodes)
 
     def frees(self, sequence: Sequence, part: PlannedRow) -> bool:
         """Whether a sequence holds blocks of the pool in which a part finds too few."""
@@ -90,14 +91,14 @@ class BlockTables:
             first = max(self._first_in_window(sequence), len(sequence.draft_block_ids))
             if -(-stop // self._size) - first > self.draft.num_free or not self._find_draft(part, self.draft):
                 return False
-        return self._extend(self.target, sequence.block_ids, stop)
+        return self._extend_target(sequence, stop)
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence."""
         self.target.release(sequence.block_ids)
         if self.draft is not None:
             self.draft.release(sequence.held_draft_blocks)
-        sequence.block_ids, sequence.draft_block_ids, sequence.first_draft_block = [], [], 0
+        sequence.block_ids, sequence.draft_block_ids, sequence.first_draft_block = (), (), 0
 
     def portion(self, number: int, count: int) -> tuple[BlockStore, BlockStore | None]:
         """Return stores of one of `count` equal portions of the blocks (`BlockStore.portion`)."""
@@ -136,18 +137,30 @@ class BlockTables:
         table = sequence.draft_block_ids
         store.release(table[sequence.first_draft_block : first])
         sequence.first_draft_block = first
-        table += [0] * (first - len(table))
-        return self._extend(store, table, part.draft_stop)
+        if first > len(table):
+            table += (0,) * (first - len(table))
+        extended = self._extended(store, table, part.draft_stop)
+        sequence.draft_block_ids = table if extended is None else extended
+        return extended is not None
 
-    def _extend(self, store: BlockStore, table: list[int], stop: int) -> bool:
-        """Append the blocks that a table needs for tokens up to index `stop`; False if too few are free."""
+    def _extend_target(self, sequence: Sequence, stop: int) -> bool:
+        """Allocate the target's blocks of a text up to index `stop`; False if too few are free."""
+        extended = self._extended(self.target, sequence.block_ids, stop)
+        if extended is None:
+            return False
+        sequence.block_ids = extended
+        return True
+
+    def _extended(self, store: BlockStore, table: tuple[int, ...], stop: int) -> tuple[int, ...] | None:
+        """Return a table with the blocks for tokens up to index `stop`, the same one if it has them; None if too few
+        are free.
+        """
         missing = -(-stop // self._size) - len(table)
         if missing <= 0:
-            return True
+            return table
         if missing > store.num_free:
-            return False
-        table += store.allocate(missing, table[-1] if table else None)
-        return True
+            return None
+        return (*table, *store.allocate(missing, table[-1] if table else None))
 
     def _first_in_window(self, sequence: Sequence) -> int:
         """Return the number of the first block of its text that the draft model will read."""

@@ -289,7 +289,7 @@ class Scheduler:
                 most_tokens = self.draft_prefill.most_cached(sequence, num_drafted * self.block_size)
                 most = most_tokens // self.block_size
                 self.tables.target.release(sequence.block_ids[most:])
-                del sequence.block_ids[most:]
+                sequence.block_ids = sequence.block_ids[:most]
             sequence.num_draft_computed = min(num_drafted, len(sequence.block_ids)) * self.block_size
         sequence.num_target_computed = len(sequence.block_ids) * self.block_size
         sequence.num_published_blocks = len(sequence.block_ids)

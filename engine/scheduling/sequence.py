@@ -43,8 +43,9 @@ class Sequence:
     num_draft_computed: int = 0
     draft_start: int = 0
     """Index from which the computed draft K/V has no gap."""
-    block_ids: list[int] = field(default_factory=list)
-    draft_block_ids: list[int] = field(default_factory=list)
+    block_ids: tuple[int, ...] = ()
+    """Block table of the target: a tuple, so that a step recognises one that has not changed."""
+    draft_block_ids: tuple[int, ...] = ()
     """Blocks of the draft model's K/V, if these are not those of the target's."""
     first_draft_block: int = 0
     """Number of these, from the beginning of the text, that it does not hold."""
@@ -171,7 +172,7 @@ class Sequence:
         return self._keys[:count]
 
     @property
-    def held_draft_blocks(self) -> list[int]:
+    def held_draft_blocks(self) -> tuple[int, ...]:
         """Return the blocks of the draft model's K/V that it holds, if these are not those of the target's."""
         return self.draft_block_ids[self.first_draft_block :]
 

@@ -269,13 +269,15 @@ def _emissions(
 
 def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, num_draft_kept: int) -> Emission:
     """Return the emission of an accepted prefix of one of the row's chains, and the token after it."""
+    if not tree.parents:
+        return Emission((), next_token, 0)
     chains = map(tree.tokens_of, tree.paths if row.reports_drafts else ())
     return Emission(
         accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]) if accepted else (),
         next_token=next_token,
         num_nodes=tree.num_nodes,
         num_draft_kept=num_draft_kept,
-        chains=tuple(filter(None, chains)),  # a row that draws nothing has one empty chain
+        chains=tuple(filter(None, chains)),  # a row that draws nothing has an empty chain before its text drafts
         rank=rank,
     )
 

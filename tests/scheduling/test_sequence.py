@@ -9,6 +9,7 @@ import pytest
 from engine.fixed_edits import SharedEdits
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.rows import plan_row
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore, next_key, root_key
 
@@ -28,7 +29,7 @@ def test_a_new_request_has_its_prompt_and_nothing_computed() -> None:
     assert (new.sequence_id, new.tokens, new.num_prompt) == (7, [3, 4, 5], 3)
     assert [list(each) for each in new.counts.of([3, 4, 5, 4])] == [[3, 4, 5], [0, 1, 0]]
     assert (new.num_target_computed, new.num_draft_computed, new.draft_start, new.num_cached) == (0, 0, 0, 0)
-    assert (new.block_ids, new.num_published_blocks, new.num_drafted_blocks) == ([], 0, 0)
+    assert (new.block_ids, new.num_published_blocks, new.num_drafted_blocks) == ((), 0, 0)
     assert (new.num_emitted, new.num_remaining, new.num_missing, new.num_shared) == (0, 4, 3, 2)
     assert (new.queue_s, new.take_reading(), new.prompt_logprobs, new.shifts) == (0, (0, 0), [], ())
     assert (new.grammar, new.by_head, new.may_draft) == (None, False, True)
@@ -140,7 +141,7 @@ def test_only_the_first_admission_counts() -> None:
 def test_a_preempted_request_gives_back_all_it_has_computed() -> None:
     one = sequence()
     tables = BlockTables(BlockStore(4, 1), BlockStore(2, 1))
-    one.block_ids, one.draft_block_ids, one.first_draft_block = tables.target.allocate(2), [0, 1], 1
+    one.block_ids, one.draft_block_ids, one.first_draft_block = tuple(tables.target.allocate(2)), (0, 1), 1
     assert tables.draft is not None
     tables.draft.release(tables.draft.allocate(2)[:1])
     one.num_target_computed, one.num_draft_computed, one.draft_start = 3, 2, 1
@@ -149,7 +150,7 @@ def test_a_preempted_request_gives_back_all_it_has_computed() -> None:
     tables.release(one)
     one.forget_computed()
     assert (tables.target.num_used, tables.draft.num_used) == (0, 0)
-    assert (one.block_ids, one.draft_block_ids, one.first_draft_block) == ([], [], 0)
+    assert (one.block_ids, one.draft_block_ids, one.first_draft_block) == ((), (), 0)
     assert (one.num_target_computed, one.num_draft_computed, one.draft_start) == (0, 0, 0)
     assert (one.num_published_blocks, one.num_drafted_blocks, one.prompt_logprobs) == (0, 0, [])
 
@@ -159,3 +160,27 @@ def test_the_least_urgent_that_loses_least_is_preempted_first() -> None:
     computed.num_target_computed = 2
     assert sorted((late, early, computed, urgent), key=urgency) == [urgent, computed, early, late]
     assert sorted((late, early, computed, urgent), key=expendability) == [urgent, computed, early, late]
+
+
+class _FindsNothing:
+    """A finder of text drafts that is used, and finds none: its row is planned in all steps."""
+
+    def find(self, _text: Any, _most: int) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("num_draft", [0, 2, 4])
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize("budget", [0, 1, 9])
+def test_a_plain_row_is_planned_as_all_rows_are(by_head: bool, num_draft: int, window: int, budget: int) -> None:
+    """The short cut for decoding without drafts gives what the rest of the function would."""
+    rows = []
+    for finder in (None, _FindsNothing()):
+        one = sequence(by_head=by_head, draft_window=window)
+        one.tokens += [8, 8]
+        one.num_target_computed, one.num_draft_computed = 4, num_draft
+        one.text_draft_finder = finder or one.text_draft_finder  # type: ignore[assignment]
+        rows.append(plan_row(one, (), budget, 4, 0)._replace(sequence=None))  # type: ignore[arg-type]
+    assert rows[0] == rows[1]
+    assert rows[0].emits == bool(budget)

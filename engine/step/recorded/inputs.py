@@ -237,24 +237,28 @@ class StepInputs:
         self.fields = _fields(shape, self.passes, layout, most_pages, self._parts)
         self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
         self._views = views(self._flat, self.fields)
-        self._filled = shape.sequences, most_pages
-        """Part of the table of pages that is filled: (requests, blocks of the longest)."""
+        self._written: dict[str, list[tuple[int, ...]]] = {}
+        """Blocks of each request that the tables have."""
+        for name, spare_block in self._spare_blocks.items():
+            self._views[name][:] = spare_block
+            self._written[name] = [()] * shape.sequences
 
     def of(self, rows: Sequence[Row]) -> Array:
         """Return the numbers of a step [words], valid until the next call."""
         v, count = self._views, self.shape.sequences
         count_S, first_S = (np.zeros(count, dtype=np.int64) for _ in range(2))
         end_S = np.ones(count, dtype=np.int64)
-        self._clear_pages(rows)
-        for number, row in enumerate(rows):
-            end_S[number] = row.end
-            v[PAGES][number, : len(row.block_ids)] = row.block_ids
-            v["root"][number] = row.input_ids[0]
-            if self.shape.has_draft_passes and row.draft_input_ids:
-                count_S[number], first_S[number] = len(row.draft_input_ids), row.first_draft_key
-                v["text"][number, : len(row.draft_input_ids)] = row.draft_input_ids
-                v[self.draft_pages][number, : len(row.draft_table)] = row.draft_table
-        tables = tables_of(self.shape, tuple(row.fanout for row in rows))
+        end_S[: len(rows)] = [row.end for row in rows]
+        v["root"][: len(rows)] = [row.input_ids[0] for row in rows]
+        self._write_pages(PAGES, [row.block_ids for row in rows])
+        if self.shape.has_draft_passes:
+            for number, row in enumerate(rows):
+                if row.draft_input_ids:
+                    count_S[number], first_S[number] = len(row.draft_input_ids), row.first_draft_key
+                    v["text"][number, : len(row.draft_input_ids)] = row.draft_input_ids
+        if self.draft_pages != PAGES:
+            self._write_pages(self.draft_pages, [row.draft_table if row.draft_input_ids else () for row in rows])
+        tables = tables_of(self.shape, tuple([row.fanout for row in rows]))
         self._fill_passes(tables, count_S, end_S)
         v["ends"][:], v["first keys"][:] = end_S, first_S
         v["node positions"][:] = (end_S - 1)[:, None] + tables.node_depths.swapaxes(0, 1)
@@ -264,13 +268,17 @@ class StepInputs:
         self._fill_distributions(rows, end_S, tables.is_dead.ravel())
         return self._flat
 
-    def _clear_pages(self, rows: Sequence[Row]) -> None:
-        """Remove the last step's blocks from the tables, and make room for those of `rows`."""
-        count, width = self._filled
-        for name, spare_block in self._spare_blocks.items():
-            self._views[name][:count, :width] = spare_block
-        widest = max((max(len(row.block_ids), len(row.draft_table)) for row in rows), default=0)
-        self._filled = len(rows), widest
+    def _write_pages(self, name: str, tables: Sequence[tuple[int, ...]]) -> None:
+        """Write the block tables that are not those of the last step; padding has spare blocks.
+
+        A sequence's table is a tuple, and another one if it changes, so most are recognised without being read.
+        """
+        pages, written, spare_block = self._views[name], self._written[name], self._spare_blocks[name]
+        for number, table in enumerate([*tables, *[()] * (len(written) - len(tables))]):
+            if written[number] is not table:
+                pages[number, : len(table)] = table
+                pages[number, len(table) : len(written[number])] = spare_block
+                written[number] = table
 
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
         """Fill positions, slots and what is seen, for all rows of all passes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -62,9 +63,9 @@ def shape_of(plan: Plan, drafts_apart: bool = False) -> StepShape | None:
         return None
     # The draft model's first pass is needed even if it only reads.
     least = int(not drafts_apart and any(row.draft_input_ids for row in rows))
-    num_drafts, draft_length = (
-        max(least, *counts) for counts in zip(*((row.num_drafts, row.draft_length) for row in rows), strict=True)
-    )
+    fanouts = {row.fanout for row in rows}
+    num_drafts = max([least, *[prod(fanout) for fanout in fanouts if fanout]])
+    draft_length = max([least, *map(len, fanouts)])
     distributions = _distributions_of([row.sampling for row in rows])
     return StepShape(len(rows), num_drafts, draft_length, distributions, drafts_apart)
 
