@@ -66,7 +66,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVer
     """Return what each sampling row emits, by the rule that its request asks for. logits_NV: at all roots and nodes.
 
     Waits for the device once, to read the verdicts. It waits twice more before that if there are text drafts. The rules
-    `traversal`, `weighted_race` and `ot_lp` also wait for the device while they verify.
+    `traversal` and `ot_lp` also wait for the device while they verify.
     """
     if draft is None:
         return StepVerdict(())

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_TIGHT, _TINY, _STRIDE, _MOST_STEPS = 1e-13, 1e-300, 64, 30
+_TIGHT, _TINY = 1e-13, 1e-300
 _LEFT_OUT = 1e-12  # tokens below this over V never race: the rule stays lossless, alpha loses at most n times this
-_SETTLED = 1e-8  # after a Newton step below this over n the balance misses by (n step)^2 / 2 at most
+_NUM_STEPS = 5  # Newton steps: four leave 1e-11, which is the rounding at double roots
 _BLOCK = 1 << 17  # entries the CPU works on at a time; beyond its cache, in fresh pages, rows take several times longer
 _SORT_BITS, _RADIX_SORT_FROM = 30, 32_768  # torch sorts this many integers by radix, several times faster
 
-Count = int | Tensor  # drafts per row: one number, or [N] int64 if the rows differ
+Count = int | Tensor  # drafts per row: one number, or [N, 1] float64 if the rows differ
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,14 @@ class RaceTable:
 
 def race_table(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> RaceTable:
     """Build the table with one sort and one sweep; `count_N` drafts per row (at least 1)."""
-    count: Count = int(count_N[0]) if bool((count_N == count_N[0]).all()) else count_N.long()
+    count: Count = count_N.unsqueeze(1).double()
+    if _is_read(count_N) and bool((count_N == count_N[0]).all()):
+        count = int(count_N[0])
     token_NW, kept_N, residual_NV = _by_ratio(target_NV, draft_NV)
     need_NW, q_NW = target_NV.gather(1, token_NW), draft_NV.gather(1, token_NW)
     num_rows, width = q_NW.shape
     place_NW = torch.arange(width, dtype=torch.int32, device=q_NW.device).expand(num_rows, -1)
-    if int(kept_N.min()) < width:
+    if _known(kept_N.min(), 0) < width:
         void_NW = place_NW >= kept_N.unsqueeze(1)
         need_NW.masked_fill_(void_NW, 0.0)
         q_NW.masked_fill_(void_NW, _TINY)
@@ -81,7 +83,7 @@ def race_table(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> RaceTabl
     reflected_NW = lowest_NW.clamp_(max=0)
     tight_NW = gap_NW.sub_(reflected_NW) <= _TIGHT
     unmet_NW.sub_(reflected_NW)
-    end = int(last_NW[:, -1].max()) + 1  # past the last minimum everything is accepted
+    end = _known(last_NW[:, -1].max(), width - 1) + 1  # past the last minimum everything is accepted
     refused_NE = -reflected_NW[:, :end].diff(dim=1, prepend=torch.zeros_like(reflected_NW[:, :1]))
     refused_NE = torch.minimum(refused_NE, need_NW[:, :end])
     need_NW[:, :end].sub_(refused_NE)
@@ -96,12 +98,12 @@ def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     vocab_size = target_NV.shape[1]
     least_NV, lowest = torch.minimum(target_NV, draft_NV), _LEFT_OUT / vocab_size
-    if float(least_NV.min()) > lowest:
+    if _is_read(least_NV) and float(least_NV.min()) > lowest:
         kept_N = torch.full_like(least_NV[:, 0], vocab_size, dtype=torch.int64)
         return _sorted_by_ratio(target_NV, draft_NV, None, vocab_size), kept_N, torch.zeros_like(target_NV)
     races_NV = least_NV > lowest
     kept_N, left_out_NV = races_NV.sum(1), target_NV.masked_fill(races_NV, 0.0)
-    width = max(int(kept_N.max()), 1)
+    width = max(_known(kept_N.max(), vocab_size), 1)
     if 4 * width > vocab_size:
         return _sorted_by_ratio(target_NV, draft_NV, races_NV, width), kept_N, left_out_NV
     token_NW = races_NV.to(torch.uint8).topk(width, dim=1).indices
@@ -112,14 +114,17 @@ def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tens
 def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | None, width: int) -> Tensor:
     """Return [N, W] the first W columns by q/(p + q), ascending; columns that do not race come last.
 
-    All rows are sorted as one flat list of 32-bit integers; ties of these are then sorted by the other bits. Tokens
-    that share all bits differ by about 2^-50 of their masses' product wherever it matters.
+    On a CPU all rows are sorted as one flat list of 32-bit integers; ties of these are then sorted by the other bits.
+    Tokens that share all bits differ by about 2^-50 of their masses' product wherever it matters.
     """
     num_rows, vocab_size = target_NV.shape
-    top = (1 << (_SORT_BITS - (num_rows - 1).bit_length())) - 1
     share_NV = (target_NV + draft_NV).clamp_(min=_TINY)
-    torch.div(draft_NV, share_NV, out=share_NV).mul_(float(top - 1))
-    key_NV = share_NV.to(torch.int32)
+    torch.div(draft_NV, share_NV, out=share_NV)
+    if not _is_read(share_NV):
+        assert races_NV is not None
+        return share_NV.masked_fill_(~races_NV, 2.0).argsort(dim=1, stable=True)
+    top = (1 << (_SORT_BITS - (num_rows - 1).bit_length())) - 1
+    key_NV = share_NV.mul_(float(top - 1)).to(torch.int32)
     if races_NV is not None:
         key_NV.masked_fill_(~races_NV, top)
     row_N1 = torch.arange(num_rows, device=key_NV.device).unsqueeze(1)
@@ -141,17 +146,24 @@ def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | Non
 def _where(mask_NW: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows and columns of the true entries; numpy finds a few of them several times faster than torch."""
     flat = mask_NW.reshape(-1)
-    found = flat.nonzero().squeeze(1) if flat.is_cuda else torch.from_numpy(np.flatnonzero(flat.numpy()))
+    found = torch.from_numpy(np.flatnonzero(flat.numpy()))
     return found // mask_NW.shape[1], found % mask_NW.shape[1]
 
 
+def _is_read(value: Tensor) -> bool:
+    """Whether the host reads numbers that save work. It would wait for those of a device, which does all the work."""
+    return not value.is_cuda
+
+
+def _known(value: Tensor, bound: int) -> int:
+    """Return a number that saves work if the host reads it, otherwise its bound."""
+    return int(value) if _is_read(value) else bound
+
+
 def _power(base: Tensor, count: Count) -> Tensor:
-    """Return base ** count by repeated multiplication; a tensor `count` has one entry per row of `base`."""
+    """Return base ** count; repeated multiplication is faster."""
     if isinstance(count, Tensor):
-        result = torch.empty_like(base)
-        for value in set(count.tolist()):
-            result[count == value] = _power(base[count == value], value)
-        return result
+        return base**count
     if count < 2:
         return base.clone() if count else torch.ones_like(base)
     result = base * base
@@ -160,69 +172,23 @@ def _power(base: Tensor, count: Count) -> Tensor:
     return result.mul_(base) if count % 2 else result
 
 
-@dataclass(frozen=True)
-class _Balance:
-    """z_i, the larger root of z^n = offset + slope z; one equation per entry."""
+def _join_points(slope_NW: Tensor, offset_NW: Tensor, count: Count) -> Tensor:
+    """Return [N, W] z, the larger root of z^n = offset + slope z, by Newton's steps from above.
 
-    slope_NW: Tensor
-    offset_NW: Tensor
-    count: Count
-
-    @property
-    def n(self) -> float | Tensor:
-        return self.count.double().unsqueeze(1) if isinstance(self.count, Tensor) else float(self.count)
-
-    def step(self, z_NW: Tensor) -> Tensor:
-        """Return [N, W] after one Newton step: monotone from above; from too far below (no slope) back to 1."""
-        power_NW, n = _power(z_NW, self.count - 1), self.n
-        value_NW = (power_NW * z_NW).mul_(n - 1).add_(self.offset_NW).abs_()
-        return value_NW.div_(power_NW.mul_(n).sub_(self.slope_NW).clamp_(min=_TINY)).clamp_(max=1.0)
-
-    def moved(self, z_NW: Tensor, next_NW: Tensor) -> Tensor:
-        return (next_NW - z_NW).abs_() > _SETTLED / self.n
-
-    def solve(self) -> Tensor:
-        """Return [N, W] the root, by Newton steps until nothing moves, from the upper bound that z <= 1 implies."""
-        z_NW = (self.offset_NW + self.slope_NW).clamp_(0.0, 1.0).pow_(1 / self.n)
-        for _ in range(_MOST_STEPS):
-            before_NW, z_NW = z_NW, self.step(z_NW)
-            if not bool(self.moved(before_NW, z_NW).any()):
-                break
-        return z_NW
-
-
-def _join_points(balance: _Balance, first_N: Tensor, end_N: Tensor) -> Tensor:
-    """Return [N, W] z_i, settled from column first_N to end_N.
-
-    For n > 2 every 64th token is solved and the others are interpolated in d; two Newton steps from there leave few
-    tokens unsettled, and these are solved individually.
+    The start is the lower of two bounds: the root for z = 1 on the right, and that of the parabola that touches z^n -
+    slope z at its minimum, which is exact for n = 2 and approaches the root as it becomes a double one.
     """
-    slope_NW, offset_NW, count = balance.slope_NW, balance.offset_NW, balance.count
-    if isinstance(count, int) and count <= 2:
-        if count == 1:
-            return (offset_NW / (1 - slope_NW).clamp_(min=_TINY)).clamp_(0.0, 1.0)
-        half_NW = slope_NW / 2
-        return torch.addcmul(offset_NW, half_NW, half_NW).clamp_(min=0).sqrt_().add_(half_NW).clamp_(0.0, 1.0)
-    coarse = _Balance(slope_NW[:, ::_STRIDE].contiguous(), offset_NW[:, ::_STRIDE].contiguous(), count)
-    coarse_z_NC = coarse.solve()
-    num_blocks = coarse_z_NC.shape[1] - 1
-    whole = num_blocks * _STRIDE
-    z_NW = torch.empty_like(slope_NW)
-    z_NW[:, whole:] = coarse_z_NC[:, -1:]
-    if num_blocks:
-        slope_NC1, z_NC1 = coarse.slope_NW.unsqueeze(2), coarse_z_NC.unsqueeze(2)
-        z_NCS, slope_NCS = (x_NW[:, :whole].view(-1, num_blocks, _STRIDE) for x_NW in (z_NW, slope_NW))
-        torch.sub(slope_NCS, slope_NC1[:, :-1], out=z_NCS)
-        z_NCS.mul_(1 / slope_NC1.diff(dim=1).clamp_(max=-_TINY)).clamp_(0.0, 1.0)
-        z_NCS.mul_(z_NC1.diff(dim=1)).add_(z_NC1[:, :-1])
-    z_NW = balance.step(before_NW := balance.step(z_NW))
-    row_M, column_M = _where(balance.moved(before_NW, z_NW))
-    needed_M = (column_M >= first_N[row_M]) & (column_M <= end_N[row_M])
-    row_M, column_M = row_M[needed_M], column_M[needed_M]
-    if len(row_M):
-        slope_M1, offset_M1 = (x_NW[row_M, column_M].unsqueeze(1) for x_NW in (slope_NW, offset_NW))
-        open_ = _Balance(slope_M1, offset_M1, count[row_M] if isinstance(count, Tensor) else count)
-        z_NW[row_M, column_M] = open_.solve().squeeze(1)
+    if isinstance(count, int) and count == 1:
+        return (offset_NW / (1 - slope_NW).clamp_(min=_TINY)).clamp_(0.0, 1.0)
+    z_NW = (offset_NW + slope_NW).clamp_(0.0, 1.0).pow_(1 / count)
+    lowest_NW = (slope_NW / count).pow_(1 / (count - 1))
+    height_NW = torch.addcmul(offset_NW, slope_NW, lowest_NW * ((count - 1) / count)).clamp_(min=0)
+    bend_NW = _power(lowest_NW, count - 2).mul_(count * (count - 1) / 2)
+    z_NW = torch.fmin(z_NW, lowest_NW.add_(height_NW.div_(bend_NW).sqrt_()))  # nan if n is 1
+    for _ in range(0 if isinstance(count, int) and count == 2 else _NUM_STEPS):
+        power_NW = _power(z_NW, count - 1)
+        value_NW = z_NW.mul_(power_NW).mul_(count - 1).add_(offset_NW).abs_()
+        z_NW = value_NW.div_(power_NW.mul_(count).sub_(slope_NW).clamp_(min=_TINY)).clamp_(max=1.0)
     return z_NW
 
 
@@ -234,27 +200,25 @@ def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
     """
     width = table.tight_NW.shape[1]
     best_N1 = place_NK.amin(1, keepdim=True)
-    low = min(int(best_N1.min()), width - 1)
-    aligned = int(best_N1.max()) == low
+    low = min(_known(best_N1.min(), 0), width - 1)
+    aligned = _known(best_N1.max(), width) == low
     place_R = torch.arange(low, width, device=place_NK.device)
     ends_NR = table.tight_NW[:, low:] if aligned else table.tight_NW[:, low:] & (place_R >= best_N1)
     end_N1 = ends_NR.view(torch.uint8).argmax(1, keepdim=True)
     found_N1 = ends_NR.gather(1, end_N1)
     end_N1 = torch.where(found_N1, end_N1 + low, width - 1)
-    high = int(end_N1.max()) + 1
+    high = _known(end_N1.max(), width - 1) + 1
     supply_NR = table.supply_NZ[:, low + 1 : high + 1]
     slope_NR = table.need_NW[:, low:high] / table.draft_NW[:, low:high]
     offset_NR = torch.addcmul(table.unmet_NW[:, low:high], slope_NR, supply_NR, value=-1)
     at_N1 = best_N1.clamp(max=width - 1)
     starts_N1 = (at_N1 == 0) | table.tight_NW.gather(1, (at_N1 - 1).clamp(min=0))
-    first_N = (best_N1 + starts_N1.long() - low).squeeze(1)
-    balance = _Balance(slope_NR, offset_NR, table.count)
-    z_NR = _join_points(balance, first_N, end_N1.squeeze(1) - low)
+    z_NR = _join_points(slope_NR, offset_NR, table.count)
     start_N1 = torch.where(starts_N1, table.supply_NZ.gather(1, at_N1), z_NR.gather(1, at_N1 - low))
     z_NR.scatter_(1, at_N1 - low, start_N1)
     unmet_N1 = table.unmet_NW[:, -1:].clamp(0.0, 1.0)
     # Decay of the supply between the start points of consecutive tokens; for the last one, up to the end.
-    decay_NR = torch.cat([z_NR[:, 1:], unmet_N1 ** (1 / balance.n)], 1).sub_(supply_NR).clamp_(min=_TINY)
+    decay_NR = torch.cat([z_NR[:, 1:], unmet_N1 ** (1 / table.count)], 1).sub_(supply_NR).clamp_(min=_TINY)
     decay_NR.div_(z_NR.sub_(supply_NR).clamp_(min=_TINY))
     if not aligned:
         decay_NR.masked_fill_(place_R[: high - low] < best_N1, 1.0)
