@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ else:
     _phases = [phase for phase in Phase if phase != Phase.shrink or "MUTANT_UNDER_TEST" not in os.environ]
     settings.register_profile("polydraft", derandomize=True, database=None, deadline=None, phases=_phases)
     settings.load_profile("polydraft")
+
+
+@pytest.fixture
+def attention_in_torch() -> Iterator[None]:
+    """Passes over pages attend in torch, and not by the kernel in its interpreter."""
+    from tests.attention.in_torch import attention_in_torch
+
+    with attention_in_torch():
+        yield
+
 
 # The files that take longest, in this order before all others: none of them is left for one core at the end.
 LONG = (

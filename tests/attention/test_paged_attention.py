@@ -27,6 +27,7 @@ from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
 from engine.models.probe import find_kv_shape, probe  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
 from engine.speculation.topology import merge_chains  # noqa: E402
+from tests.attention import in_torch  # noqa: E402
 from tests.attention.test_groups import CONFIGS, passes  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
@@ -212,8 +213,10 @@ def test_keys_before_the_first_are_not_seen() -> None:
 def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
     parts, storage, query, window = case
     paged = paged_of(parts)
-    found = triton_attention.attend_paged(paged, storage, 0, query, None, kind, window)[0].cpu().double()
-    assert (found - reference(parts, storage, query, window, kind)).abs().max() < tolerance
+    expected = reference(parts, storage, query, window, kind)
+    for attend in (triton_attention.attend_paged, in_torch.attend):
+        found = attend(paged, storage, 0, query, None, kind, window)[0].cpu().double()
+        assert (found - expected).abs().max() < tolerance, attend
 
 
 @pytest.mark.parametrize("wrong", grid(["words", "limits", "node_positions", "pages", "ends"], {"words", "pages"}))
@@ -305,7 +308,9 @@ def test_every_tile_of_many_sequences_is_computed() -> None:
     case = parts, storage, query, None
     check(case, ScoreOptions(), 1e-5)
     wrong = instead(triton_attention, "tiles_of", lambda right, *sizes: right(*sizes) - 25)
-    with wrong, pytest.raises(AssertionError):
+    # What no program writes must not be the right result that lay there before.
+    unset = instead(torch, "empty", lambda empty, *size, **kind: empty(*size, **kind).fill_(torch.nan))
+    with wrong, unset, pytest.raises(AssertionError):
         check(case, ScoreOptions(), 1e-5)
 
 

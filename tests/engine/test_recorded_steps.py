@@ -69,6 +69,14 @@ def both() -> tuple[Engine, Engine]:
     return machines()
 
 
+@pytest.fixture(autouse=True)
+def _attention(request: pytest.FixtureRequest) -> None:
+    """Attend by the kernel in plain steps of each shape and in those with padding, elsewhere in torch: see its fixture."""
+    is_plain = "callspec" in vars(request.node) and request.node.callspec.params.get("sampling") == "plain"
+    if not is_plain and "padding" not in request.node.name:
+        request.getfixturevalue("attention_in_torch")
+
+
 def asked(count: int, speculation: Callable[[int], Speculation], **sampling: Any) -> list[Request]:
     """Requests with prompts and answers of different lengths."""
     return [

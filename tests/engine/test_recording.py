@@ -34,6 +34,8 @@ from tests.engine.test_host_reads import counted_reads
 from tests.engine.test_recorded_steps import RECORDED, asked, chains, compared, machines, stands_in
 from tests.wrong import instead
 
+pytestmark = pytest.mark.usefixtures("attention_in_torch")
+
 
 @pytest.fixture(autouse=True)
 def _no_step_is_tried() -> Iterator[None]:

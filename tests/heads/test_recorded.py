@@ -34,6 +34,9 @@ from tests.heads import folders
 from tests.heads.recording import VOCABULARY
 from tests.wrong import instead
 
+BY_THE_KERNEL = "test_answers_are_those_of_eager_steps[dflash]"
+
+
 RECORDED = [(0, 0), (1, 2), (4, 3)]
 SIZES: dict[str, Any] = {"draft_vocabulary": 83, "scale": 0.3, "taps": (0, 1, 2)}
 HEADS: dict[str, Callable[[Path], folders.Written]] = {
@@ -49,6 +52,12 @@ WISHES = [chains(4, 3), chains(1, 2), tiny.OFF, chains(2, 3)]
 
 Both = tuple[Engine, Engine]
 Machines = Callable[[str], Both]
+
+
+@pytest.fixture(autouse=True)
+def _attention(request: pytest.FixtureRequest) -> None:
+    if request.node.name != BY_THE_KERNEL:
+        request.getfixturevalue("attention_in_torch")
 
 
 @pytest.fixture(scope="module")
