@@ -148,7 +148,7 @@ WISHES: dict[str, tuple[Speculation, dict[str, Any], int]] = {
     "bad words": (CHAINS, {"bad_words": ((4, 5),)}, 3),
     "grammar": (CHAINS, {"grammar": "even"}, 3),
 }
-WAITING_RULES = frozenset({"traversal", "weighted_race"})
+WAITING_RULES = frozenset({"traversal"})
 """They wait for the device while they verify, too."""
 
 

@@ -71,7 +71,7 @@ def both() -> tuple[Engine, Engine]:
 
 @pytest.fixture(autouse=True)
 def _attention(request: pytest.FixtureRequest) -> None:
-    """Attend by the kernel in plain steps of each shape and in those with padding, elsewhere in torch: see its fixture."""
+    """Attend by the kernel in plain steps of every shape and in those with padding, else in torch."""
     is_plain = "callspec" in vars(request.node) and request.node.callspec.params.get("sampling") == "plain"
     if not is_plain and "padding" not in request.node.name:
         request.getfixturevalue("attention_in_torch")
