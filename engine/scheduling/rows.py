@@ -114,7 +114,7 @@ def plan_row(
 def text_of(sequence: Sequence) -> LogitContext | None:
     """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
     request, least = sequence.request, sequence.request.limits.min_tokens
-    if not request.sampling.edits_logits and not sequence.holds_back:
+    if not sequence.edits_logits and not sequence.holds_back:
         return None
     ends = sequence.ends if sequence.holds_back else ()
     num_prompt = len(request.prompt_token_ids)

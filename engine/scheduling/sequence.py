@@ -67,6 +67,7 @@ class Sequence:
         request, limits = self.request, self.request.limits
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(request.prompt_token_ids)
+        self.edits_logits = request.sampling.edits_logits  # computed once: every step asks
         self._stops = frozenset(limits.stop_token_ids) | (frozenset() if limits.ignore_eos else eos_token_ids)
         self.ends = tuple(sorted(self._stops)) if limits.min_tokens else ()
         """Tokens that would end the answer, masked until min_tokens; empty without min_tokens."""
@@ -94,7 +95,7 @@ class Sequence:
     def is_never_recorded(self) -> bool:
         """Return `Row.is_never_recorded` of its next row that emits."""
         sampling = self.request.sampling
-        return sampling.edits_logits or self.holds_back or bool(self.shifts) or sampling.seed_stable
+        return self.edits_logits or self.holds_back or bool(self.shifts) or sampling.seed_stable
 
     @property
     def num_emitted(self) -> int:

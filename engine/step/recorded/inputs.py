@@ -283,14 +283,16 @@ class StepInputs:
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
         """Fill positions, slots and what is seen, for all rows of all passes."""
         v, size = self._views, self._block_size
-        text = slice(0, NUM_TEXT if self.shape.has_draft_passes else 0)
-        is_used, offsets, depths = tables.is_used.copy(), tables.offsets.copy(), tables.depths.copy()
-        is_used[:, text] = tables.offsets[:, text] < count_S[:, None]
-        offsets[:, text] -= count_S[:, None]
-        depths[:, text] = offsets[:, text] + 1
+        text, is_used, offsets, depths = slice(0, NUM_TEXT), tables.is_used, tables.offsets, tables.depths
+        if self.shape.has_draft_passes:
+            is_used, offsets, depths = is_used.copy(), offsets.copy(), depths.copy()
+            is_used[:, text] = tables.offsets[:, text] < count_S[:, None]
+            offsets[:, text] -= count_S[:, None]
+            depths[:, text] = offsets[:, text] + 1
         places = place(end_S[:, None], np.where(is_used, offsets, -1), np.where(is_used, depths, 0))
         positions, limits, row_S1 = places.positions, places.limits, np.arange(len(end_S))[:, None]
-        limits[:, text] *= is_used[:, text]
+        if self.shape.has_draft_passes:
+            limits[:, text] *= is_used[:, text]
         slots = np.empty_like(positions)
         for name, part in self._parts.items():
             own = slots_of(v[name], row_S1, places.indices[:, part], size)

@@ -136,23 +136,22 @@ class RecordedStep:
         """Copy the results of the step to the host; waits for the device."""
         shape, num_rows = self.shape, len(draft.trees)
         found = self._result.cpu().numpy()
-        verdict_3S, tokens_C, largest = np.split(
-            found, np.cumsum([3 * shape.sequences, self._chains.tokens_CL.numel()])
-        )
-        chain_R, accepted_R, token_R = verdict_3S.reshape(3, -1)[:, :num_rows]
-        # With non-finite numbers any chain may win, even one that the request does not have; the verdict is not used.
-        rank_R = chain_R % self._layout.shape[1]
-        chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
+        of_tokens = slice(3 * shape.sequences, 3 * shape.sequences + self._chains.tokens_CL.numel())
+        chain_R, accepted_R, token_R = found[: of_tokens.start].reshape(3, -1)[:, :num_rows]
         if shape.num_drafts:
-            tokens_SKL = tokens_C.reshape(shape.sequences, shape.num_drafts, shape.draft_length)
+            # With non-finite numbers any chain may win, even one that the request does not have; its verdict is not
+            # used.
+            rank_R = chain_R % self._layout.shape[1]
+            chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
+            tokens_SKL = found[of_tokens].reshape(shape.sequences, shape.num_drafts, shape.draft_length)
             of_trees = [
                 token
                 for tree, token_KL in zip(draft.trees, tokens_SKL, strict=False)
                 for token in token_KL[: len(tree.paths), : len(tree.paths[0]) - 1].ravel().tolist()
             ]
             draft = with_tokens(draft, of_trees)
-        of_nodes, of_distributions = np.split(largest.view(np.float64), [shape.num_rows])
-        largest_N = np.concatenate([of_nodes[: draft.starts[-1]], of_distributions])
+        largest = found[of_tokens.stop :].view(np.float64)
+        largest_N = np.concatenate([largest[: draft.starts[-1]], largest[shape.num_rows :]])
         return VerifiedStep(draft, chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), largest_N)
 
     def _replay(self, name: str, work: Callable[[], None]) -> None:
