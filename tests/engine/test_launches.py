@@ -158,6 +158,7 @@ def recorded_step(
     return launches
 
 
+@pytest.mark.usefixtures("attention_in_torch")
 @pytest.mark.parametrize("num_requests", [1, 2])
 @pytest.mark.parametrize(
     "wish",
@@ -175,6 +176,7 @@ def test_a_recorded_step_costs_ten_launches(
     assert launches.total() <= RECORDED_LAUNCHES == 10, launches
 
 
+@pytest.mark.usefixtures("attention_in_torch")
 def test_logprobs_cost_a_few_more(machine: Engine) -> None:
     launches = recorded_step(machine, CHAINS, 1, 3)
     assert launches["replay"] == 3
