@@ -97,7 +97,7 @@ def make_pass(group: KernelGroup, texts: Sequence[Text], as_recorded: bool) -> A
     storage.keys.normal_()
     storage.values.normal_()
     # Scores differ so much that few keys have most of the weight: one that is left out shows.
-    query = 2 * torch.randn(len(layout.positions_T), num_heads, dim, device=group.device)
+    query = 2 * group.randn(len(layout.positions_T), num_heads, dim, dtype=torch.float32)
     return AttentionPass(texts, blocks, storage, query.to(group.dtype).transpose(0, 1).unsqueeze(0), paged)
 
 
@@ -181,7 +181,7 @@ def prompts(group: KernelGroup) -> None:
     for count in (512, 2048):
         texts = [Text(0, count)] + [Text(1000, 1)] * 63
         measured(group, f"{count} of a prompt, 63 tokens after 1000", texts, False)
-    query, keys = (torch.randn(1, heads, 2048, 128, device=group.device, dtype=group.dtype) for heads in (32, 8))
+    query, keys = (group.randn(1, heads, 2048, 128) for heads in (32, 8))
     work = partial(scaled_dot_product_attention, query, keys, keys, is_causal=True, enable_gqa=True)
     group.add("torch's attention, 2048 of a prompt", {"us": device_us([work], group.device)})
 

@@ -195,10 +195,9 @@ def check_output(
 
     cases: (shape, kind of its steps as in `steps_of`, fields of `Sampling`).
     """
-    chance = random.Random(7)
     # All but one token of the prompt fill blocks, which the answers share. So their first steps compute one token, as
     # all recorded steps do.
-    prompt = [chance.randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
+    prompt = load_of(options, 1, 2 * engine.facts.block_size + 1, seed=7).prompts[0]
     for name, kind, sampling in cases:
         count = max(200, num_answers // 8) if kind == "recorded" else num_answers
         with steps_of(engine, kind) as served:
@@ -212,6 +211,13 @@ def check_output(
     power = check_power(engine, prompt, max(200, num_answers // 4), 1.0)
     findings.add("a rule that is wrong", asdict(power))
     findings.require(not is_blind(power), "the check of distributions did not find a rule that is wrong")
+
+
+def load_of(options: argparse.Namespace, count: int, length: int, seed: int) -> Load:
+    """Return a load of random prompts of `length` tokens."""
+    chance = random.Random(seed)
+    prompts = [tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(count)]
+    return Load(prompts, 64 if options.device == "cuda" else 8, 1.0)
 
 
 def cells(
@@ -229,11 +235,7 @@ def cells(
     """
     found = []
     for concurrency, length in loads:
-        chance = random.Random(length)
-        prompts = [
-            tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(2 * concurrency)
-        ]
-        load = Load(prompts, 64 if options.device == "cuda" else 8, 1.0)
+        load = load_of(options, 2 * concurrency, length, seed=length)
         arms.check_room(engine.facts, names, load, concurrency)
         make = partial(arms.make_arms, engine, names, points, load)
         with tqdm(total=1, disable=True) as progress:

@@ -35,6 +35,10 @@ class KernelGroup:
         self.bound = 1e-2 if self.on_cuda else 1e-4
         """Largest error of a kernel that computes in `dtype`."""
 
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return random numbers on the device, by default in `dtype`."""
+        return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
+
     def case(self, name: str, work: Callable[[], object]) -> None:
         """Do the work of an item; an exception is a failure. Raise it if the device cannot be used after it."""
         try:

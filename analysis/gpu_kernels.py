@@ -45,19 +45,16 @@ def layers(group: KernelGroup) -> None:
     from engine.attention import triton_attention
     from engine.models import triton_layer
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=group.device, dtype=group.dtype)
-
     size = group.dtype.itemsize
     widths = ((4096, 12_288, 32), (1024, 3072, 16)) if group.on_cuda else ((48, 40, 4),)
     for width, inner, num_heads in widths:
         num_kv_heads, dim = (8, 128) if group.on_cuda else (2, 16)
         for count in (1, 21, 64, 256) if group.on_cuda else (3,):
-            hidden, weight = randn(count, width), randn(width)
+            hidden, weight = group.randn(count, width), group.randn(width)
             expected = rms_norm(hidden.float(), (width,), weight.float(), 1e-6)
             run = partial(triton_layer.norm, hidden, weight, 1e-6)
             group.kernel(f"norm, {count} x {width}", [run], 2 * count * width * size, error_of(run(), expected))
-            joined = randn(count, 2 * inner)
+            joined = group.randn(count, 2 * inner)
             expected = silu(joined[:, :inner].float()) * joined[:, inner:].float()
             run = partial(triton_layer.gate, joined)
             group.kernel(f"gate, {count} x {inner}", [run], 3 * count * inner * size, error_of(run(), expected))
@@ -65,8 +62,8 @@ def layers(group: KernelGroup) -> None:
                 _rounding(group, joined)
             group.case("rotation", partial(_rotation, group, count, num_heads, num_kv_heads, dim))
         for count, parts in ((1, 16), (21, 16), (64, 2)) if group.on_cuda else ((3, 4),):
-            output = torch.randn(parts, count, num_heads, dim, device=group.device)
-            lse = torch.randn(parts, count, num_heads, device=group.device)
+            output = group.randn(parts, count, num_heads, dim, dtype=torch.float32)
+            lse = group.randn(parts, count, num_heads, dtype=torch.float32)
             run = partial(triton_attention.merged, output, lse, None, group.dtype)
             expected = (output * lse.softmax(0).unsqueeze(-1)).sum(0)
             name = f"merge, {count} x {num_heads} of {parts} parts"
@@ -90,13 +87,10 @@ def _rotation(group: KernelGroup, count: int, num_heads: int, num_kv_heads: int,
     """Measure rotations and writes of K/V."""
     from engine.models import triton_layer
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=group.device, dtype=group.dtype)
-
-    joined, norms = randn(count, (num_heads + 2 * num_kv_heads) * dim), (randn(dim), randn(dim))
+    joined, norms = group.randn(count, (num_heads + 2 * num_kv_heads) * dim), (group.randn(dim), group.randn(dim))
     keys, values = (torch.zeros(4 * count, num_kv_heads, dim, device=group.device, dtype=group.dtype) for _ in range(2))
     slots, positions = (torch.randperm(4 * count, device=group.device)[:count] for _ in range(2))
-    rotation = randn(4 * count, dim), randn(4 * count, dim)
+    rotation = group.randn(4 * count, dim), group.randn(4 * count, dim)
     run = partial(triton_layer.rotate_and_write, joined, rotation, positions, norms, 1e-6, slots, (keys, values))
     query = run()
     heads = joined.view(count, -1, dim)
@@ -120,11 +114,9 @@ def products(group: KernelGroup) -> None:
     )
     for width, depth in sizes if group.on_cuda else ((48, 40),):
         num_bytes = width * depth * group.dtype.itemsize
-        weights = [
-            torch.randn(width, depth, device=group.device, dtype=group.dtype) for _ in range(rotations(num_bytes))
-        ]
+        weights = [group.randn(width, depth) for _ in range(rotations(num_bytes))]
         for count in (1, 21, 64):
-            rows = torch.randn(count, depth, device=group.device, dtype=group.dtype)
+            rows = group.randn(count, depth)
             runs = [partial(linear, rows, weight) for weight in weights]
             error = error_of(runs[0](), rows.float() @ weights[0].float().t())
             operations = 2.0 * width * depth * count
@@ -137,11 +129,8 @@ def distributions(group: KernelGroup) -> None:
 
     kernels, width = TritonKernels(), _VOCABULARY if group.on_cuda else 9005
     for count in _ROWS if group.on_cuda else (2,):
-        logits = 3 * torch.randn(count, width, device=group.device, dtype=torch.float32)
-        temperature, top_p = (
-            torch.full((count,), value, device=group.device) for value in (_SAMPLING[0], _SAMPLING[2])
-        )
-        top_k = torch.full((count,), _SAMPLING[1], device=group.device)
+        logits = 3 * group.randn(count, width, dtype=torch.float32)
+        temperature, top_k, top_p = (torch.full((count,), value, device=group.device) for value in _SAMPLING)
         of_all = Filters(torch.zeros_like(top_p), top_k, top_p, width)
         for name, filters in (("", Filters()), (", all filters", of_all), (", top-p", Filters(top_p_N=top_p))):
             run = partial(kernels.distribution, logits, temperature, filters)
@@ -157,7 +146,7 @@ def draws(group: KernelGroup) -> None:
 
     for count in _ROWS if group.on_cuda else (2,):
         width = _VOCABULARY if group.on_cuda else 9005
-        probs = (3 * torch.randn(count, width, device=group.device)).softmax(1)
+        probs = (3 * group.randn(count, width, dtype=torch.float32)).softmax(1)
         rows = torch.arange(count, device=group.device)
         uniform = torch.rand(count, device=group.device, dtype=torch.float64)
         draw = partial(TritonKernels().draw, probs, rows, uniform)
@@ -199,9 +188,8 @@ def chains_of(
     target_NV = (2 * torch.randn(count * (length + 1), width, device=device)).softmax(1)
     row_CX = torch.arange(count * (length + 1), device=device).view(count, length + 1)
     target_NV[row_CX[:, :-1].flatten()] = 0.2 * target_NV[row_CX[:, :-1].flatten()] + 0.8 * draft_NV
-    tokens_CL = categorical(draft_NV, torch.rand(count * length, device=device, dtype=torch.float64)).view(
-        count, length
-    )
+    uniform_N = torch.rand(count * length, device=device, dtype=torch.float64)
+    tokens_CL = categorical(draft_NV, uniform_N).view(count, length)
     draft = ProbsTable(draft_NV, torch.arange(count * length, device=device).view(count, length), TORCH)
     chains = Chains(
         tokens_CL,

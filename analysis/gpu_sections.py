@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
+import statistics
 import sys
 import tempfile
 import time
@@ -22,7 +22,7 @@ import torch
 
 from analysis import arms
 from analysis.fast_paths import without
-from analysis.gpu_engine import ACCEPTANCE, QWEN3_SAMPLING, build, cells, check_output, plan_of, profile, steps
+from analysis.gpu_engine import ACCEPTANCE, QWEN3_SAMPLING, build, cells, check_output, load_of, plan_of, profile, steps
 from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
 from analysis.load import Load
 from analysis.peers import sampled
@@ -140,14 +140,8 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
     findings.attempt("transformers", partial(continuous, options, findings, target, counts))
 
 
-def _prompts(options: argparse.Namespace, count: int) -> list[tuple[int, ...]]:
-    length = 300 if options.device == "cuda" else 40
-    chance = random.Random(count)
-    return [tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(count)]
-
-
-def _num_tokens(options: argparse.Namespace) -> int:
-    return 64 if options.device == "cuda" else 8
+def _batch(options: argparse.Namespace, count: int) -> Load:
+    return load_of(options, count, 300 if options.device == "cuda" else 40, seed=count)
 
 
 def batches(
@@ -156,8 +150,7 @@ def batches(
     """Measure tokens per second of batches that start and end together, as `continuous` measures transformers."""
     result: dict[str, dict[str, float]] = {}
     for count in counts:
-        load = Load(_prompts(options, count), _num_tokens(options), 1.0)
-        made = arms.make_arms(built, ("off", "adaptive"), points, load)
+        made = arms.make_arms(built, ("off", "adaptive"), points, _batch(options, count))
         result[str(count)] = {name: _rate(partial(_num_answered, arm, count)) for name, arm in made.items()}
         findings.add("batches, tokens per second", result)
 
@@ -172,23 +165,22 @@ def continuous(options: argparse.Namespace, findings: SectionResults, target: An
     from transformers import ContinuousBatchingConfig
 
     target.set_attn_implementation("sdpa")
-    config = sampled(_num_tokens(options), 1.0)
     # On a CPU it would take most of the memory.
     small = {} if options.device == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
     result = {}
     for count in counts:
-        prompts = [list(prompt) for prompt in _prompts(options, count)]
+        load = _batch(options, count)
 
-        def answer(prompts: list[list[int]] = prompts) -> int:
+        def answer(load: Load = load) -> int:
             outputs = target.generate_batch(
-                prompts,
-                generation_config=config,
+                [list(prompt) for prompt in load.prompts],
+                generation_config=sampled(load.num_tokens, 1.0),
                 continuous_batching_config=ContinuousBatchingConfig(**small),
                 persistent_manager=True,
             )
             num_tokens = sum(len(one.generated_tokens) for one in outputs.values())
-            if num_tokens != len(prompts) * _num_tokens(options):
-                raise ValueError(f"{len(prompts)} answers of transformers have {num_tokens} tokens")
+            if num_tokens != len(load.prompts) * load.num_tokens:
+                raise ValueError(f"{len(load.prompts)} answers of transformers have {num_tokens} tokens")
             return num_tokens
 
         try:
@@ -206,7 +198,7 @@ def _rate(work: Callable[[], int], num_runs: int = 3) -> float:
     for _ in range(num_runs):
         began = time.perf_counter()
         rates.append(work() / (time.perf_counter() - began))
-    return sorted(rates)[num_runs // 2]
+    return statistics.median(rates)
 
 
 def weights(options: argparse.Namespace, findings: SectionResults) -> None:
@@ -253,7 +245,7 @@ def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
         for name in ("off", "block:1x5")
         for rows in (1, 16)
     }
-    prompt = [random.Random(7).randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
+    prompt = load_of(options, 1, 2 * engine.facts.block_size + 1, seed=7).prompts[0]
     num_answers = max(200, round(2000 * options.scale))
     check = check_distribution(engine, "block:1x5", arms.speculation_of("block:1x5"), prompt, num_answers, 1.0)
     return {

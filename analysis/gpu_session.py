@@ -69,37 +69,22 @@ PARTS: dict[int, Sequence[Section]] = {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Settings of all sections."""
+def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Path) -> dict[str, Any]:
+    """Run a section to its end or its time limit; its output is appended to the log, its results are returned.
 
-    device: str
-    target: str
-    draft: str
-    vocabulary: int
-    scale: float
-    """Factor of all durations: small for a dry run."""
-
-    def arguments(self) -> list[str]:
-        """Return the arguments of a section's process."""
-        return [
-            *("--device", self.device, "--target", self.target, "--draft", self.draft),
-            *("--vocabulary", str(self.vocabulary), "--scale", str(self.scale)),
-        ]
-
-
-def run_section(section: Section, setting: Setting, folder: Path, log: Path) -> dict[str, Any]:
-    """Run a section to its end or its time limit; its output is appended to the log, its results are returned."""
+    setting: values of the arguments of all sections (`gpu_results.add_setting`), by name.
+    """
     found = folder / f"{section.name}.json"
     found.unlink(missing_ok=True)
+    arguments = [word for name, value in setting.items() for word in (f"--{name}", str(value))]
     if section.name.endswith("tests"):
         command = ["-m", "analysis.gpu_tests", section.name, str(found), str(section.limit_s - _LEFT_S)]
     elif section.name in ("imports", "kernels"):
-        command = ["-m", f"analysis.gpu_{section.name}", str(found), *setting.arguments()]
+        command = ["-m", f"analysis.gpu_{section.name}", str(found), *arguments]
     else:
-        command = ["-m", "analysis.gpu_sections", section.name, str(found), *setting.arguments()]
+        command = ["-m", "analysis.gpu_sections", section.name, str(found), *arguments]
     surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    if setting.device == "cuda":
+    if setting["device"] == "cuda":
         surroundings["POLYDRAFT_TEST_DEVICE"] = "cuda"
     began = time.monotonic()
     with log.open("ab") as output:
@@ -161,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from analysis import gpu_results
 
     options = parser().parse_args(arguments)
-    setting = Setting(options.device, options.target, options.draft, options.vocabulary, options.scale)
-    if setting.device == "cuda" and not gpu_results.has_cuda():
+    setting = {name: value for name, value in vars(options).items() if name not in ("part", "output")}
+    if options.device == "cuda" and not gpu_results.has_cuda():
         print("gpu-check: this machine has no CUDA device (or its torch cannot use one)", file=sys.stderr)
         return 2
     options.output.mkdir(parents=True, exist_ok=True)
@@ -173,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document: dict[str, Any] = {
             "what": "a session on a device, by analysis.gpu_session",
             "part": number,
-            "setting": vars(setting),
+            "setting": setting,
             "environment": environment(),
             "sections": {},
         }

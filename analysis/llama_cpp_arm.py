@@ -157,7 +157,7 @@ class LlamaCpp:
     def __init__(self, options: Any, kind: str) -> None:
         """kind: type of the weights, one of `TYPES`."""
         room = options.prompt + options.tokens + 8
-        sequences = max(NUM_CHECKED, *(int(part) for part in options.concurrency.split(",")))
+        sequences = max(NUM_CHECKED, *options.concurrency)
         self._num_tokens = options.tokens
         self._target = Context(Path(options.target), kind, sequences, room, options.threads)
         self._draft = Context(Path(options.draft), kind, 1, room, options.threads)

@@ -22,21 +22,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from analysis.arms import make_arms, speculation_of
 from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
-from analysis.load import SpeculationSetup
-from analysis.loading import random_prompts
-from engine.config import EngineConfig, ModelConfig, SpeculationConfig
-from engine.control.controller import Controller
-from engine.control.step_time import StepTimes
-from engine.models.host import keep_freed_memory
+from analysis.load import Load
+from analysis.loading import config_of, load_engine, random_prompts
 from engine.models.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.step.building import build_engine
 from engine.step.calibration import measure_points
-from engine.step.engine import Engine
 from loadtest.arguments import integers
+from loadtest.arms import ADAPTIVE
+from loadtest.arms import OFF as PLAIN
 from loadtest.checkpoints import lengthened
-from loadtest.environment import environment
+from loadtest.results import add_output_argument, document, shown_ratio, table, write
 from loadtest.statistics import median_of_ratios
 
 Prompts = list[list[int]]
@@ -52,39 +49,16 @@ class Own:
     """This engine with adaptive speculation, a fixed shape, or none."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        speculation = SpeculationConfig(adaptive=True)
-        config = EngineConfig(
-            model=ModelConfig(
-                target=options.target,
-                draft=options.draft,
-                dtype=options.dtype,
-                device=options.device,
-                num_threads=options.threads,
-            ),
-            speculation=speculation,
-        )
-        self.engine: Engine = build_engine(config)
-        self._threads = torch.get_num_threads()
+        engine = load_engine(config_of(options))
+        points = measure_points(engine, speculation_of(ADAPTIVE))
+        self.engine = make_arms(engine, [ADAPTIVE], points, Load((), options.tokens, 0.0))[ADAPTIVE].engine
         self.num_tokens = options.tokens
-        adaptive = Speculation(num_drafts=speculation.num_drafts, draft_length=speculation.draft_length, adaptive=True)
-        self.engine.scheduler.times = times = StepTimes(
-            measure_points(self.engine, adaptive), is_eager=self.engine.recorded.is_eager
-        )
-        self.engine.scheduler.controller = Controller(times, speculation.max_draft_length)
-        self._adaptive = adaptive
+        self._threads = options.threads
         self._number = 0
 
-    def adaptive(self, prompts: Prompts, temperature: float) -> Answers:
-        """Run with shapes chosen by the controller."""
-        return self._run(prompts, temperature, self._adaptive)
-
-    def off(self, prompts: Prompts, temperature: float) -> Answers:
-        """Run plain decoding."""
-        return self._run(prompts, temperature, Speculation())
-
-    def fixed(self, shape: str) -> Arm:
-        """Return an arm with one shape, as rule:KxL."""
-        return partial(self._run, speculation=SpeculationSetup.parse(shape).speculation)
+    def arm(self, name: str) -> Arm:
+        """Return an arm by its name (`arms.speculation_of`)."""
+        return partial(self._run, speculation=speculation_of(name))
 
     def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
         torch.set_num_threads(self._threads)
@@ -224,16 +198,14 @@ def markdown(result: dict[str, Any], own: str = OWN) -> str:
     """Return a table with a row per concurrency and arm; own: the arm of this engine that is compared with the
     others.
     """
-    of_prompts = result["options"].get("prompt_tokens", "None") != "None"
-    head = "prompt | c" if of_prompts else "c"
-    lines = [f"| {head} | arm | tok/s | {own} is (95 % interval) |", "| --- " * (4 + of_prompts) + "|"]
+    of_prompts = result["options"].get("prompt_tokens") not in (None, "None")
+    rows = []
     for cell in result["cells"]:
-        first = f"{cell['prompt']:,} | {cell['concurrency']}" if of_prompts else cell["concurrency"]
+        first = [f"{cell['prompt']:,}", cell["concurrency"]] if of_prompts else [cell["concurrency"]]
         for name, arm in cell["arms"].items():
-            ratio = arm[_RATIOS[own]]
-            compared = "-" if name == own else f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
-            lines.append(f"| {first} | {name} | {arm['tokens_per_second']:.0f} | {compared} |")
-    return "\n".join(lines)
+            compared = "-" if name == own else shown_ratio(arm[_RATIOS[own]])
+            rows.append([*first, name, f"{arm['tokens_per_second']:.0f}", compared])
+    return table([*(["prompt"] if of_prompts else []), "c", "arm", "tok/s", f"{own} is (95 % interval)"], rows)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -241,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m analysis.peers", description=__doc__.splitlines()[0])
     result.add_argument("target", help="folder of the target (demo.bench_pair writes one)")
     result.add_argument("draft", help="folder of the draft model")
-    result.add_argument("--concurrency", default="1,8", help="prompts at once, e.g. 1,8")
+    result.add_argument("--concurrency", type=integers, default=[1, 8], help="prompts at once (default 1,8)")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
     result.add_argument("--dtype", default="auto", help="type of weights, as the daemon takes it (default auto)")
     result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all arms")
@@ -269,27 +241,26 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--without", nargs="+", default=[], help="arms to omit, by a part of their names, e.g. assisted continuous"
     )
-    result.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    add_output_argument(result)
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cells."""
     options = parser().parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
     about, lengths = _about(options), options.prompt_tokens or [options.prompt]
     if options.prompt_tokens:
         options.prompt, options.tokens = max(lengths), 1
     with tempfile.TemporaryDirectory() as place:
-        room = max(lengths) + options.tokens
+        room, folders = max(lengths) + options.tokens, (options.target, options.draft)
         options.target, options.draft = (
-            lengthened(Path(folder), room, Path(place) / name)
-            for name, folder in (("target", options.target), ("draft", options.draft))
+            str(lengthened(Path(folder), room, Path(place) / str(number))) for number, folder in enumerate(folders)
         )
-        result = {**_compared(options, lengths), "pair": about}
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        found = _compared(options, lengths)
+    names = vars(options).keys() - {"target", "draft", "output"}
+    what = "this engine and transformers, in one process; prompts of random tokens"
+    result = document(what, options, sorted(names), **found, pair=about)
+    write(result, options.output)
     for name in _RATIOS:
         print(markdown(result, name))
     print(json.dumps(result["greedy_answers_equal_generate"]))
@@ -299,9 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compared(options: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
     own, theirs = Own(options), Transformers(options)
     arms: dict[str, Arm] = {
-        OWN: own.adaptive,
-        OFF: own.off,
-        **{f"polydraft {shape}": own.fixed(shape) for shape in options.shapes},
+        OWN: own.arm(ADAPTIVE),
+        OFF: own.arm(PLAIN),
+        **{f"polydraft {shape}": own.arm(shape) for shape in options.shapes},
         GENERATE: theirs.generate,
         "transformers assisted": theirs.assisted,
         "transformers continuous batching": theirs.continuous,
@@ -315,19 +286,10 @@ def _compared(options: argparse.Namespace, lengths: Sequence[int]) -> dict[str, 
     checked = random_prompts(NUM_CHECKED, min(lengths), 0)
     expected = theirs.generate(checked, 0.0)
     equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}
-    counts = [int(part) for part in options.concurrency.split(",")]
-    cells = list(itertools.product(counts, lengths))
+    cells = list(itertools.product(options.concurrency, lengths))
     with tqdm(total=len(cells) * (options.repeats + 1) * len(arms), desc="runs", unit="run") as progress:
         measured = [measure(arms, count, length, options, progress) for count, length in cells]
-    return {
-        "what": "this engine and transformers, in one process; prompts of random tokens",
-        "options": {
-            name: str(value) for name, value in vars(options).items() if name not in ("target", "draft", "output")
-        },
-        "environment": environment(),
-        "greedy_answers_equal_generate": equal,
-        "cells": measured,
-    }
+    return {"greedy_answers_equal_generate": equal, "cells": measured}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.speculation.verification import RULES
 from loadtest import results
+from loadtest.plots import can_draw, drawn
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -19,19 +20,8 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
     """Return a Markdown table with a row per temperature, rule and shape."""
-    titles = [
-        "T",
-        "rule",
-        "drafts",
-        "shape",
-        "alpha*",
-        "acceptance",
-        "gap",
-        "tokens/pass (95 %)",
-        "closed form",
-        "nodes",
-    ]
-    titles += [f"c = {count}" for count in concurrency]
+    titles = ["T", "rule", "drafts", "shape", "alpha*", "acceptance", "gap", "tokens/pass (95 %)", "closed form"]
+    titles += ["nodes", *(f"c = {count}" for count in concurrency)]
     rows = []
     for cell in report:
         passes = f"{cell['tokens_per_pass']:.2f} ({cell['low']:.2f}-{cell['high']:.2f})"
@@ -93,45 +83,32 @@ def print_report(report: Sequence[dict[str, Any]], content: dict[str, Any], conc
 
 
 def save_plots(report: Sequence[dict[str, Any]], content: dict[str, Any], folder: Path) -> list[Path]:
-    """PNG files: acceptance by drafts, tokens per pass by drafts, expected speedup by requests."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.stderr.write(f"no plots; install matplotlib: {sys.executable} -m pip install matplotlib\n")
+    """Draw acceptance by drafts, tokens per pass by drafts, and expected speedup by requests; return the PNG files."""
+    if not can_draw():
         return []
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     temperature = report[0]["temperature"]
     cells = [cell for cell in report if cell["temperature"] == temperature]
     length = max(cell["draft_length"] for cell in cells)
     files = []
     for name, label in (("acceptance", "acceptance at one position"), ("tokens_per_pass", "tokens per target pass")):
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for rule in dict.fromkeys(cell["rule"] for cell in cells):
-            points = sorted(
-                (cell["num_drafts"], cell[name])
-                for cell in cells
-                if cell["rule"] == rule and cell["draft_length"] == length
-            )
-            axes.plot(*zip(*points, strict=True), marker="o", label=rule)
-        if name == "acceptance":
-            optima = content["laws"][str(temperature)]["alpha_star"]
-            points = sorted((int(key.split("/")[1]), best) for key, best in optima.items() if key.startswith("iid/"))
-            axes.plot(*zip(*points, strict=True), "k--", label="alpha* (i.i.d.)")
-        axes.set(xlabel="drafts (K)", ylabel=label, title=f"T = {temperature:g}, draft length {length}")
-        axes.legend(fontsize=7)
         files.append(folder / f"{name}.png")
-        figure.savefig(files[-1], dpi=120)
-        plt.close(figure)
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for cell in cells:
-        points = sorted((int(count), value) for count, value in cell["speedup"].items())
-        axes.plot(*zip(*points, strict=True), marker=".", label=f"{cell['rule']} {cell['size']}")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="requests at once", ylabel="expected speedup", title=f"T = {temperature:g}")
-    axes.legend(fontsize=6, ncols=2)
+        with drawn(files[-1], (7, 4.5)) as (axes,):
+            for rule in dict.fromkeys(cell["rule"] for cell in cells):
+                of_rule = [cell for cell in cells if cell["rule"] == rule and cell["draft_length"] == length]
+                points = sorted((cell["num_drafts"], cell[name]) for cell in of_rule)
+                axes.plot(*zip(*points, strict=True), marker="o", label=rule)
+            if name == "acceptance":
+                optima = content["laws"][str(temperature)]["alpha_star"].items()
+                points = sorted((int(key.split("/")[1]), best) for key, best in optima if key.startswith("iid/"))
+                axes.plot(*zip(*points, strict=True), "k--", label="alpha* (i.i.d.)")
+            axes.set(xlabel="drafts (K)", ylabel=label, title=f"T = {temperature:g}, draft length {length}")
+            axes.legend(fontsize=7)
     files.append(folder / "speedup.png")
-    figure.savefig(files[-1], dpi=120)
-    plt.close(figure)
+    with drawn(files[-1], (7, 4.5)) as (axes,):
+        for cell in cells:
+            points = sorted((int(count), value) for count, value in cell["speedup"].items())
+            axes.plot(*zip(*points, strict=True), marker=".", label=f"{cell['rule']} {cell['size']}")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(xscale="log", xlabel="requests at once", ylabel="expected speedup", title=f"T = {temperature:g}")
+        axes.legend(fontsize=6, ncols=2)
     return files

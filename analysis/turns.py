@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
+from loadtest.plots import drawn
 from loadtest.results import shown_ratio, table
 from loadtest.statistics import interval
 
@@ -135,27 +136,20 @@ def is_shape(name: str) -> bool:
 
 def chart(result: dict[str, Any], file: Path) -> None:
     """Draw every arm's rate over plain decoding, by cell, with intervals."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     cells = result["cells"]
     names = [name for name in cells[0]["arms"] if name == ADAPTIVE or is_shape(name)]
-    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        found = [cell["arms"][name]["ratio_to_off"] for cell in cells]
-        places = np.arange(len(cells)) + (number - (len(names) - 1) / 2) * width
-        heights = np.array([one["ratio"] for one in found])
-        errors = np.array([[one["ratio"] - one["low"], one["high"] - one["ratio"]] for one in found]).T
-        axes.bar(places, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(np.arange(len(cells)), [f"{cell['prompts']}\n{cell['concurrency']} at once" for cell in cells])
-    axes.set_ylabel("speed over plain decoding")
-    figure.legend(fontsize=8, loc="outside upper center", ncols=len(names))
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    with drawn(file, (7, 3.2)) as (axes,):
+        for number, name in enumerate(names):
+            found = [cell["arms"][name]["ratio_to_off"] for cell in cells]
+            places = np.arange(len(cells)) + (number - (len(names) - 1) / 2) * width
+            heights = np.array([one["ratio"] for one in found])
+            errors = np.array([[one["ratio"] - one["low"], one["high"] - one["ratio"]] for one in found]).T
+            axes.bar(places, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(np.arange(len(cells)), [f"{cell['prompts']}\n{cell['concurrency']} at once" for cell in cells])
+        axes.set_ylabel("speed over plain decoding")
+        axes.figure.legend(fontsize=8, loc="outside upper center", ncols=len(names))
 
 
 def reported_markdown(result: dict[str, Any]) -> str:

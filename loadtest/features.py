@@ -22,7 +22,7 @@ from tqdm import tqdm
 from loadtest.bench import environment
 from loadtest.client import key_headers, served_model
 from loadtest.daemon import running_daemon
-from loadtest.results import add_output_argument, write
+from loadtest.results import add_output_argument, document, write
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load
 
@@ -181,15 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         caller = Caller(stack.enter_context(running_daemon([])))
         uncached = Caller(stack.enter_context(running_daemon(["--no-enable-prefix-caching"])))
-        result = {
-            "what": "predictions at temperature 0, seed-stable sampling, prefix cache; one request at a time over HTTP",
-            "options": {name: value for name, value in vars(options).items() if name != "output"},
-            "environment": environment(caller.url),
-            "predictions": predictions(caller, options.prompts, options.max_tokens),
-            "seed_stable": seed_stable(caller, 4 * options.prompts, options.max_tokens),
-            "conversation": {name: conversation(caller, wish, options.turns) for name, wish in _SPECULATION.items()},
-            "unshared_prompts": unshared_cost(caller, uncached, options.runs),
-        }
+        result = document(
+            "predictions at temperature 0, seed-stable sampling, prefix cache; one request at a time over HTTP",
+            options,
+            environment=environment(caller.url),
+            predictions=predictions(caller, options.prompts, options.max_tokens),
+            seed_stable=seed_stable(caller, 4 * options.prompts, options.max_tokens),
+            conversation={name: conversation(caller, wish, options.turns) for name, wish in _SPECULATION.items()},
+            unshared_prompts=unshared_cost(caller, uncached, options.runs),
+        )
     print(json.dumps(result, indent=1))
     write(result, options.output)
     return 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,33 +25,51 @@ Series = dict[str, list[Point]]
 """Points of each line by name."""
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw all panels with points as a PNG."""
+def can_draw() -> bool:
+    """Whether matplotlib is installed; if not, say how to install it."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    sys.stderr.write(f"no plots; install matplotlib: {sys.executable} -m pip install matplotlib\n")
+    return False
+
+
+@contextmanager
+def drawn(path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1) -> Iterator[list[Any]]:
+    """Yield the axes of a figure, whose panels are left to right and down, and save it as a PNG; size: in inches."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    yield list(axes.flat)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw all panels with points as a PNG."""
     panels = panels_of(result)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (title, across, up, series) in zip(axes.flat, panels, strict=False):
-        for name, points in series.items():
-            errors = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
-            xs, ys = [point.x for point in points], [point.y for point in points]
-            axis.errorbar(xs, ys, errors, marker="o", elinewidth=0.8, capsize=2, label=name)
-        ticks = sorted({point.x for points in series.values() for point in points})
-        highest = max(point.high for points in series.values() for point in points)
-        axis.set(title=title, xlabel=across, ylabel=up, xscale="log", ylim=(0, 1.08 * highest))
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.minorticks_off()
-        axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawn(path, (5 * columns, 3.6 * rows), rows, columns) as axes:
+        for axis in axes[len(panels) :]:
+            axis.remove()
+        for axis, panel in zip(axes, panels, strict=False):
+            _draw_panel(axis, *panel)
+
+
+def _draw_panel(axis: Any, title: str, across: str, up: str, series: Series) -> None:
+    for name, points in series.items():
+        errors = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
+        xs, ys = [point.x for point in points], [point.y for point in points]
+        axis.errorbar(xs, ys, errors, marker="o", elinewidth=0.8, capsize=2, label=name)
+    ticks = sorted({point.x for points in series.values() for point in points})
+    highest = max(point.high for points in series.values() for point in points)
+    axis.set(title=title, xlabel=across, ylabel=up, xscale="log", ylim=(0, 1.08 * highest))
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.legend(fontsize="small")
 
 
 def panels_of(result: dict[str, Any]) -> list[tuple[str, str, str, Series]]:

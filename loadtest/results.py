@@ -11,8 +11,14 @@ from typing import Any
 from loadtest.environment import environment
 
 
-def document(what: str, options: argparse.Namespace, names: Iterable[str], **found: Any) -> dict[str, Any]:
-    """Return what was measured, with which options (by `names`) and on which machine, and then what was `found`."""
+def document(
+    what: str, options: argparse.Namespace, names: Iterable[str] | None = None, **found: Any
+) -> dict[str, Any]:
+    """Return what was measured, with which options and on which machine, and then what was `found`.
+
+    names: of the options; by default all but the file of the document.
+    """
+    names = [name for name in vars(options) if name != "output"] if names is None else names
     shown = {name: getattr(options, name) for name in names}
     return {"what": what, "options": shown, "environment": environment(), **found}
 

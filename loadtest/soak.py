@@ -21,7 +21,7 @@ from tqdm import tqdm
 from loadtest.bench import environment
 from loadtest.client import key_headers, metric, resident_mib
 from loadtest.daemon import running_daemon
-from loadtest.results import add_output_argument, write
+from loadtest.results import add_output_argument, document, write
 from loadtest.workload import load
 
 _EXTRAS: list[dict[str, Any]] = [
@@ -90,14 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bar.update(step)
             points.append({"requests": done, **resident_mib(url)})
         usage = metric(url, "polydraft_kv_cache_usage_ratio")
-        result = {
-            "what": "resident memory over many short requests, a tenth of them left by their client",
-            "options": {name: value for name, value in vars(options).items() if name != "output"},
-            "environment": environment(url),
-            "points": points,
-            "blocks_held_at_idle": usage,
-            "faults": faults,
-        }
+        what = "resident memory over many short requests, a tenth of them left by their client"
+        seen = {"points": points, "blocks_held_at_idle": usage, "faults": faults}
+        result = document(what, options, environment=environment(url)) | seen
     print(json.dumps(result, indent=1))
     write(result, options.output)
     return int(usage != 0 or bool(faults))

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.papers.blocks import NAMES
+from loadtest.plots import can_draw, drawn
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     """Write a PNG for each measured section; none without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.stderr.write(f"no plots; install matplotlib: {sys.executable} -m pip install matplotlib\n")
+    if not can_draw():
         return []
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     painters: dict[str, Callable[[Sequence[Any], Any], None]] = {
         "optimal": _optimal,
         "blocks": _blocks,
@@ -30,11 +24,9 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     for name, paint in painters.items():
         if name not in results:
             continue
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-        paint(axes, results[name])
         files.append(folder / f"papers-{name}.png")
-        figure.savefig(files[-1], dpi=110)
-        plt.close(figure)
+        with drawn(files[-1], (11, 4.2), columns=2) as axes:
+            paint(axes, results[name])
     return files
 
 

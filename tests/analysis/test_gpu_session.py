@@ -19,7 +19,7 @@ import torch
 
 from analysis import arms, gpu_engine, gpu_imports, gpu_results, gpu_sections, gpu_session, gpu_tests
 from analysis.gpu_results import SectionResults
-from analysis.gpu_session import PARTS, Section, Setting, run_section
+from analysis.gpu_session import PARTS, Section, run_section
 from analysis.load import Load
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from loadtest import environment
@@ -27,7 +27,7 @@ from tests.engine import tiny
 from tests.scheduling.machine import Machine
 from tests.wrong import instead
 
-DRY = Setting("cpu", "tiny", "tiny", 256, 0.01)
+DRY = {"device": "cpu", "target": "tiny", "draft": "tiny", "vocabulary": 256, "scale": 0.01}
 TINY = ["--device", "cpu", "--target", "tiny", "--draft", "tiny", "--vocabulary", "256"]
 
 
