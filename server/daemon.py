@@ -23,12 +23,7 @@ from typing import cast
 import uvicorn
 import uvloop
 
-from engine.api import (
-    ConfigError,
-    EngineConfig,
-    EngineFacts,
-    StepResults,
-)
+from engine.api import ConfigError, EngineConfig, EngineFacts, StepResults
 from server.app import BODIES, build_app
 from server.http.connections import Connection, Seldom, Waiting
 from server.openai.foreign_fields import FOREIGN

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from engine.api import EngineStopped, RequestError
 from server.http.bodies import BodyRoute
 from server.http.errors import error_response
-from server.http.large_json import raw_list
+from server.openai.answers import raw_list
 from server.openai.fields import DetokenizeRequest, TokenizeRequest
 from server.openai.preparing import check_model, template_variables
 from server.openai.unsupported_fields import refuse_unsupported

@@ -36,7 +36,7 @@ class _Page:
         self._html = (_OWN / name).read_text()
         self._policy = policy
 
-    def response(self) -> Response:
+    async def response(self) -> Response:
         """Return the page with a new nonce."""
         nonce = secrets.token_urlsafe(16)
         policy = (
@@ -69,12 +69,7 @@ def install(app: FastAPI, server: Server) -> None:
         return RedirectResponse(first)
 
     _add(app, "/", root)
-    described = _Page("docs.html", _INLINE_STYLES)
-
-    async def docs() -> Response:
-        return described.response()
-
-    _add(app, "/docs", docs)
+    _add(app, "/docs", _Page("docs.html", _INLINE_STYLES).response)
     _add_files(app, "/docs/static", _SWAGGER_UI)
     if server.settings.dashboard:
         _add_live_page(app, server)
@@ -95,13 +90,7 @@ def _add_files(app: FastAPI, path: str, folder: Path) -> None:
 
 
 def _add_live_page(app: FastAPI, server: Server) -> None:
-    live = _Page("page.html", _NO_MARKUP)
-
-    async def dashboard() -> Response:
-        """Return the page; it contains no state of the server."""
-        return live.response()
-
-    _add(app, "/dashboard", dashboard)
+    _add(app, "/dashboard", _Page("page.html", _NO_MARKUP).response)  # it contains no state of the server
     _add_files(app, "/dashboard/static", _OWN)
 
     @app.get("/dashboard/state")
@@ -111,21 +100,10 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
         facts = client.facts
         state = server.observer.live.state(facts.num_blocks if facts else 0)
         status = "draining" if client.is_draining else "ready" if client.is_ready else client.loading
-        about = (
-            None
-            if facts is None
-            else {
-                "version": VERSION,
-                "speculation": drafting(facts, client.config.speculation),
-                "dtype": facts.dtype,
-                "device": facts.device,
-                "architecture": facts.architecture,
-                "max_model_len": facts.max_model_len,
-            }
-        )
-        return {
-            "model": server.model_name,
-            "status": status if client.is_alive else "stopped",
-            "about": about,
-            **state,
+        about = facts and {
+            "version": VERSION,
+            "speculation": drafting(facts, client.config.speculation),
+            **{name: getattr(facts, name) for name in ("dtype", "device", "architecture", "max_model_len")},
         }
+        status = status if client.is_alive else "stopped"
+        return {"model": server.model_name, "status": status, "about": about, **state}

@@ -9,14 +9,7 @@ from pathlib import Path
 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.api import (
-    CacheConfig,
-    EngineConfig,
-    GrammarConfig,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculationConfig,
-)
+from engine.api import CacheConfig, EngineConfig, GrammarConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from server.config_file import ConfigFileSource
 from server.setting_groups import (
     GeneralSettings,
@@ -30,17 +23,6 @@ from server.setting_groups import (
 
 EMBEDDED_NAME = "polydraft-demo"
 _DEMO = Path(__file__).resolve().parent.parent / "demo"
-
-GROUPS = (
-    GeneralSettings,
-    ModelSettings,
-    SpeculationSettings,
-    SchedulingSettings,
-    MemorySettings,
-    HttpSettings,
-    ObservabilitySettings,
-)
-"""Groups in the order of `--help`."""
 
 
 class Serve(
@@ -151,6 +133,10 @@ class Serve(
             self_check=self.selfcheck,
             log_format=self.log_format,
         )
+
+
+GROUPS = Serve.__bases__[-2::-1]
+"""Groups in the order of `--help`."""
 
 
 def pair_of(shape: str) -> tuple[int, int]:

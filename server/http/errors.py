@@ -52,22 +52,10 @@ class ApiError(Exception):
         self.rejection = rejection
 
 
-def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400: the client must change the request."""
-    return ApiError(400, ErrorBody(message, "invalid_request_error", param, code))
-
-
 def model_not_found(name: str, served: str) -> ApiError:
     """Return a 404 for a model that is not served."""
-    return ApiError(
-        404,
-        ErrorBody(
-            f"The model {name!r} does not exist; this server serves {served!r}",
-            "invalid_request_error",
-            "model",
-            "model_not_found",
-        ),
-    )
+    message = f"The model {name!r} does not exist; this server serves {served!r}"
+    return ApiError(404, ErrorBody(message, "invalid_request_error", "model", "model_not_found"))
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -77,7 +65,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         if error.code in SERVER_FAULTS:
             return ApiError(500, ErrorBody(str(error), "server_error", code=error.code))
-        return invalid_request(str(error), error.param, error.code)
+        return ApiError(400, ErrorBody(str(error), "invalid_request_error", error.param, error.code))
     if isinstance(error, EngineBusy):
         body = ErrorBody(str(error), "rate_limit_error", code="queue_full")
         return ApiError(429, body, {"retry-after": "1"}, "queue_full")

@@ -42,12 +42,7 @@ _SECRET = os.urandom(16)
 class RequestEnvelope:
     """Adds an x-request-id to every response, checks key and size, counts error responses, and answers crashes."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: ServerMetrics,
-        settings: Serve,
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, settings: Serve) -> None:
         self._app = app
         self._metrics = metrics
         self._keys = [key.encode() for key in settings.api_key]
@@ -94,16 +89,7 @@ class RequestEnvelope:
                 reads_nothing = True
                 raise
 
-        if not self._is_allowed(_route_path(scope), headers):
-            error = http_error(401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY")
-            await error_response(error, call.path)(scope, receive, send_marked)
-        elif self._is_too_large(headers):
-            await error_response(http_error(413, self._size_message), call.path)(scope, receive, send_marked)
-        elif (coding := headers.get("content-encoding", "").strip()).lower() not in ("", "identity"):
-            message = f"bodies with Content-Encoding {coding!r} are not read; send it uncompressed"
-            refused = http_error(415, message, {"Accept-Encoding": "identity"})
-            await error_response(refused, call.path)(scope, receive, send_marked)
-        elif (refusal := self._too_many(scope, call.client)) is not None:
+        if (refusal := self._refusal(scope, headers, call.client)) is not None:
             scope["state"]["rejection"] = refusal.rejection
             await error_response(refusal, call.path)(scope, receive, send_marked)
         else:
@@ -114,14 +100,25 @@ class RequestEnvelope:
             except Exception as error:
                 if reads_nothing:
                     # Over TCP the system usually closes first (`listening.bind`). The server closes the connection,
-                    # because
-                    # the answer is not complete.
+                    # because the answer is not complete.
                     log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
                     return
                 if has_begun:
                     raise
                 log.exception("a request failed", extra=log_fields(id=request_id, path=call.path))
                 await error_response(error, call.path)(scope, receive, send_marked)
+
+    def _refusal(self, scope: Scope, headers: Headers, client: str) -> ApiError | None:
+        """Return the error for a request that is refused by its head."""
+        if not self._is_allowed(_route_path(scope), headers):
+            return http_error(401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return http_error(413, self._size_message)
+        if (coding := headers.get("content-encoding", "").strip()).lower() not in ("", "identity"):
+            message = f"bodies with Content-Encoding {coding!r} are not read; send it uncompressed"
+            return http_error(415, message, {"Accept-Encoding": "identity"})
+        return self._too_many(scope, client)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         if not self._keys or not path.startswith(_PROTECTED):
@@ -145,10 +142,6 @@ class RequestEnvelope:
         message = f"more requests than {self._rate_text}; try again in {wait_s} s"
         body = ErrorBody(message, "rate_limit_error", code="rate_limited")
         return ApiError(429, body, {"retry-after": str(wait_s)}, "rate_limited")
-
-    def _is_too_large(self, headers: Headers) -> bool:
-        length = headers.get("content-length", "")
-        return length.isdigit() and int(length) > self._max_body_bytes
 
     @property
     def _size_message(self) -> str:

@@ -219,14 +219,7 @@ class FunctionName(Closed):
 
 
 class NamedChoice(Closed):
-    """Choice of the one function that must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTool(Closed):
-    """One of the functions that may be called."""
+    """Choice of the one function that must be called, or of one that may be."""
 
     type: Literal["function"]
     function: FunctionName
@@ -236,7 +229,7 @@ class AllowedToolsChoice(Closed):
     """Some of the tools; `required`: one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[Listed[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[Listed[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Closed):

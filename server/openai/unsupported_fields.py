@@ -14,7 +14,6 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -53,16 +52,11 @@ _REQUIRED = frozenset({"model", "messages", "prompt", "input", "tokens"})
 """Fields whose misspelling is noticed, because they are then missing, or changes nothing (`model`)."""
 
 
-@dataclass(frozen=True, init=False, eq=False)
 class Neutral:
     """Annotation of a known, unsupported field: its values without effect, besides null."""
 
-    values: tuple[Any, ...]
-    way_out: str
-
     def __init__(self, *values: Any, way_out: str = _LEAVE_OUT) -> None:
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "way_out", way_out)
+        self.values, self.way_out = values, way_out
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, describe: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the field's description in /openapi.json."""

@@ -189,17 +189,8 @@ class CompletionWriter(ChunkWriter):
         ids = choice.token_ids
         prompt_ids = msgspec.UNSET if ids is None else choice.request.prompt_token_ids
         drafts = known(choice.drafts)
-        return CompletionChoice(
-            index,
-            choice.text,
-            choice.finish_reason,
-            logprobs,
-            choice.stop_reason,
-            of_prompt,
-            known(ids),
-            prompt_ids,
-            drafts,
-        )
+        ends = choice.finish_reason, logprobs, choice.stop_reason
+        return CompletionChoice(index, choice.text, *ends, of_prompt, known(ids), prompt_ids, drafts)
 
     def choices_of(self, delta: Delta) -> list[CompletionChoice]:
         """Return one chunk with text and finish reason."""

@@ -262,11 +262,16 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Abort one request; no more results arrive for it."""
+        if self._forget(request_id) is not None:
+            self._send(Abort(request_id))
+
+    def _forget(self, request_id: str) -> Ticket | None:
+        """Forget a request that has ended; return its ticket, None if it was forgotten before."""
         self._queued_tokens.pop(request_id, None)
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             ticket.open_ids = ticket.open_ids - {request_id}
-            self._send(Abort(request_id))
+        return ticket
 
     def end_all(self, message: str) -> None:
         """End every open request with an `EngineStopped`."""
@@ -341,18 +346,13 @@ class EngineClient:
         for outcome in step.outcomes:
             self._queued_tokens.pop(outcome.request_id, None)
             ticket = self._tickets.get(outcome.request_id)
-            if ticket is None:
-                continue
             if outcome.finish_reason is not None:
-                del self._tickets[outcome.request_id]
-                ticket.open_ids = ticket.open_ids - {outcome.request_id}
-            ticket.arrivals.put_nowait((outcome, step.stats))
+                self._forget(outcome.request_id)
+            if ticket is not None:
+                ticket.arrivals.put_nowait((outcome, step.stats))
 
     def _refuse(self, message: Refused) -> None:
-        self._queued_tokens.pop(message.request_id, None)
-        ticket = self._tickets.pop(message.request_id, None)
-        if ticket is not None:
-            ticket.open_ids = ticket.open_ids - {message.request_id}
+        if (ticket := self._forget(message.request_id)) is not None:
             ticket.fail(RequestError(message.message, message.param, message.code))
 
     def _end(self) -> None:

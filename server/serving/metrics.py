@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from typing import Any, Generic, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.metrics import Counter, Gauge, Histogram
@@ -58,14 +58,6 @@ def num_reached(outcome: Outcome) -> int:
     return outcome.num_accepted if was_cut else min(outcome.num_accepted + 1, outcome.draft_length)
 
 
-class _Labelled(Generic[_Child]):
-    """Metric whose first labels are the model's name and the engine's number."""
-
-    def __init__(self, metric: _Child, values: tuple[str, ...]) -> None:
-        self.of: Callable[..., _Child] = cache(lambda *more: metric.labels(*values, *more))
-        """Return the child for the values of the other labels, looked up once."""
-
-
 class ServerMetrics:
     """All metrics of the daemon. Only its methods change them."""
 
@@ -83,17 +75,20 @@ class ServerMetrics:
         if compat:
             self.registry.register(VllmNames(self.registry))
 
-    def _add(self, kind: type[_Child], name: str, text: str, *labels: str, **options: Any) -> _Labelled[_Child]:
+    def _add(self, kind: type[_Child], name: str, text: str, *labels: str, **options: Any) -> Callable[..., _Child]:
+        """Define a metric, whose first labels are the model's name and the engine's number. Returns a function that
+        takes the values of the other labels and looks up their child once.
+        """
         metric = kind(f"polydraft_{name}", text, [*self._common, *labels], registry=self.registry, **options)
-        return _Labelled(metric, tuple(self._common.values()))
+        return cache(partial(metric.labels, *self._common.values()))
 
-    def _counter(self, name: str, text: str, *labels: str) -> _Labelled[Counter]:
+    def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
         return self._add(Counter, name, text, *labels)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return self._add(Gauge, name, text).of()
+        return self._add(Gauge, name, text)()
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> _Labelled[Histogram]:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Callable[..., Histogram]:
         return self._add(Histogram, name, text, *labels, buckets=buckets)
 
     def _define_state(self) -> None:
@@ -102,7 +97,7 @@ class ServerMetrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = self._gauge("kv_cache_usage_ratio", "Share of cache blocks in use.")
         self._totals = {
-            name: self._counter(name, text).of()
+            name: self._counter(name, text)()
             for name, text in (
                 ("num_preemptions", "Requests that lost their blocks and were recomputed."),
                 ("prefix_cache_queries", "Tokens of admitted texts."),
@@ -110,18 +105,18 @@ class ServerMetrics:
             )
         }
         self._step = self._histogram("step_seconds", "Duration of a step by phase.", _STEP_S, "phase")
-        self._nodes = self._histogram("spec_tree_nodes", "Drafted nodes of a request's step.", _NODES).of()
+        self._nodes = self._histogram("spec_tree_nodes", "Drafted nodes of a request's step.", _NODES)()
 
     def _define_requests(self) -> None:
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.").of()
-        self._answer_tokens = self._counter("generation_tokens", "Tokens of answers.").of()
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")()
+        self._answer_tokens = self._counter("generation_tokens", "Tokens of answers.")()
         self._success = self._counter("request_success", "Answers by reason of their end.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests not admitted.", "reason")
         self._errors = self._counter("request_errors", "Error answers by HTTP status.", "code")
-        self._itl = self._histogram("inter_token_latency_seconds", "Gap between steps over its tokens.", _ITL_S).of()
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S).of()
+        self._itl = self._histogram("inter_token_latency_seconds", "Gap between steps over its tokens.", _ITL_S)()
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)()
         self._lengths = {
-            name: self._histogram(f"request_{name}", text, _LENGTHS).of()
+            name: self._histogram(f"request_{name}", text, _LENGTHS)()
             for name, text in (
                 ("prompt_tokens", "Tokens of a prompt."),
                 ("generation_tokens", "Tokens of an answer."),
@@ -129,7 +124,7 @@ class ServerMetrics:
             )
         }
         self._times = {
-            key: self._histogram(name, text, buckets).of()
+            key: self._histogram(name, text, buckets)()
             for key, name, text, buckets in (
                 ("e2e", "e2e_request_latency_seconds", "From arrival to the last token.", _TTFT_S),
                 ("queue", "request_queue_time_seconds", "Time in the queue.", _TTFT_S),
@@ -140,9 +135,9 @@ class ServerMetrics:
         }
 
     def _define_speculation(self) -> None:
-        self._drafts = self._counter("spec_decode_num_drafts", "Speculative steps of requests.").of()
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted nodes verified.").of()
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.").of()
+        self._drafts = self._counter("spec_decode_num_drafts", "Speculative steps of requests.")()
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted nodes verified.")()
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.")()
         self._accepted_at = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position.", "position"
         )
@@ -155,10 +150,10 @@ class ServerMetrics:
         ]
         self._acceptance_length = self._histogram(
             "request_spec_acceptance_length", "Tokens per speculative step of an answer.", _ACCEPTANCE
-        ).of()
+        )()
         self._speedup = self._histogram(
             "request_spec_speedup_ratio", "An answer's speed over plain decoding.", _SPEEDUP
-        ).of()
+        )()
         self._gap = self._histogram(
             "spec_optimal_acceptance_gap", "Optimum acceptance minus the rule's, on observed steps.", _GAP, "rule"
         )
@@ -178,10 +173,10 @@ class ServerMetrics:
             ("build_info", "What is running.", build),
             ("cache_config_info", "The K/V cache.", cache_config),
         ):
-            self._add(Gauge, name, text, *labels).of(*labels.values()).set(1)
+            self._add(Gauge, name, text, *labels)(*labels.values()).set(1)
         self._num_blocks = facts.num_blocks
         # Rates need a series that exists before its first count.
-        series: list[tuple[_Labelled[Any], Sequence[str]]] = [
+        series: list[tuple[Callable[..., Any], Sequence[str]]] = [
             (self._step, PHASES),
             (self._success, _ENDS),
             (self._rejections, _REJECTIONS),
@@ -189,7 +184,7 @@ class ServerMetrics:
         ]
         for metric, values in series:
             for value in values:
-                metric.of(value)
+                metric(value)
 
     def step(self, step: StepResults) -> None:
         """Take the engine's counts of a step."""
@@ -206,7 +201,7 @@ class ServerMetrics:
                 self._totals[name].inc(count - self._seen[name])
                 self._seen[name] = count
         for phase, seconds in stats.phases_s.items():
-            self._step.of(phase).observe(seconds)
+            self._step(phase).observe(seconds)
         self._count_taken()
 
     def take(self, outcome: Outcome) -> None:
@@ -229,7 +224,7 @@ class ServerMetrics:
             (outcome.num_chains, outcome.draft_length, outcome.rule) if outcome.draft_length else (0, 0, "off")
             for outcome in outcomes
         ).items():
-            self._shapes.of(size_label(num_chains), size_label(depth), rule).inc(count)
+            self._shapes(size_label(num_chains), size_label(depth), rule).inc(count)
 
     def _count_drafted(self, outcomes: Sequence[Outcome]) -> None:
         self._drafts.inc(len(outcomes))
@@ -241,7 +236,7 @@ class ServerMetrics:
         ):
             for position in range(max(depths)):
                 count = sum(times for depth, times in depths.items() if depth > position)
-                counter.of(position_label(position)).inc(count)
+                counter(position_label(position)).inc(count)
         drawn = [outcome for outcome in outcomes if not outcome.text_draft_counts]
         drafters = Counts(
             {
@@ -253,11 +248,11 @@ class ServerMetrics:
         for outcome in outcomes:
             self._nodes.observe(outcome.num_nodes)
             if outcome.gap is not None:
-                self._gap.of(outcome.rule).observe(outcome.gap)
+                self._gap(outcome.rule).observe(outcome.gap)
             if outcome.text_draft_counts:
                 drafters.update(_drafter_counts(outcome))
         for (name, kind), count in drafters.items():
-            self._drafter_counts[kind].of(name).inc(count)
+            self._drafter_counts[kind](name).inc(count)
 
     def start(self, prompt_lengths: Sequence[int]) -> None:
         """Count a call that has been admitted; prompt_lengths: number of tokens of each prompt."""
@@ -283,7 +278,7 @@ class ServerMetrics:
         speedup: float | None,
     ) -> None:
         """Count an answer that has ended; `times_s` has any of e2e, queue, prefill, decode, tpot."""
-        self._success.of(reason).inc()
+        self._success(reason).inc()
         self._lengths["generation_tokens"].observe(num_tokens)
         for name, seconds in times_s.items():
             if seconds is not None:
@@ -302,15 +297,15 @@ class ServerMetrics:
         them.
         """
         if num_answers:
-            self._success.of(reason).inc(num_answers)
+            self._success(reason).inc(num_answers)
 
     def error(self, status: int, rejection: str | None = None) -> None:
         """Count an error response to a POST; rejection: reason why the request was not admitted, if that was the
         error.
         """
-        self._errors.of(str(status)).inc()
+        self._errors(str(status)).inc()
         if rejection is not None:
-            self._rejections.of(rejection).inc()
+            self._rejections(rejection).inc()
 
     def render(self, is_healthy: bool = True) -> bytes:
         """Return the metrics in Prometheus' text format; is_healthy: whether /health is 200."""

@@ -65,18 +65,13 @@ class CallParts:
 
     def parts(self) -> list[str | Piece]:
         """Return the parts, with adjacent texts joined."""
-        result: list[str | Piece] = []
-        texts: list[str] = []
-        for part in [*self._parts, None]:
-            if isinstance(part, str):
-                texts.append(part)
-                continue
-            if texts:
-                result.append("".join(texts))
-                texts = []
-            if part is not None:
-                result.append(part)
-        return result
+        result: list[list[str] | Piece] = []
+        for part in self._parts:
+            if isinstance(part, str) and result and isinstance(result[-1], list):
+                result[-1].append(part)
+            else:
+                result.append([part] if isinstance(part, str) else part)
+        return ["".join(part) if isinstance(part, list) else part for part in result]
 
 
 class Reader(Protocol):

@@ -8,13 +8,13 @@ becomes invalid after the name has been reported, the call contains the model's 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from enum import Enum, auto
 
 import regex
 
 from server.text.call_formats import JsonFormat
 from server.text.call_pieces import CallParts, Calls
+from server.text.stops import num_held
 
 
 class _JsonState(Enum):
@@ -72,7 +72,7 @@ class JsonRegions:
     def _say(self, found: CallParts) -> bool:
         """Read text up to the next mark."""
         mark = self._find.search(self._text, self._position)
-        end = len(self._text) - held(self._text, self._marks) if mark is None else mark.start()
+        end = len(self._text) - num_held(self._text, self._marks) if mark is None else mark.start()
         said = self._text[self._position : max(end, self._position)]
         self._follows_call = self._follows_call and not said.strip()
         found.say(said)
@@ -126,7 +126,7 @@ class JsonRegions:
         close = self._form.close
         end = self._text.find(close, self._position) if close else -1
         if end < 0:
-            end = max(len(self._text) - held(self._text, [close] if close else []), self._position)
+            end = max(len(self._text) - num_held(self._text, [close] if close else []), self._position)
             self._calls.add(self._text[self._position : end], found)
             self._position = end
             return False
@@ -147,14 +147,6 @@ class JsonRegions:
         if behind.groupdict().get("more"):
             self._begin(behind, "")
         return True
-
-
-def held(text: str, marks: Iterable[str]) -> int:
-    """Return the number of last characters of a text that may begin a mark."""
-    sizes = [
-        size for mark in marks for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])
-    ]
-    return max(sizes, default=0)
 
 
 class JsonAnswer:

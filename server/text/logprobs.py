@@ -13,8 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import TokenLogprob
-from server.http.large_json import raw_list
-from server.openai.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprob, TopLogprob
+from server.openai.answers import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    TopLogprob,
+    raw_list,
+)
 from server.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0

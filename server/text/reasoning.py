@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
+from server.text.stops import num_held
+
 OPEN, CLOSE = "<think>", "</think>"
 _VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -84,8 +86,7 @@ class Reasoning:
             parts += self._thought(thought.rstrip())
             self._held, self._state = rest, _State.BEHIND
             return
-        tail = next(size for size in range(len(CLOSE) - 1, -1, -1) if self._held.endswith(CLOSE[:size]))
-        sure = self._held[: len(self._held) - tail].rstrip()
+        sure = self._held[: len(self._held) - num_held(self._held, [CLOSE])].rstrip()
         parts += self._thought(sure)
         self._held = self._held[len(sure) :]
 

@@ -8,6 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def num_held(text: str, marks: Sequence[str]) -> int:
+    """Return the number of last characters of a text that may begin a mark; no whole mark may be among them."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    sizes = (size for size in range(longest, 0, -1) if any(mark.startswith(text[-size:]) for mark in marks))
+    return next(sizes, 0)
+
+
 class StopCut:
     """Filter that releases text once it certainly belongs to the answer."""
 
@@ -39,20 +46,11 @@ class StopCut:
             at, stop = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self.found = stop
             return self._release(at + len(stop) if self._include else at)
-        return self._release(len(self._held) - self._num_pending())
+        return self._release(len(self._held) - num_held(self._held, self._stops))
 
     def finish(self) -> str:
         """Return the text held back, after the answer has ended without a stop string."""
         return "" if self.is_cut else self._release(len(self._held))
-
-    def _num_pending(self) -> int:
-        """Return the length of the longest suffix of the text that begins a stop string."""
-        longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
-        for length in range(longest, 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
 
     def _release(self, count: int) -> str:
         released, self._held = self._held[:count], self._held[count:]

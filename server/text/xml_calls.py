@@ -24,7 +24,7 @@ from typing import Any
 
 from server.text.argument_types import as_value
 from server.text.call_pieces import CallParts, Calls
-from server.text.json_calls import held
+from server.text.stops import num_held
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(
@@ -168,7 +168,7 @@ class XmlRegions:
     def _held(self) -> int:
         """Return the number of last characters that may begin a tag."""
         if self._region is None:
-            return held(self._text, [_OPEN])
+            return num_held(self._text, [_OPEN])
         begin = self._text.rfind("<", max(0, len(self._text) - _LONGEST_TAG))
         tail = self._text[begin:] if begin >= 0 else ""
         is_open = (

@@ -27,7 +27,6 @@ from server.anthropic import routes as messages_route
 from server.http import errors
 from server.http.bodies import BodyRoute, read_json
 from server.http.openapi import Application
-from server.openai import responses_route
 from server.openai import routes as generate_routes
 from server.state import Server
 from tests.server.daemon_process import MODEL, Daemon
@@ -36,7 +35,7 @@ FULL_BYTES = (4 << 20) - 4096
 OBJECTS, TEXTS, VALUES = 1 << 14, 1 << 17, 1 << 20
 MOST_ERRORS = 16
 """One for each branch of a union, and one for each field of an object, but never one for each element."""
-MODULES = (generate_routes, responses_route, messages_route, operation_routes)
+MODULES = (generate_routes, messages_route, operation_routes)
 NO_SERVER = cast(Server, SimpleNamespace(client=None, tokenizer=None))
 WRONG: dict[str, Any] = {
     "objects": [{}] * (OBJECTS - 8),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from engine.api import EngineBusy, RequestError
-from server.http.large_json import raw_list
+from server.openai.answers import raw_list
 from server.text.lanes import LONG, Lane
 from server.text.text_bounds import longest_token
 from server.text.tokenizer import Tokenizer
