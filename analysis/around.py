@@ -166,10 +166,10 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
 class Version:
     """Process that serves with one version of the project on request."""
 
-    def __init__(self, tree: Path | None, words: Sequence[str]) -> None:
-        """tree: folder of the project; None is this one."""
+    def __init__(self, tree: Path | None, settings: str) -> None:
+        """tree: folder of the project, None is this one; settings: JSON of the options of the pair and its prompts."""
         environ = os.environ if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
-        command = [sys.executable, "-P", "-m", "analysis.around", *words]
+        command = [sys.executable, "-P", "-m", "analysis.around", settings]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=environ, cwd=tree, stdin=pipe, stdout=pipe, text=True)
 
@@ -228,11 +228,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all cells."""
-    words = ["--prompt-length", str(options.prompt_length), "--dtype", options.dtype, "--device", options.device]
-    words += ["--threads", str(options.threads)]
-    words += ["--target", options.target, "--draft", options.draft] if options.target else []
+    names = ("target", "draft", "dtype", "device", "threads", "prompt_length")
+    settings = json.dumps({name: getattr(options, name) for name in names})
     trees = {"before": options.beside, "now": None} if options.beside else {"now": None}
-    versions = {name: Version(tree, words) for name, tree in trees.items()}
+    versions = {name: Version(tree, settings) for name, tree in trees.items()}
     cells = [(count, float(text)) for text in options.temperatures.split(",") for count in options.concurrency]
     turns: dict[tuple[int, float, str], list[TurnSums]] = defaultdict(list)
     order = random.Random(0)
@@ -260,14 +259,11 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve turns as requested on standard input."""
-    parser = argparse.ArgumentParser()
-    add_pair_arguments(parser)
-    parser.add_argument("--prompt-length", type=int)
+    """Serve turns as requested on standard input; the argument: the settings of `Version`."""
     # As a script this module has two names; its parts are looked up under the other one.
     module = importlib.import_module("analysis.around")
     shares = module.Shares()
-    turn = module._served(parser.parse_args(), shares)
+    turn = module._served(argparse.Namespace(**json.loads(sys.argv[1])), shares)
     shares.install()
     for line in sys.stdin:
         print(json.dumps(turn(*json.loads(line))), flush=True)

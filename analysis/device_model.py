@@ -115,19 +115,11 @@ class DecoderShape:
 
 def model_of(name: str, vocabulary: int) -> DecoderShape:
     """Return a size of `demo.bench_pair`, or the shape in the config.json of a Llama, Qwen or Mistral folder."""
-    if name in SIZES:
-        size = SIZES[name]
-        return DecoderShape(
-            size.hidden_size,
-            size.num_hidden_layers,
-            size.intermediate_size,
-            size.num_attention_heads,
-            size.num_key_value_heads,
-            size.head_dim,
-            vocabulary,
-        )
     try:
-        config = json.loads((Path(name) / "config.json").read_text(encoding="utf8"))
+        if name in SIZES:
+            config = {**vars(SIZES[name]), "vocab_size": vocabulary}
+        else:
+            config = json.loads((Path(name) / "config.json").read_text(encoding="utf8"))
         heads = config["num_attention_heads"]
         return DecoderShape(
             config["hidden_size"],

@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
@@ -41,7 +42,7 @@ from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
 from engine.step.calibration import synthetic_plan, usual_s
-from engine.step.distribution_check import run_to_end
+from engine.step.distribution_check import CheckedAnswer, run_to_end
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.environment import environment
@@ -174,7 +175,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     _measure_laws(engine, options, prompts, shapes, results)
     _measure_runs(engine, options, prompts, shapes, results)
     _measure_times(engine, options, shapes, results)
-    report = combine(results.content, shapes)
+    report = list(combined(results.content, shapes))
     results.finish(report)
     print_report(report, results.content, options.concurrency)
     save_plots(report, results.content, options.output)
@@ -182,14 +183,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
 
 
 _GRID = (
-    "shapes",
-    "rules",
-    "draft_methods",
-    "num_drafts",
-    "draft_length",
-    "temperature",
-    "tokens",
-    "positions",
+    *("shapes", "rules", "draft_methods", "num_drafts", "draft_length", "temperature", "tokens", "positions"),
     "concurrency",
 )
 
@@ -224,32 +218,39 @@ def _measure_laws(
                 rejected.append(1 - theory.accept_token(p, q, 1))
                 front.append(bounds.pareto_front(p, q, _EPSILONS))
                 measure_position(p, q, len(rejected), shapes, optima, accepted)
-        results.save(
-            "laws",
-            str(temperature),
-            {
-                "positions": len(rejected),
-                "rejections_per_token": float(np.mean(rejected)),
-                "alpha_star": {key: float(np.mean(values)) for key, values in optima.items()},
-                "acceptance": {key: float(np.mean(values)) for key, values in accepted.items()},
-                "expected_tokens_per_pass": {key: 1 + float(np.mean(values)) for key, values in lengths.items()},
-                "over_acceptance": {
-                    str(epsilon): {"rejection": float(rejection), "bias": float(bias)}
-                    for epsilon, (rejection, bias) in zip(_EPSILONS, np.mean(front, axis=0), strict=True)
-                },
+        found = {
+            "positions": len(rejected),
+            "rejections_per_token": float(np.mean(rejected)),
+            "alpha_star": means_of(optima),
+            "acceptance": means_of(accepted),
+            "expected_tokens_per_pass": {key: 1 + mean for key, mean in means_of(lengths).items()},
+            "over_acceptance": {
+                str(epsilon): {"rejection": float(rejection), "bias": float(bias)}
+                for epsilon, (rejection, bias) in zip(_EPSILONS, np.mean(front, axis=0), strict=True)
             },
-        )
+        }
+        results.save("laws", str(temperature), found)
+
+
+def means_of(found: dict[str, list[float]]) -> dict[str, float]:
+    return {key: float(np.mean(values)) for key, values in found.items()}
 
 
 def answers_of(
-    engine: Engine, prompts: list[tuple[int, ...]], speculation: Speculation, temperature: float, num_tokens: int
-) -> list[Any]:
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    speculation: Speculation,
+    temperature: float,
+    num_tokens: int,
+    ignore_eos: bool = False,
+) -> list[CheckedAnswer]:
+    """Return the engine's answers, with the results of each of their steps."""
     requests = [
         Request(
             request_id=str(number),
             prompt_token_ids=prompt,
             sampling=Sampling(temperature=temperature, seed=number),
-            limits=Limits(max_tokens=num_tokens),
+            limits=Limits(max_tokens=num_tokens, ignore_eos=ignore_eos),
             speculation=speculation,
         )
         for number, prompt in enumerate(prompts)
@@ -273,6 +274,13 @@ def laws_along(
     return laws[0], laws[1]
 
 
+def log_probs(probs_NV: torch.Tensor, tokens: list[int]) -> npt.NDArray[np.float64]:
+    """Return [N] the log probability of every token of an answer."""
+    index_N1 = torch.tensor(tokens, device=probs_NV.device).unsqueeze(1)
+    found: npt.NDArray[np.float64] = probs_NV.gather(1, index_N1).squeeze(1).double().log().cpu().numpy()
+    return found
+
+
 def add_closed_forms(
     target_NV: torch.Tensor,
     draft_NV: torch.Tensor,
@@ -281,8 +289,7 @@ def add_closed_forms(
     lengths: dict[str, list[float]],
 ) -> None:
     """Add the expected accepted length of the block rules, from every position that a whole block follows."""
-    index = torch.tensor(tokens, device=target_NV.device).unsqueeze(1)
-    log_p, log_q = (rows.gather(1, index).squeeze(1).double().log().cpu().numpy() for rows in (target_NV, draft_NV))
+    log_p, log_q = (log_probs(rows, tokens) for rows in (target_NV, draft_NV))
     for shape in shapes:
         if shape.rule in _CLOSED_FORM and shape.method == "iid" and len(tokens) >= shape.draft_length:
             windows = [np.lib.stride_tricks.sliding_window_view(rows, shape.draft_length) for rows in (log_p, log_q)]
@@ -325,24 +332,13 @@ def _measure_runs(
         key = f"{temperature}/{shape.key}"
         if not results.missing("runs", key):
             continue
-        answers = [
-            answer
-            for answer in answers_of(engine, prompts, shape.speculation, temperature, options.tokens)
-            if answer.tokens
-        ]
+        answers = answers_of(engine, prompts, shape.speculation, temperature, options.tokens)
+        answers = [answer for answer in answers if answer.tokens]
         tokens, steps = [len(a.tokens) for a in answers], [a.num_steps for a in answers]
         per_pass = ratio_of_sums(tokens, steps)
-        results.save(
-            "runs",
-            key,
-            {
-                "tokens_per_pass": per_pass.ratio,
-                "low": per_pass.low,
-                "high": per_pass.high,
-                "nodes_per_pass": sum(a.num_nodes for a in answers) / sum(steps),
-                "tokens": sum(tokens),
-            },
-        )
+        found = {"tokens_per_pass": per_pass.ratio, "low": per_pass.low, "high": per_pass.high}
+        nodes = sum(a.num_nodes for a in answers) / sum(steps)
+        results.save("runs", key, {**found, "nodes_per_pass": nodes, "tokens": sum(tokens)})
 
 
 def _measure_times(
@@ -359,12 +355,8 @@ def _measure_times(
             results.save(part, key, usual_s(engine, synthetic_plan(engine, count, context, speculation)))
 
 
-def combine(content: dict[str, Any], shapes: list[SpeculationSetup]) -> list[dict[str, Any]]:
-    """Return one record per temperature and shape with all of its measurements."""
-    return list(_records(content, shapes))
-
-
-def _records(content: dict[str, Any], shapes: list[SpeculationSetup]) -> Iterator[dict[str, Any]]:
+def combined(content: dict[str, Any], shapes: list[SpeculationSetup]) -> Iterator[dict[str, Any]]:
+    """Yield one record per temperature and shape with all of its measurements."""
     for temperature, laws in content["laws"].items():
         for shape in shapes:
             run = content["runs"][f"{temperature}/{shape.key}"]

@@ -14,7 +14,8 @@ from loadtest import results
 from loadtest.plots import can_draw, drawn
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number, or a dash for one that would take too long."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -30,12 +31,12 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
             cell["rule"],
             cell["draft_method"],
             cell["size"],
-            _number(cell["alpha_star"]),
-            _number(cell["acceptance"]),
-            _number(cell["gap"]),
+            number(cell["alpha_star"]),
+            number(cell["acceptance"]),
+            number(cell["gap"]),
             passes,
-            _number(cell["expected_tokens_per_pass"], 2),
-            _number(cell["nodes_per_pass"], 1),
+            number(cell["expected_tokens_per_pass"], 2),
+            number(cell["nodes_per_pass"], 1),
             *(f"{cell['speedup'][str(count)]:.2f}x" for count in concurrency),
         ]
         rows.append(row)

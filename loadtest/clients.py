@@ -119,22 +119,23 @@ def litellm_both(server: DaemonUnderTest) -> None:
         assert answer.choices[0].message.content
 
 
+def _invoke_and_stream(chat: Any) -> None:
+    assert chat.invoke(_QUESTION).content
+    assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
+
+
 def langchain_openai(server: DaemonUnderTest) -> None:
     """invoke and stream."""
     from langchain_openai import ChatOpenAI
 
-    chat = ChatOpenAI(base_url=server.v1, api_key=server.key, model=server.model, max_tokens=_TOKENS)
-    assert chat.invoke(_QUESTION).content
-    assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
+    _invoke_and_stream(ChatOpenAI(base_url=server.v1, api_key=server.key, model=server.model, max_tokens=_TOKENS))
 
 
 def langchain_anthropic(server: DaemonUnderTest) -> None:
     """invoke and stream."""
     from langchain_anthropic import ChatAnthropic
 
-    chat = ChatAnthropic(base_url=server.url, api_key=server.key, model=server.model, max_tokens=_TOKENS)
-    assert chat.invoke(_QUESTION).content
-    assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
+    _invoke_and_stream(ChatAnthropic(base_url=server.url, api_key=server.key, model=server.model, max_tokens=_TOKENS))
 
 
 def llama_index(server: DaemonUnderTest) -> None:
@@ -282,59 +283,62 @@ JAVASCRIPT_CLIENTS: dict[str, str] = {
 }
 
 
+def _row(name: str, package: str, version: str | None, use: Callable[[], str]) -> dict[str, str]:
+    """Return the result of one client; use: returns its failure, or raises it. version: None if it is missing."""
+    if version is None:
+        return {"client": name, "package": package, "result": "not installed"}
+    try:
+        result = use() or "works"
+    except Exception as error:  # any error is the client's result
+        result = f"{type(error).__name__}: {error}"[:300]
+    return {"client": name, "package": package, "version": version, "result": result}
+
+
+def _version_in(folder: Path, package: str) -> str | None:
+    manifest = folder / "node_modules" / package / "package.json"
+    return str(json.loads(manifest.read_text())["version"]) if manifest.is_file() else None
+
+
 def tried(server: DaemonUnderTest, name: str) -> dict[str, str]:
     """Return the result of one client."""
     package, use = CLIENTS[name]
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return {"client": name, "package": package, "result": "not installed"}
-    try:
-        use(server)
-        result = "works"
-    except Exception as error:  # any error is the client's result
-        result = f"{type(error).__name__}: {error}"[:300]
-    return {"client": name, "package": package, "version": version, "result": result}
+        version = None
+    return _row(name, package, version, lambda: use(server) or "")
 
 
 def tried_in_node(server: DaemonUnderTest, name: str, folder: Path) -> dict[str, str]:
     """Return the result of a JavaScript client that is installed in a folder."""
     package = JAVASCRIPT_CLIENTS[name]
-    manifest = folder / "node_modules" / package / "package.json"
-    if not manifest.is_file():
-        return {"client": name, "package": package, "result": "not installed"}
     # A module from standard input finds packages in the current folder.
     command = ["node", "--input-type=module", "-", server.url, server.model, package]
     script = Path(__file__).with_suffix(".mjs").read_text()
-    try:
+
+    def use() -> str:
         run = subprocess.run(
             command, cwd=folder, input=script, capture_output=True, text=True, timeout=300, check=False
         )
         found = [line for line in run.stderr.splitlines() if "Error" in line] or run.stderr.splitlines()[-1:]
-        result = "works" if run.returncode == 0 else " ".join(found)[:300]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        result = f"{type(error).__name__}: {error}"[:300]
-    version = str(json.loads(manifest.read_text())["version"])
-    return {"client": name, "package": package, "version": version, "result": result}
+        return " ".join(found)[:300] or "it fails without a message" if run.returncode else ""
+
+    return _row(name, package, _version_in(folder, package), use)
 
 
 def tried_agent(server: DaemonUnderTest, name: str, folder: Path) -> dict[str, str]:
     """Return the result of a coding agent's task; its program is installed in a folder."""
     package, program, run = AGENTS[name]
-    manifest = folder / "node_modules" / package / "package.json"
-    if not manifest.is_file():
-        return {"client": name, "package": package, "result": "not installed"}
-    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as work:
-        words = "Write a file made.txt and count its characters."
-        task = Task(server.url, server.model, server.key, words, Path(home), Path(work))
-        try:
+
+    def use() -> str:
+        with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as work:
+            words = "Write a file made.txt and count its characters."
+            task = Task(server.url, server.model, server.key, words, Path(home), Path(work))
             done = run(folder.resolve() / "node_modules" / ".bin" / program, task)
             worked = done.returncode == 0 and any(Path(work).iterdir())
-            result = "works" if worked else (done.stderr or done.stdout or "no file was written")[-300:]
-        except (OSError, subprocess.TimeoutExpired) as error:
-            result = f"{type(error).__name__}: {error}"[:300]
-    version = str(json.loads(manifest.read_text())["version"])
-    return {"client": name, "package": package, "version": version, "result": result}
+            return "" if worked else (done.stderr or done.stdout or "no file was written")[-300:]
+
+    return _row(name, package, _version_in(folder, package), use)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:

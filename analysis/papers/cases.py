@@ -11,9 +11,8 @@ import numpy as np
 
 from analysis.loading import read_prompts
 from analysis.pair import answers_of, laws_along
-from engine.request import Limits, Request, Sampling, Speculation
+from engine.request import Speculation
 from engine.speculation.theory import Law
-from engine.step.distribution_check import CheckedAnswer, run_to_end
 from engine.step.engine import Engine
 
 Progress = Callable[[str], None]
@@ -48,28 +47,9 @@ class ServedPair:
         return read_prompts(file, self.target, self.most_prompts, self.prompt_length)
 
 
-def followed(
-    pair: ServedPair, prompts: Sequence[tuple[int, ...]], speculation: Speculation, num_tokens: int, first_seed: int = 0
-) -> list[CheckedAnswer]:
-    """Return answers of the engine at temperature 1, all of the given length, with the results of each of their
-    steps.
-    """
-    requests = [
-        Request(
-            request_id=str(number),
-            prompt_token_ids=prompt,
-            sampling=Sampling(seed=first_seed + number),
-            limits=Limits(max_tokens=num_tokens, ignore_eos=True),
-            speculation=speculation,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    return list(run_to_end(pair.engine, requests).values())
-
-
 def texts_of(pair: ServedPair, prompts: Sequence[tuple[int, ...]], temperature: float) -> list[Text]:
     """Return the target's continuations of the prompts that are longer than one token."""
-    answers = answers_of(pair.engine, list(prompts), Speculation(), temperature, pair.tokens)
+    answers = answers_of(pair.engine, prompts, Speculation(), temperature, pair.tokens)
     return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True) if len(answer.tokens) > 1]
 
 

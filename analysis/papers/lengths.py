@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from analysis import bounds
 from analysis.bounds import Verification
 from analysis.load import SpeculationSetup
-from analysis.pair import laws_along
-from analysis.papers.cases import Progress, ServedPair, followed
+from analysis.pair import answers_of, laws_along, log_probs
+from analysis.papers.cases import Progress, ServedPair
 from engine.step.distribution_check import CheckedAnswer
 from loadtest.statistics import ratio_of_sums
 
@@ -44,7 +42,8 @@ def compare(
         counted, predicted, num_steps = [], [], 0
         every = list(prompts) * (_SEEDS if is_first else 1)
         num_tokens = length + 2 if is_first else max(pair.tokens, 2 * length)
-        for prompt, answer in zip(every, followed(pair, every, shape.speculation, num_tokens), strict=True):
+        answers = answers_of(pair.engine, every, shape.speculation, 1.0, num_tokens, ignore_eos=True)
+        for prompt, answer in zip(every, answers, strict=True):
             lengths = _lengths(pair, prompt, answer, shape, verification, is_first)
             counted.append(sum(accepted for accepted, _ in lengths))
             predicted.append(sum(expected for _, expected in lengths))
@@ -52,7 +51,7 @@ def compare(
         found = ratio_of_sums(counted, predicted)
         row = {"rule": rule, "chains": chains, "length": length, "first": is_first, "steps": num_steps}
         row |= {"accepted": sum(counted) / num_steps, "predicted": sum(predicted) / num_steps}
-        rows.append(row | {"ratio": found.ratio, "low": found.low, "high": found.high})
+        rows.append(row | found._asdict())
         progress(f"closed form of {rule}")
     return rows
 
@@ -68,9 +67,8 @@ def _lengths(
     """Return (accepted, expected) tokens of the steps of one answer that a whole block follows."""
     length = shape.draft_length
     steps = [step for step in answer.steps if step.drafted == length and step.start + length <= len(answer.tokens)]
-    target_NV, draft_NV = laws_along(pair.engine, prompt, answer.tokens, 1.0)
-    index = torch.tensor(answer.tokens, device=target_NV.device).unsqueeze(1)
-    log_p, log_q = (rows.double().log().gather(1, index).squeeze(1).cpu().numpy() for rows in (target_NV, draft_NV))
+    laws = laws_along(pair.engine, prompt, answer.tokens, 1.0)
+    log_p, log_q = (log_probs(rows, answer.tokens) for rows in laws)
     lengths = []
     for step in steps[:1] if is_first else steps:
         block = slice(step.start, step.start + length)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from analysis.load import SpeculationSetup
-from analysis.pair import measure_position
+from analysis.pair import means_of, measure_position
 from analysis.papers.cases import Progress, ServedPair, recorded_distributions, synthetic_laws, texts_of
 from analysis.papers.grid import OptimalGrid
 from engine.speculation.theory import Law
@@ -70,8 +70,8 @@ def _row(laws: Sequence[tuple[Law, Law]], count: int) -> Row:
         "drafts": count,
         "laws": len(laws),
         # Keys there: method/count and rule/method/count.
-        "alpha_star": {key.rpartition("/")[0]: float(np.mean(values)) for key, values in optima.items()},
-        "acceptance": {key.rpartition("/")[0]: float(np.mean(values)) for key, values in accepted.items()},
+        "alpha_star": {key.rpartition("/")[0]: mean for key, mean in means_of(optima).items()},
+        "acceptance": {key.rpartition("/")[0]: mean for key, mean in means_of(accepted).items()},
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from analysis.papers.blocks import NAMES, by_task, falls
 from analysis.papers.grid import ONE_CHAIN, SEVERAL
+from analysis.report import number
 from loadtest.results import table
 
 _TITLES = {
@@ -114,11 +115,11 @@ def _optimal(result: dict[str, Any]) -> str:
 
     def cells(row: dict[str, Any]) -> list[str]:
         best = row["alpha_star"]
-        optima = [_number(best.get(method), 3) for method in ("iid", "without_replacement", "greedy")]
+        optima = [number(best.get(method), 3) for method in ("iid", "without_replacement", "greedy")]
         gaps = []
         for rule in rules:
             optimum = best.get(rule.partition("/")[2])
-            gaps.append(_number(None if optimum is None else 100 * (optimum - row["acceptance"][rule]), 1))
+            gaps.append(number(None if optimum is None else 100 * (optimum - row["acceptance"][rule]), 1))
         return [*optima, *gaps]
 
     titles = ["alpha* i.i.d.", "w/o replacement", "greedy", *(rule.replace("/", ", ") for rule in rules)]
@@ -136,13 +137,9 @@ def _optimal(result: dict[str, Any]) -> str:
     )
 
 
-def _number(value: float | None, digits: int) -> str:
-    """A dash where the optimum would take too long (without replacement, over large vocabularies)."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _efficiency(row: dict[str, Any]) -> str:
-    return f"{row['block_efficiency']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+def _shown(row: dict[str, Any], name: str, digits: int = 2) -> str:
+    """Return a number of a row with its interval."""
+    return f"{row[name]:.{digits}f} ({row['low']:.{digits}f}-{row['high']:.{digits}f})"
 
 
 def _blocks(result: dict[str, Any]) -> str:
@@ -161,7 +158,9 @@ def _blocks(result: dict[str, Any]) -> str:
                 found = [pooled[temperature, rule, chains, length] for length in lengths]
                 speedups = [f"{row['speedup']:.2f}x" for row in found]
                 share = f"{100 * pooled[temperature, rule, chains, 8]['verify_share']:.0f} %"
-                rows.append([NAMES[rule], chains, *map(_efficiency, found), *speedups, share])
+                rows.append(
+                    [NAMES[rule], chains, *(_shown(row, "block_efficiency") for row in found), *speedups, share]
+                )
         parts.append(f"Tokens per pass over all five sets, T = {temperature:g}:\n\n" + table(titles, rows))
     names = [(rule, 1 if rule in ONE_CHAIN else 3) for rule in (*ONE_CHAIN, *SEVERAL)]
     rows = []
@@ -187,7 +186,7 @@ def _blocks(result: dict[str, Any]) -> str:
                 row["steps"],
                 f"{row['accepted']:.3f}",
                 f"{row['predicted']:.3f}",
-                f"{row['ratio']:.3f} ({row['low']:.3f}-{row['high']:.3f})",
+                _shown(row, "ratio", 3),
             ]
             for row in result["closed_forms"]
         ],
@@ -212,17 +211,14 @@ def _theoretical(result: dict[str, Any]) -> str:
                 row["tokens"],
                 f"{row['rejections_per_token']:.4f}",
                 f"{row['predicted']:.4f}",
-                f"{row['ratio']:.3f} ({row['low']:.3f}-{row['high']:.3f})",
+                _shown(row, "ratio", 3),
             ]
             for row in result["rejections"]
         ],
     )
     second = table(
         ["M", "Theorem 3", "simulated (95 %)"],
-        [
-            [row["batch"], f"{row['predicted']:.3f}", f"{row['simulated']:.3f} ({row['low']:.3f}-{row['high']:.3f})"]
-            for row in result["batches"]
-        ],
+        [[row["batch"], f"{row['predicted']:.3f}", _shown(row, "simulated", 3)] for row in result["batches"]],
     )
     third = table(
         ["eps", "rejection", "distance, OPT", "distance, UNO", "Theorem 5's line"],
@@ -245,18 +241,7 @@ def _theoretical(result: dict[str, Any]) -> str:
                 f"{100 * row['win_rate']:.0f} % ({100 * row['low']:.0f}-{100 * row['high']:.0f})" if uno else "-",
             ]
         )
-    return "\n\n".join(
-        [
-            _THEOREM_1,
-            first,
-            _THEOREM_3,
-            second,
-            _THEOREM_5,
-            third,
-            _OF_ANSWERS,
-            table(titles, rows),
-        ]
-    )
+    return "\n\n".join([_THEOREM_1, first, _THEOREM_3, second, _THEOREM_5, third, _OF_ANSWERS, table(titles, rows)])
 
 
 def _races(result: dict[str, list[dict[str, Any]]]) -> str:
@@ -272,7 +257,7 @@ def _races(result: dict[str, list[dict[str, Any]]]) -> str:
                     row["drafts"].replace("_", " "),
                     row["size"],
                     f"{row['nodes']:.1f}",
-                    f"{row['tokens_per_pass']:.2f} ({row['low']:.2f}-{row['high']:.2f})",
+                    _shown(row, "tokens_per_pass"),
                 ]
                 for row in rows
             ]
@@ -281,8 +266,7 @@ def _races(result: dict[str, list[dict[str, Any]]]) -> str:
     temperatures = list(dict.fromkeys(row["temperature"] for row in result["recorded"]))
     by_shape: dict[tuple[str, str], dict[float, str]] = {}
     for row in result["recorded"]:
-        cell = f"{row['tokens_per_pass']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
-        by_shape.setdefault((row["rule"], row["size"]), {})[row["temperature"]] = cell
+        by_shape.setdefault((row["rule"], row["size"]), {})[row["temperature"]] = _shown(row, "tokens_per_pass")
     titles = ["rule", "shape", *(f"T = {temperature:g}" for temperature in temperatures)]
     recorded = [
         [*shape, *(cells.get(temperature, "-") for temperature in temperatures)] for shape, cells in by_shape.items()

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from analysis.bounds import expected_block_length
 from analysis.load import SpeculationSetup
-from analysis.pair import answers_of, laws_along, measure_position
-from analysis.papers.cases import Progress, ServedPair, Text, recorded_distributions, texts_of
+from analysis.pair import answers_of, laws_along, log_probs, measure_position
+from analysis.papers.cases import Progress, ServedPair, recorded_distributions, texts_of
 from analysis.papers.grid import RacesGrid
 from loadtest.statistics import ratio_of_sums
 
@@ -42,7 +40,7 @@ def measure(
     for temperature in grid.temperatures:
         for text in grid.shapes:
             shape = SpeculationSetup.parse(text)
-            answers = answers_of(pair.engine, list(prompts), shape.speculation, temperature, pair.tokens)
+            answers = answers_of(pair.engine, prompts, shape.speculation, temperature, pair.tokens)
             answers = [answer for answer in answers if answer.tokens]
             steps = [answer.num_steps for answer in answers]
             found = ratio_of_sums([len(answer.tokens) for answer in answers], steps)
@@ -66,7 +64,10 @@ def recorded(
     rows = []
     for temperature in grid.temperatures:
         texts = texts_of(pair, prompts, temperature)
-        chances = [_log_chances(pair, text, temperature) for text in texts]
+        chances = [
+            np.stack([log_probs(rows, tokens) for rows in laws_along(pair.engine, prompt, tokens, temperature)])
+            for prompt, tokens in texts
+        ]
         for shape_text, verification in grid.of_blocks:
             shape = SpeculationSetup.parse(shape_text)
             lengths = []
@@ -86,17 +87,6 @@ def recorded(
             rows.append(_row(shape, temperature, [(value, 1) for value in found]))
         progress(f"recorded laws, T = {temperature}")
     return rows
-
-
-def _log_chances(pair: ServedPair, text: Text, temperature: float) -> npt.NDArray[np.float64]:
-    """Return [2, N] the log-probability of every token of a text under the target and the draft."""
-    prompt, tokens = text
-    index_N1 = torch.tensor(tokens).unsqueeze(1)
-    laws = laws_along(pair.engine, prompt, tokens, temperature)
-    chances: npt.NDArray[np.float64] = np.stack(
-        [probs_NV.double().cpu().gather(1, index_N1).squeeze(1).log().numpy() for probs_NV in laws]
-    )
-    return chances
 
 
 def _row(shape: SpeculationSetup, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from analysis import bounds
-from analysis.pair import answers_of, laws_along
-from analysis.papers.cases import Progress, ServedPair, followed, recorded_distributions, texts_of
+from analysis.pair import answers_of, laws_along, log_probs
+from analysis.papers.cases import Progress, ServedPair, recorded_distributions, texts_of
 from analysis.papers.grid import TheoreticalGrid
 from engine.request import Speculation
 from engine.speculation.theory import Law
@@ -55,7 +55,8 @@ def _rejections(
     """
     speculation = Speculation(rule="token", num_drafts=1, draft_length=length)
     counted, predicted = [], []
-    for prompt, answer in zip(prompts, followed(pair, prompts, speculation, pair.tokens), strict=True):
+    answers = answers_of(pair.engine, prompts, speculation, 1.0, pair.tokens, ignore_eos=True)
+    for prompt, answer in zip(prompts, answers, strict=True):
         verified, rejections = verified_and_rejected(answer)
         target_NV, draft_NV = laws_along(pair.engine, prompt, answer.tokens, 1.0)
         distance_N = 0.5 * (target_NV.double() - draft_NV.double()).abs().sum(1)
@@ -69,9 +70,7 @@ def _rejections(
         "tokens": tokens_each,
         "rejections_per_token": sum(counted) / tokens_each,
         "predicted": sum(predicted) / tokens_each,
-        "ratio": found.ratio,
-        "low": found.low,
-        "high": found.high,
+        **found._asdict(),
     }
 
 
@@ -185,13 +184,13 @@ def _answers(
     The judge is the target's mean log-likelihood of a token. A comparison is won by the likelier answer to the same
     prompt; a tie counts for half.
     """
-    exact = answers_of(pair.engine, list(prompts), _lossy(0.0, "optimal"), 1.0, pair.tokens)
+    exact = answers_of(pair.engine, prompts, _lossy(0.0, "optimal"), 1.0, pair.tokens)
     rows = [{"epsilon": 0.0, "opt": _quality(pair, prompts, exact)[0]}]
     for epsilon in epsilons:
         row: dict[str, Any] = {"epsilon": epsilon}
         judged = {}
         for name, residual in (("opt", "optimal"), ("uno", "target")):
-            answers = answers_of(pair.engine, list(prompts), _lossy(epsilon, residual), 1.0, pair.tokens)
+            answers = answers_of(pair.engine, prompts, _lossy(epsilon, residual), 1.0, pair.tokens)
             row[name], judged[name] = _quality(pair, prompts, answers)
             progress(f"over-acceptance {epsilon}, {residual}")
         wins = (judged["opt"] > judged["uno"]) + 0.5 * (judged["opt"] == judged["uno"])
@@ -213,8 +212,7 @@ def _quality(
     likelihoods = []
     for prompt, answer in zip(prompts, answers, strict=True):
         target_NV, _ = laws_along(pair.engine, prompt, answer.tokens, 1.0)
-        log_N = target_NV.double().log().gather(1, torch.tensor(answer.tokens)[:, None])
-        likelihoods.append(float(log_N.mean()))
+        likelihoods.append(float(log_probs(target_NV, answer.tokens).mean()))
     tokens = sum(len(answer.tokens) for answer in answers)
     means = {
         "tokens_per_pass": tokens / sum(answer.num_steps for answer in answers),

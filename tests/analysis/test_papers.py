@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from analysis import bounds
+from analysis.pair import answers_of
 from analysis.papers import blocks, cases, lengths, optimal, races, run, theoretical
 from analysis.papers.grid import TASKS, BlocksGrid, Grids, OptimalGrid, RacesGrid, TheoreticalGrid
 from engine.errors import ConfigError
@@ -130,7 +131,7 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
     for draft, rejects in ((target, False), (tiny.llama(9), True)):
         pair = cases.ServedPair(tiny.build(target, draft), "", "tiny", 1, 20)
         speculation = Speculation(rule="token", num_drafts=1, draft_length=4)
-        [answer] = cases.followed(pair, [(5, 6, 7)], speculation, 20, first_seed=3)
+        [answer] = answers_of(pair.engine, [(5, 6, 7)], speculation, 1.0, 20, ignore_eos=True)
         verified, rejections = theoretical.verified_and_rejected(answer)
         assert len(answer.tokens) == len(verified) == 20
         assert (rejections > 0) == rejects

@@ -256,7 +256,7 @@ def test_command_writes_a_head_that_is_served_exactly(
         (("--draft-length", "9"), "--length must be at least"),
         (("--tv-weight", "2"), "from 0 to 1"),
         (("--mask-token", "97"), "mask_token_id"),
-        (("--prompts", "nowhere.jsonl"), "cannot be read"),
+        (("--prompts", "nowhere.jsonl"), "nor a file that can be read"),
     ],
 )
 def test_wrong_input_is_refused_in_a_line(
