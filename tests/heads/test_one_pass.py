@@ -126,6 +126,7 @@ def test_attention_by_the_kernel_of_devices_gives_the_same_logits(
     assert largest_error(target, written, expected, recorder, texts, most=20) < 1e-3
 
 
+@pytest.mark.usefixtures("attention_in_torch")
 def test_a_convolution_left_out_is_found_out(target: LoadedModel, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     written = write(tmp_path / "head", "dflash2")

@@ -26,6 +26,7 @@ from tests.wrong import instead  # noqa: E402
 
 PAGE = 4
 TAPS = (0, 2, 3, NORMED)
+IN_TORCH = pytest.mark.usefixtures("attention_in_torch")
 Numbers = tuple[torch.Tensor, ...]
 
 
@@ -53,6 +54,7 @@ def test_models_get_the_numbers_of_the_plain_operations(name: str) -> None:
     assert agree(numbers(loaded, True), numbers(loaded, False))
 
 
+@IN_TORCH
 def test_angles_reach_as_far_as_the_served_texts() -> None:
     """Fewer positions than a pass has would be noticed."""
     loaded = randomised(LEAN["llama"], seed=5)
@@ -95,6 +97,7 @@ WRONG = {
 }
 
 
+@IN_TORCH
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
 def test_wrong_kernels_are_found_out(wrong: str) -> None:
     """The comparison finds them, and so does the trial at start, which would keep the plain operations."""
@@ -107,6 +110,7 @@ def test_wrong_kernels_are_found_out(wrong: str) -> None:
 
 
 @pytest.mark.slow
+@IN_TORCH
 def test_sums_that_are_left_out_are_found_out() -> None:
     """A layer adds to what was there before it."""
     loaded = randomised(LEAN["qwen3"], seed=5)
@@ -116,6 +120,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
 
 
 @pytest.mark.slow
+@IN_TORCH
 def test_biases_that_are_left_out_are_found_out() -> None:
     loaded = randomised(LEAN["llama, biases"], seed=5)
     expected = numbers(loaded, False)
