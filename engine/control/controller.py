@@ -272,7 +272,7 @@ class Controller:
         shapes = [PLAIN, *menu(most.num_drafts, most.draft_length, self._longest)]
         acceptance_ratio = np.array([one.acceptance_ratio for one in load.adaptive])
         room = np.array([one.num_remaining - 1 for one in load.adaptive])
-        by_chains = {k: self._expected(k, acceptance_ratio, room) for k, _ in shapes if k}
+        by_chains = {k: self._expected(k, acceptance_ratio, room) for k in {k for k, _ in shapes} if k}
         tokens = np.array([by_chains[k][length] if k else np.ones(len(acceptance_ratio)) for k, length in shapes])
         other_tokens = sum(self._tokens_of(fanout) for fanout in load.others)
         num_adaptive = len(load.adaptive)
