@@ -1,6 +1,6 @@
 """The settings of `polydraft serve` by group, as `--help` prints them; `settings.py` combines them in one class.
 
-Flags have vLLM's names if the meaning is the same. The docstring of a group is its title.
+Flags have vLLM's names if the meaning is the same. The docstring of a group is its title, that of a setting its help.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import json
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode
 
 from engine.api import Device, Dtype, KVDtype, Probe, Weights, file_fault
@@ -70,6 +70,11 @@ PositiveSeconds = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 NotNegativeAmount = Annotated[NotNegative, BeforeValidator(_amount)]
 
+Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Setting = TypeVar("Setting")
+Rare = Annotated[Setting, Field(json_schema_extra=RARE)]
+
 _WINDOWS_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
@@ -86,142 +91,106 @@ def rates_of(text: str) -> list[tuple[int, float]]:
     return rates
 
 
-class GeneralSettings(BaseModel):
+class _Group(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class GeneralSettings(_Group):
     """general"""
 
-    config: str | None = Field(None, description="YAML, TOML or JSON file with any of these settings")
+    config: str | None = None
+    """YAML, TOML or JSON file with any of these settings"""
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(_Group):
     """model"""
 
-    model: str = Field("", description="target model: a folder or a hub name")
-    tokenizer: str | None = Field(None, description="folder of the tokenizer; default: the target's")
-    revision: str | None = Field(None, description="hub revision of the target and its tokenizer")
-    quantization: str | None = Field(
-        None,
-        description="quantisation method of MODEL, as in its config.json; int8, fp8 or int4 of a plain checkpoint: "
-        "the same as --weights",
-    )
-    dtype: Dtype = Field("auto", description="type of the weights; auto: the checkpoint's (a CPU computes in float32)")
-    device: Device = Field("auto", description="where the models run")
-    num_threads: NotNegative = Field(0, description="most CPU cores of the engine; 0: all")
-    tensor_parallel_size: Positive = Field(
-        1, description="devices (on a CPU: processes) over which the target is split"
-    )
-    max_model_len: Annotated[NotNegativeAmount, BeforeValidator(_automatic)] = Field(
-        0, description="maximum tokens of prompt plus answer; 0: the model's limit, or the K/V cache's capacity"
-    )
-    served_model_name: Words = Field(
-        [], description="name that clients use; repeat for several, metrics have the first; default: MODEL"
-    )
-    chat_template: File = Field(None, description="file with a Jinja chat template")
-    tool_call_parser: Literal["auto"] | CallFormat = Field(
-        "auto", description="format of the model's tool calls; auto: from its chat or response template"
-    )
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
-        "auto",
-        description="whether answers contain thoughts between <think> tags; deepseek_r1: the prompt opens them; "
-        "auto: from chat template and prompt",
-    )
-    generation_config: Literal["auto", "neutral"] = Field(
-        "auto",
-        description="sampling defaults: the model's generation_config.json, or neutral ones",
-        json_schema_extra=RARE,
-    )
-    weights: Weights = Field(
-        "auto",
-        description="numbers of the weights: the checkpoint's; on a CPU int8, with a scale for every 32; fp8 or "
-        "int4, by torchao, for CUDA devices (a CPU gains nothing). The target is then the quantised model",
-    )
-    kv_cache_dtype: KVDtype = Field(
-        "auto", description="type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"
-    )
-    enforce_eager: bool = Field(
-        False,
-        description="on a CUDA device, launch the operations of decode steps one by one, without CUDA graphs",
-        json_schema_extra=RARE,
-    )
-    probe: Probe = Field(
-        "refuse",
-        description="if a model's logits differ from plain transformers by more than rounding explains: "
-        "refuse to serve it, or warn",
-        json_schema_extra=RARE,
-    )
+    model: str = ""
+    """target model: a folder or a hub name"""
+    tokenizer: str | None = None
+    """folder of the tokenizer; default: the target's"""
+    revision: str | None = None
+    """hub revision of the target and its tokenizer"""
+    quantization: str | None = None
+    """quantisation method of MODEL, as in its config.json; int8, fp8 or int4 of a plain checkpoint: the same as
+    --weights"""
+    dtype: Dtype = "auto"
+    """type of the weights; auto: the checkpoint's (a CPU computes in float32)"""
+    device: Device = "auto"
+    """where the models run"""
+    num_threads: NotNegative = 0
+    """most CPU cores of the engine; 0: all"""
+    tensor_parallel_size: Positive = 1
+    """devices (on a CPU: processes) over which the target is split"""
+    max_model_len: Annotated[NotNegativeAmount, BeforeValidator(_automatic)] = 0
+    """maximum tokens of prompt plus answer; 0: the model's limit, or the K/V cache's capacity"""
+    served_model_name: Words = []
+    """name that clients use; repeat for several, metrics have the first; default: MODEL"""
+    chat_template: File = None
+    """file with a Jinja chat template"""
+    tool_call_parser: Literal["auto"] | CallFormat = "auto"
+    """format of the model's tool calls; auto: from its chat or response template"""
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
+    """whether answers contain thoughts between <think> tags; deepseek_r1: the prompt opens them; auto: from chat
+    template and prompt"""
+    generation_config: Rare[Literal["auto", "neutral"]] = "auto"
+    """sampling defaults: the model's generation_config.json, or neutral ones"""
+    weights: Weights = "auto"
+    """numbers of the weights: the checkpoint's; on a CPU int8, with a scale for every 32; fp8 or int4, by torchao, for
+    CUDA devices (a CPU gains nothing). The target is then the quantised model"""
+    kv_cache_dtype: KVDtype = "auto"
+    """type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"""
+    enforce_eager: Rare[bool] = False
+    """on a CUDA device, launch the operations of decode steps one by one, without CUDA graphs"""
+    probe: Rare[Probe] = "refuse"
+    """if a model's logits differ from plain transformers by more than rounding explains: refuse to serve it, or warn"""
 
 
-class SpeculationSettings(BaseModel):
+class SpeculationSettings(_Group):
     """speculation"""
 
-    draft_model: str | None = Field(
-        None, description="draft model: a folder, a hub name, or mtp; default: plain decoding"
-    )
-    draft_revision: str | None = Field(None, description="hub revision of the draft model", json_schema_extra=RARE)
-    spec_drafters: Words = Field(["model"], description="sources of drafts: model, prompt_lookup, or both")
-    num_drafts: Positive = Field(4, description="chains drafted per step (K)")
-    draft_length: Positive = Field(5, description="tokens in a chain (L)")
-    spec_shape: str = Field(
-        "adaptive",
-        description="adaptive: up to K chains of L tokens, by load and acceptance; fixed: always K chains of L; "
-        "fixed:4,5: always 4 of 5",
-    )
-    spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
-    seed_stable: bool = Field(
-        False, description="make answers depend on the seed and not on the drafts; lowers acceptance"
-    )
-    calibrate: bool = Field(
-        True, description="measure step times at start; without them shapes are fixed and answers report no speedup"
-    )
-    draft_tree: str | None = Field(
-        None,
-        description="children per node by depth, e.g. 4,2,1; instead of num-drafts and draft-length",
-        json_schema_extra=RARE,
-    )
-    draft_method: str | None = Field(
-        None, description="sampling method of a node's children; default: the rule's", json_schema_extra=RARE
-    )
-    draft_window: NotNegativeAmount = Field(
-        0,
-        description="last tokens of a text that the draft model reads and stores; 0: all. With a window the answer to "
-        "a seed may depend on other requests",
-        json_schema_extra=RARE,
-    )
-    seed_shape: str | None = Field(
-        None,
-        description="fixed K,L of requests with a seed; default: 1,4 on a CPU, else num-drafts and draft-length",
-        json_schema_extra=RARE,
-    )
-    max_copied_tokens: NotNegative = Field(
-        32,
-        description="maximum tokens of a text draft (prompt lookup, prediction); 0 turns both off",
-        json_schema_extra=RARE,
-    )
-    max_num_drafts: Positive = Field(16, description="maximum num_drafts of a request", json_schema_extra=RARE)
-    max_draft_length: Positive = Field(16, description="maximum draft_length of a request", json_schema_extra=RARE)
-    max_over_acceptance: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="maximum over-acceptance of a request; 0 allows exact answers only",
-        json_schema_extra=RARE,
-    )
-    spec_observed_share: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="share of steps on which acceptance is compared with the optimum",
-        json_schema_extra=RARE,
-    )
-    profile_cache: str = Field(
-        "~/.cache/polydraft",
-        description="folder that stores measurements for the next start; off: always measure",
-        json_schema_extra=RARE,
-    )
-    selfcheck: bool = Field(
-        False,
-        description="check at start that outputs follow the target distribution (some seconds)",
-        json_schema_extra=RARE,
-    )
+    draft_model: str | None = None
+    """draft model: a folder, a hub name, or mtp; default: plain decoding"""
+    draft_revision: Rare[str | None] = None
+    """hub revision of the draft model"""
+    spec_drafters: Words = ["model"]
+    """sources of drafts: model, prompt_lookup, or both"""
+    num_drafts: Positive = 4
+    """chains drafted per step (K)"""
+    draft_length: Positive = 5
+    """tokens in a chain (L)"""
+    spec_shape: str = "adaptive"
+    """adaptive: up to K chains of L tokens, by load and acceptance; fixed: always K chains of L; fixed:4,5: always 4 of
+    5"""
+    spec_rule: str = "bv_race"
+    """verification rule (docs/speculation.md lists them), or off"""
+    seed_stable: bool = False
+    """make answers depend on the seed and not on the drafts; lowers acceptance"""
+    calibrate: bool = True
+    """measure step times at start; without them shapes are fixed and answers report no speedup"""
+    draft_tree: Rare[str | None] = None
+    """children per node by depth, e.g. 4,2,1; instead of num-drafts and draft-length"""
+    draft_method: Rare[str | None] = None
+    """sampling method of a node's children; default: the rule's"""
+    draft_window: Rare[NotNegativeAmount] = 0
+    """last tokens of a text that the draft model reads and stores; 0: all. With a window the answer to a seed may
+    depend on other requests"""
+    seed_shape: Rare[str | None] = None
+    """fixed K,L of requests with a seed; default: 1,4 on a CPU, else num-drafts and draft-length"""
+    max_copied_tokens: Rare[NotNegative] = 32
+    """maximum tokens of a text draft (prompt lookup, prediction); 0 turns both off"""
+    max_num_drafts: Rare[Positive] = 16
+    """maximum num_drafts of a request"""
+    max_draft_length: Rare[Positive] = 16
+    """maximum draft_length of a request"""
+    max_over_acceptance: Rare[Share] = 0.0
+    """maximum over-acceptance of a request; 0 allows exact answers only"""
+    spec_observed_share: Rare[Share] = 0.01
+    """share of steps on which acceptance is compared with the optimum"""
+    profile_cache: Rare[str] = "~/.cache/polydraft"
+    """folder that stores measurements for the next start; off: always measure"""
+    selfcheck: Rare[bool] = False
+    """check at start that outputs follow the target distribution (some seconds)"""
 
     @field_validator("spec_shape")
     @classmethod
@@ -245,103 +214,85 @@ class SpeculationSettings(BaseModel):
         return tree
 
 
-class SchedulingSettings(BaseModel):
+class SchedulingSettings(_Group):
     """scheduling"""
 
-    max_num_seqs: Positive = Field(64, description="requests that run at once")
-    max_num_batched_tokens: PositiveAmount = Field(2048, description="tokens of one target pass")
-    max_prompt_tokens_per_step: NotNegativeAmount = Field(
-        0,
-        description="maximum prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit; "
-        "with measured step times, prompts also add at most the time of decoding, or 0.1 s",
-        json_schema_extra=RARE,
-    )
-    max_num_queued_reqs: NotNegative = Field(1024, description="requests that may wait; more get 429")
-    max_num_queued_tokens: NotNegativeAmount = Field(
-        0,
-        description="prompt tokens of requests without a first token; more get 429, unless none wait; 0: no limit",
-        json_schema_extra=RARE,
-    )
-    request_timeout: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="seconds a request may take, waiting included; then it ends with 504; 0: no limit"
-    )
-    stall_timeout: Annotated[float, Field(ge=0)] = Field(
-        60.0,
-        description="seconds without a completed step after which /health is 503; 0: never",
-        json_schema_extra=RARE,
-    )
-    shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
-    grammar_start_timeout: PositiveSeconds = Field(
-        5.0,
-        description="CPU seconds to compile a request's grammar; slower ones get 400",
-        json_schema_extra=RARE,
-    )
-    grammar_mask_timeout: PositiveSeconds = Field(
-        0.05,
-        description="CPU seconds for a grammar's masks in a step; slower requests end",
-        json_schema_extra=RARE,
-    )
-    grammar_memory_bytes: PositiveAmount = Field(
-        1 << 30, description="memory that a request's grammar may take", json_schema_extra=RARE
-    )
+    max_num_seqs: Positive = 64
+    """requests that run at once"""
+    max_num_batched_tokens: PositiveAmount = 2048
+    """tokens of one target pass"""
+    max_prompt_tokens_per_step: Rare[NotNegativeAmount] = 0
+    """maximum prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit; with measured
+    step times, prompts also add at most the time of decoding, or 0.1 s"""
+    max_num_queued_reqs: NotNegative = 1024
+    """requests that may wait; more get 429"""
+    max_num_queued_tokens: Rare[NotNegativeAmount] = 0
+    """prompt tokens of requests without a first token; more get 429, unless none wait; 0: no limit"""
+    request_timeout: Seconds = 0.0
+    """seconds a request may take, waiting included; then it ends with 504; 0: no limit"""
+    stall_timeout: Rare[Seconds] = 60.0
+    """seconds without a completed step after which /health is 503; 0: never"""
+    shutdown_timeout: Seconds = 30.0
+    """seconds to drain after SIGTERM"""
+    grammar_start_timeout: Rare[PositiveSeconds] = 5.0
+    """CPU seconds to compile a request's grammar; slower ones get 400"""
+    grammar_mask_timeout: Rare[PositiveSeconds] = 0.05
+    """CPU seconds for a grammar's masks in a step; slower requests end"""
+    grammar_memory_bytes: Rare[PositiveAmount] = 1 << 30
+    """memory that a request's grammar may take"""
 
 
-class MemorySettings(BaseModel):
+class MemorySettings(_Group):
     """memory"""
 
-    kv_cache_memory_bytes: NotNegativeAmount = Field(
-        0, description="memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of the memory that a step leaves free"
-    )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None,
-        description="share of a CUDA device's memory for weights, steps and K/V together; default: 90 % of the "
-        "memory that weights and steps leave free",
-    )
-    enable_prefix_caching: bool = Field(True, description="cache K/V of ended requests for others with the same prefix")
-    block_size: Positive = Field(16, description="tokens in a K/V block", json_schema_extra=RARE)
-    num_gpu_blocks_override: NotNegative = Field(
-        0, description="K/V blocks; 0 sizes the pool from memory", json_schema_extra=RARE
-    )
+    kv_cache_memory_bytes: NotNegativeAmount = 0
+    """memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of the memory that a step leaves free"""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """share of a CUDA device's memory for weights, steps and K/V together; default: 90 % of the memory that weights and
+    steps leave free"""
+    enable_prefix_caching: bool = True
+    """cache K/V of ended requests for others with the same prefix"""
+    block_size: Rare[Positive] = 16
+    """tokens in a K/V block"""
+    num_gpu_blocks_override: Rare[NotNegative] = 0
+    """K/V blocks; 0 sizes the pool from memory"""
 
 
-class HttpSettings(BaseModel):
+class HttpSettings(_Group):
     """HTTP"""
 
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="port to listen on; 0 takes a free one")
-    uds: str | None = Field(None, description="unix socket to listen on instead of host and port")
-    api_key: Words = Field([], description="key that clients must send; repeat for several, or put commas between")
-    root_path: str = Field("", description="path prefix that a proxy strips", json_schema_extra=RARE)
-    allowed_origins: Words = Field([], description="origin allowed by CORS; repeat for several")
-    ssl_keyfile: File = Field(None, description="TLS key")
-    ssl_certfile: File = Field(None, description="TLS certificate")
-    rate_limit: str | None = Field(
-        None,
-        description="limit of POSTs under /v1/ per key (without keys: per address), such as 60/minute,5/second",
-    )
-    max_request_bytes: PositiveAmount = Field(4 << 20, description="largest request body; more gets 413")
-    dashboard: bool = Field(True, description="serve the live page at /dashboard")
-    strict_fields: bool = Field(
-        False, description="refuse request fields that this server does not know, instead of ignoring harmless ones"
-    )
-    send_timeout: Annotated[float, Field(ge=0)] = Field(
-        60.0,
-        description="seconds that a client may leave its answer unread before its requests are aborted; 0: no limit",
-        json_schema_extra=RARE,
-    )
-    receive_timeout: Annotated[float, Field(ge=0)] = Field(
-        60.0,
-        description="seconds that a client may take to begin and to send a request; slower ones get 408; 0: no limit",
-        json_schema_extra=RARE,
-    )
-    max_connections: NotNegative = Field(
-        0,
-        description="maximum open connections; 0: the limit of open files decides",
-        json_schema_extra=RARE,
-    )
-    sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
-        15.0, description="seconds of silence after which a stream sends a comment; 0: never", json_schema_extra=RARE
-    )
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """port to listen on; 0 takes a free one"""
+    uds: str | None = None
+    """unix socket to listen on instead of host and port"""
+    api_key: Words = []
+    """key that clients must send; repeat for several, or put commas between"""
+    root_path: Rare[str] = ""
+    """path prefix that a proxy strips"""
+    allowed_origins: Words = []
+    """origin allowed by CORS; repeat for several"""
+    ssl_keyfile: File = None
+    """TLS key"""
+    ssl_certfile: File = None
+    """TLS certificate"""
+    rate_limit: str | None = None
+    """limit of POSTs under /v1/ per key (without keys: per address), such as 60/minute,5/second"""
+    max_request_bytes: PositiveAmount = 4 << 20
+    """largest request body; more gets 413"""
+    dashboard: bool = True
+    """serve the live page at /dashboard"""
+    strict_fields: bool = False
+    """refuse request fields that this server does not know, instead of ignoring harmless ones"""
+    send_timeout: Rare[Seconds] = 60.0
+    """seconds that a client may leave its answer unread before its requests are aborted; 0: no limit"""
+    receive_timeout: Rare[Seconds] = 60.0
+    """seconds that a client may take to begin and to send a request; slower ones get 408; 0: no limit"""
+    max_connections: Rare[NotNegative] = 0
+    """maximum open connections; 0: the limit of open files decides"""
+    sse_keep_alive_interval: Rare[Seconds] = 15.0
+    """seconds of silence after which a stream sends a comment; 0: never"""
 
     @field_validator("api_key")
     @classmethod
@@ -371,25 +322,20 @@ class HttpSettings(BaseModel):
         return host
 
 
-class ObservabilitySettings(BaseModel):
+class ObservabilitySettings(_Group):
     """observability"""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum severity of log lines")
-    log_format: Literal["text", "json"] = Field("text", description="format of log lines; json: one object per line")
-    enable_log_requests: bool = Field(
-        False, description="log one line per request when its answer ends: tokens, times, speedup; never its text"
-    )
-    enable_log_stats: bool = Field(
-        True, description="log load, tokens per second and speedup every 10 s while answers are generated"
-    )
-    otlp_traces_endpoint: str | None = Field(
-        None, description="address of an OpenTelemetry collector that gets a span per request, over HTTP"
-    )
-    metrics_compat: Literal["none", "vllm"] = Field(
-        "vllm", description="also export metrics under vLLM's names", json_schema_extra=RARE
-    )
-    per_request_spec_decode_metrics: Literal["none", "detailed"] = Field(
-        "detailed",
-        description="whether answers carry `metrics` unless the request says otherwise",
-        json_schema_extra=RARE,
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """minimum severity of log lines"""
+    log_format: Literal["text", "json"] = "text"
+    """format of log lines; json: one object per line"""
+    enable_log_requests: bool = False
+    """log one line per request when its answer ends: tokens, times, speedup; never its text"""
+    enable_log_stats: bool = True
+    """log load, tokens per second and speedup every 10 s while answers are generated"""
+    otlp_traces_endpoint: str | None = None
+    """address of an OpenTelemetry collector that gets a span per request, over HTTP"""
+    metrics_compat: Rare[Literal["none", "vllm"]] = "vllm"
+    """also export metrics under vLLM's names"""
+    per_request_spec_decode_metrics: Rare[Literal["none", "detailed"]] = "detailed"
+    """whether answers carry `metrics` unless the request says otherwise"""
