@@ -72,7 +72,9 @@ def _add_file(entry: str) -> Callable[[argparse.ArgumentParser], None]:
 
 
 def _of(module: Any, question: str) -> Analysis:
-    """Return the command of a module with the functions `add_arguments`, `analyze` and, for most, `markdown`."""
+    """Return the command of a module with the functions `add_arguments`, which adds its own to a parser, `analyze`,
+    which returns the document, and, for most, `markdown`.
+    """
     return Analysis(question, module.add_arguments, module.analyze, getattr(module, "markdown", None))
 
 

@@ -25,20 +25,8 @@ from tqdm import tqdm
 
 from analysis.load import LOAD_NAMES, Load, SpeculationSetup, add_load_arguments
 from analysis.loading import add_pair_arguments, config_of, load_engine, prompts_of
-from analysis.turns import (
-    SEED_STABLE,
-    SEEDED,
-    Turn,
-    beside_best,
-    chart,
-    price,
-    rate,
-    ratio,
-    works,
-)
-from analysis.turns import (
-    markdown as markdown,
-)
+from analysis.turns import SEED_STABLE, SEEDED, Turn, beside_best, chart, price, rate, ratio, works
+from analysis.turns import markdown as markdown
 from engine.config import EngineFacts, SchedulerConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import Point, StepTimes
@@ -316,7 +304,6 @@ def add_turn_arguments(parser: argparse.ArgumentParser, seconds: float, warm_up_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     add_load_arguments(parser, num_tokens=48, several=True)
     parser.add_argument(

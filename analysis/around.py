@@ -214,7 +214,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument(
         "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"

@@ -70,7 +70,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument(
         "--contexts", type=integers, default=[1024, 4096, 16384], help="lengths, ascending (default 1024,4096,16384)"

@@ -267,7 +267,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("--target", default="8b", help=f"{', '.join(SIZES)}, or a checkpoint's folder (default 8b)")
     parser.add_argument("--draft", default="0.6b", help="the same of the draft model (default 0.6b)")
     parser.add_argument("--device", default="h200", choices=DEVICES, help="default h200")

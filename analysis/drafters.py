@@ -29,7 +29,6 @@ _ARM_BYTES = 1 << 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair's)")
     parser.add_argument(
         "--drafter",

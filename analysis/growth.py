@@ -114,7 +114,6 @@ def _shown(one: dict[str, float]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types of the weights (default float32,bfloat16)")
     parser.add_argument("--context", type=int, default=256, help="tokens of the text before timed steps (default 256)")

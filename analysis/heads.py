@@ -133,7 +133,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("--targets", nargs="+", default=["embedded", "larger"], choices=["embedded", "larger"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="types of heads (default all)")
     parser.add_argument("--layers", type=int, default=1, help="layers of the heads (default 1)")

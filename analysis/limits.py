@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 from tqdm import tqdm
 
 from analysis.loading import add_pair_arguments, config_of, load_engine, names_of
+from analysis.times import durations_s
 from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
@@ -40,6 +40,8 @@ _SHAPES = {"plain": Speculation(), "1x5": Speculation(rule="block", num_drafts=1
 _PLACE = 64
 """Tokens of room beyond a text."""
 _READ_BYTES = 1 << 28
+_RUNS = 5
+"""Runs of which the fastest counts."""
 _PRODUCT = 64, 512, 512
 """Rows, sums and columns of the product whose rate is measured."""
 
@@ -53,17 +55,6 @@ def build(options: argparse.Namespace, num_cores: int, folders: tuple[Path, Path
     if not engine.target.backend.reads_pages:
         raise ConfigError("analyze limits needs models that run in the CPU's decoder")
     return engine
-
-
-def fastest_s(run: Callable[[], object], repeats: int = 5) -> float:
-    """Return the shortest duration of several runs, after one that is not measured."""
-    run()
-    taken_s = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        taken_s.append(time.perf_counter() - began)
-    return min(taken_s)
 
 
 def rates(num_cores: int) -> dict[str, float]:
@@ -82,13 +73,10 @@ def rates(num_cores: int) -> dict[str, float]:
     numbers = torch.ones(_READ_BYTES // 4)
     before = torch.get_num_threads()
     torch.set_num_threads(num_cores)
-    read_s = fastest_s(numbers.sum)
+    read_s = min(durations_s(numbers.sum, _RUNS))
     torch.set_num_threads(before)
-    product_s = fastest_s(lambda: multiply(rows, weights, scales, bias, found))
-    return {
-        "bytes": _READ_BYTES / read_s,
-        "operations": num_cores * 2 * num_rows * depth * num_columns / product_s,
-    }
+    product_s = min(durations_s(lambda: multiply(rows, weights, scales, bias, found), _RUNS))
+    return {"bytes": _READ_BYTES / read_s, "operations": num_cores * 2 * num_rows * depth * num_columns / product_s}
 
 
 def least_s(runner: ModelRunner, num_rows: int, context: int, machine: dict[str, float]) -> dict[str, float]:
@@ -125,7 +113,8 @@ def measure(engines: dict[int, Engine], contexts: list[int], repeats: int) -> li
             engine, context = engines[cell["cores"]], cell["context"]
             torch.set_num_threads(1)
             for rows in ROWS:
-                cell["passes"][str(rows)].append(fastest_s(pass_of(engine.target, rows, context)))
+                runs_s = durations_s(pass_of(engine.target, rows, context), _RUNS)
+                cell["passes"][str(rows)].append(min(runs_s))
             plans = [synthetic_plan(engine, 1, context, speculation) for speculation in _SHAPES.values()]
             for shape, (wall_s, phases_s) in zip(_SHAPES, middle_steps(engine, plans), strict=True):
                 parts_s = {
@@ -189,7 +178,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument(
         "--contexts", type=integers, default=[32, 1000, 8000], help="tokens of the texts (default 32,1000,8000)"

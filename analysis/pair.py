@@ -66,7 +66,6 @@ def _temperatures(text: str) -> list[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     add = parser.add_argument
     add("--prompts", default="dialogues", help=PROMPTS_HELP)

@@ -86,7 +86,6 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     parser.add_argument("--kinds", nargs="+", default=list(_ALL), choices=_ALL, help="types of heads (default all)")
     parser.add_argument("--layers", type=int, default=1, help="layers of the heads (default 1)")
     parser.add_argument("--requests", type=int, default=16, help="requests, four at once (default 16)")

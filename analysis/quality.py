@@ -88,7 +88,6 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument("--weights", choices=["auto", "int8"], default="int8", help="as of `serve` (default int8)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of `serve`, e.g. bfloat16 (default auto)")

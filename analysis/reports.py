@@ -101,7 +101,6 @@ def _shown(spread: dict[str, float] | None) -> tuple[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     add_load_arguments(parser, num_tokens=192)
     parser.add_argument(

@@ -29,7 +29,6 @@ def settings_of(num_drafts: int, draft_length: int, vocab_size: int) -> dict[str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument("--rules", help="comma-separated rules (default: all)")
     parser.add_argument("--num-drafts", type=int, default=4, help="chains (default 4)")

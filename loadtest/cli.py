@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from loadtest import plots, report
 from loadtest.arguments import Parser, integers
@@ -22,21 +22,21 @@ from loadtest.environment import commit_of
 from loadtest.results import add_output_argument, write
 from loadtest.workload import TASKS, load
 
-
-class _Usual(NamedTuple):
-    """Default arms."""
-
-    concurrency: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    contexts: tuple[int, ...]
-    ramp: tuple[int, ...]
-    rules: str
-
-
-_FULL = _Usual(
-    (1, 4, 16, 64), (0.0, 1.0), (0, 1024), (1, 4, 16, 64, 16, 4, 1), "block,bv_race,traversal:2.2.1.1,adaptive,again"
-)
-_SHORT = _Usual((1, 4, 16), (1.0,), (0,), (), "block,block:1x3,bv_race,adaptive,again")
+_FULL: dict[str, Any] = {
+    "concurrency": (1, 4, 16, 64),
+    "temperatures": (0.0, 1.0),
+    "contexts": (0, 1024),
+    "ramp": (1, 4, 16, 64, 16, 4, 1),
+    "rules": "block,bv_race,traversal:2.2.1.1,adaptive,again",
+}
+_SHORT: dict[str, Any] = {
+    "concurrency": (1, 4, 16),
+    "temperatures": (1.0,),
+    "contexts": (0,),
+    "ramp": (),
+    "rules": "block,block:1x3,bv_race,adaptive,again",
+}
+"""Values of options that are not given."""
 
 
 def _numbers(text: str) -> list[float]:
@@ -54,7 +54,7 @@ def _tasks(text: str) -> list[str]:
 
 
 def _lengths(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    return [int(part) for part in text.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,9 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add_output_argument(result)
     result.add_argument("--plot", type=Path, help="also draw throughput, tokens per pass and gain into this PNG")
     result.add_argument(
-        "--serve-args",
-        default="",
-        help="arguments of `polydraft serve` in one string (default: the embedded pair)",
+        "--serve-args", default="", help="arguments of `polydraft serve` in one string (default: the embedded pair)"
     )
     result.add_argument(
         "--before",
@@ -133,17 +131,12 @@ def _measure(options: argparse.Namespace) -> int:
     from loadtest.bench import BenchOptions, arms_of, of_both_versions, run
     from loadtest.daemon import in_folder, running_daemon
 
-    usual = _SHORT if options.short else _FULL
-    wanted = BenchOptions(
-        tasks=options.tasks,
-        concurrency=options.concurrency or usual.concurrency,
-        repeats=options.repeats,
-        max_tokens=options.max_tokens,
-        temperatures=options.temperatures or usual.temperatures,
-        contexts=options.contexts or usual.contexts,
-        arms=arms_of((options.rules or usual.rules).split(","), options.num_drafts, options.draft_length),
-        ramp=usual.ramp if options.ramp is None else options.ramp,
-    )
+    for name, value in (_SHORT if options.short else _FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    names = ("tasks", "concurrency", "repeats", "max_tokens", "temperatures", "contexts", "ramp")
+    arms = arms_of(options.rules.split(","), options.num_drafts, options.draft_length)
+    wanted = BenchOptions(arms=arms, **{name: getattr(options, name) for name in names})
     try:
         if options.url:
             result = run(options.url.rstrip("/"), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import subprocess
@@ -31,6 +32,8 @@ commands:
 
 _MODULES = {"analyze": "analysis", "distill": "distill"}
 """Commands that are processes."""
+_CLIENTS = {"bench": "loadtest.cli", "chat": "loadtest.chat"}
+"""Commands that are functions of other packages."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,14 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in _MODULES:
         # A separate process: this one never loads torch.
         return subprocess.run([sys.executable, "-P", "-m", _MODULES[command], *rest], check=False).returncode
-    if command == "bench":
-        from loadtest.cli import main as bench
-
-        return bench(rest)
-    if command == "chat":
-        from loadtest.chat import main as chat
-
-        return chat(rest)
+    if command in _CLIENTS:
+        return int(importlib.import_module(_CLIENTS[command]).main(rest))
     if command in ("version", "--version", "-V"):
         from server.version import VERSION
 

@@ -87,7 +87,7 @@ def write_page(found: dict[str, dict[str, Any]], pictures: Sequence[Path], folde
     }
     parts = [
         "# The papers, measured\n\nWritten by `make papers` (`polydraft analyze papers`); do not edit. The numbers are "
-        "in the JSON files next to it. Intervals are 95 % bootstraps over answers or runs.",
+        "in the JSON files next to it. Intervals are 95 % bootstraps over answers or runs."
     ]
     for name, write in sections.items():
         if name not in found:

@@ -301,11 +301,9 @@ class MessageWriter(AnswerWriter):
         }
 
     def begin(self) -> list[dict[str, Any]]:
-        """Return the events before the first token."""
         return [{"type": "message_start", "message": {**self._message(), "content": []}}]
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the events of a step."""
         events: list[dict[str, Any]] = []
         for part in delta.parts:
             kind, opening = _block(part)
@@ -343,7 +341,6 @@ class MessageWriter(AnswerWriter):
         return [{"type": "content_block_stop", "index": len(self.content) - 1}]
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the events after the last token."""
         events = self._close()
         message = self._message()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
@@ -353,7 +350,6 @@ class MessageWriter(AnswerWriter):
         return [*events, last, {"type": "message_stop"}]
 
     def fail(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the event of an error."""
         return [anthropic_error(to_api_error(error))]
 
 

@@ -275,7 +275,6 @@ class ResponseWriter(AnswerWriter):
         return "incomplete" if self._generation.choices[0].finish_reason == "length" else "completed"
 
     def begin(self) -> list[dict[str, Any]]:
-        """Return the events before the first token."""
         response = self.response("in_progress")
         return [
             self._event("response.created", response=response),
@@ -283,7 +282,6 @@ class ResponseWriter(AnswerWriter):
         ]
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the events of a step."""
         events = []
         for part in delta.parts:
             if isinstance(part, str):
@@ -298,12 +296,10 @@ class ResponseWriter(AnswerWriter):
         return events
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the events after the last token."""
         events = self._close(self.status)
         return [*events, self._event(f"response.{self.status}", response=self.response(self.status))]
 
     def fail(self, error: Exception) -> list[dict[str, Any]]:
-        """Return the event of an error."""
         failed = self.response("failed", responses_error(to_api_error(error)))
         return [self._event("response.failed", response=failed)]
 

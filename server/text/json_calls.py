@@ -45,7 +45,6 @@ class JsonRegions:
         """Whether only white space has followed the last call."""
 
     def feed(self, text: str, found: CallParts) -> None:
-        """Read a piece of text."""
         self._text, self._position = self._text[self._position :] + text, 0
         steps = {
             _JsonState.TEXT: self._say,
@@ -166,7 +165,6 @@ class JsonAnswer:
         """Text before an object; it is part of the answer if the object is not a call."""
 
     def feed(self, text: str, found: CallParts) -> None:
-        """Read a piece of text."""
         position = 0
         if self._start is not None:
             text = self._start + text
@@ -198,7 +196,6 @@ class JsonAnswer:
         return position
 
     def finish(self, found: CallParts) -> None:
-        """Read the end of the answer."""
         if self._calls.is_open:
             self._calls.end(found, self._between)
         elif not self._is_text and not self._calls.calls:

@@ -45,7 +45,6 @@ class TemplateRegions:
                 self._take(lambda: self._parser.feed(self._not_fed()), found)
 
     def finish(self, found: CallParts) -> None:
-        """Read the end of the answer."""
         if not self._is_over:
             self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], found)
 

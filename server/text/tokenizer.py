@@ -98,11 +98,7 @@ class Tokenizer:
         return await self.run(self.encode, text, add_special_tokens, most, param, size=len(text))
 
     async def run_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *args: Any,
-        most: int | None = None,
-        **options: Any,
+        self, messages: Sequence[dict[str, Any]], *args: Any, most: int | None = None, **options: Any
     ) -> list[int]:
         """Return the token ids of a rendered chat; rendering runs in the threads for a limited time.
 

@@ -144,7 +144,6 @@ class XmlRegions:
         self._quotes = True
 
     def feed(self, text: str, found: CallParts) -> None:
-        """Read a piece of text."""
         self._text += text
         position = 0
         while (tag := self._next(position)) is not None:
