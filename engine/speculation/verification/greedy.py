@@ -5,8 +5,9 @@ Accept x with probability min(1, p(x)/qt(x)), else draw from norm (p - qt)+ over
 token among the n - 1 counts as accepted. Attains the optimum of its draft law,
 p(Top) + sum_{x not in Top} min(p, qt), in O(V) for any n.
 
-SpecHub, n = 2: with a = argmax q, the pair is (x, a) with x ~ q, or (a, x) if x = a and then x ~ q without a. As a set
-it has the same law as greedy with n = 2, and the same acceptance.
+SpecHub (Sun et al., 2024), n = 2: with a = argmax q, the pair is (x, a) with x ~ q, or (a, x) if x = a and then x ~ q
+without a. As a set it has the law of greedy drafts with n = 2. So it is verified as such, with the same acceptance as
+by SpecHub's transport plan, which is the optimum, too.
 """
 
 from __future__ import annotations
@@ -36,33 +37,9 @@ def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: 
 
 
 def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """Verify a pair that includes the most likely token a; a single draft is verified alone."""
-    if drafted_NK.shape[1] == 1:
-        return greedy(target_NV, draft_NV, drafted_NK, present_NK)
-    hub_N = draft_NV.argmax(1)
-    hub_N1 = hub_N.unsqueeze(1)
-    hub_mass_N = at(draft_NV, hub_N)
-    others_NV = draft_NV.scatter(1, hub_N1, 0.0)
-    # Mass of the pairs (x, a) and (a, x), and the accepted mass of each at x.
-    second_NV = normalised(others_NV, torch.zeros_like(others_NV)) * hub_mass_N.unsqueeze(1)
-    plain_NV = target_NV.scatter(1, hub_N1, 0.0)
-    first_taken_NV = torch.minimum(plain_NV, others_NV)
-    second_taken_NV = torch.minimum(plain_NV - first_taken_NV, second_NV)
-    unused_N = (others_NV - first_taken_NV + second_NV - second_taken_NV).sum(1)
-    hub_accept_N = ratio(at(target_NV, hub_N), unused_N)
-    hub_taken_N = hub_accept_N * unused_N
-    taken_NV = first_taken_NV + second_taken_NV
-    taken_NV = taken_NV.scatter(1, hub_N1, hub_taken_N.unsqueeze(1))
-    residual_NV = normalised((target_NV - taken_NV).clamp(min=0), target_NV)
-
-    hub_first_N = drafted_NK[:, 0] == hub_N
-    token_N = torch.where(hub_first_N, drafted_NK[:, 1], drafted_NK[:, 0])
-    from_first_N = ratio(at(first_taken_NV, token_N), at(others_NV, token_N))
-    from_second_N = ratio(at(second_taken_NV, token_N), at(second_NV, token_N))
-    accept_N = torch.where(hub_first_N, from_second_N, from_first_N)
-    probs_NV = point_mass(token_N, accept_N, target_NV.shape[1])
-    probs_NV = probs_NV + point_mass(hub_N, (1 - accept_N) * hub_accept_N, target_NV.shape[1])
-    probs_NV = probs_NV + ((1 - accept_N) * (1 - hub_accept_N)).unsqueeze(1) * residual_NV
-    # One draft alone, or a law with no token but a.
-    paired_N1 = (present_NK[:, :2].all(1) & (others_NV.sum(1) > 0)).unsqueeze(1)
-    return torch.where(paired_N1, probs_NV, greedy(target_NV, draft_NV, drafted_NK, present_NK))
+    """Verify a pair with the most likely token a in any order as the greedy drafts a, x; a single draft alone."""
+    if drafted_NK.shape[1] > 1:
+        is_hub_last_N1 = (present_NK[:, 1] & (drafted_NK[:, 1] == draft_NV.argmax(1))).unsqueeze(1)
+        pair_N2 = torch.where(is_hub_last_N1, drafted_NK[:, :2].flip(1), drafted_NK[:, :2])
+        drafted_NK = torch.cat([pair_N2, drafted_NK[:, 2:]], 1)
+    return greedy(target_NV, draft_NV, drafted_NK, present_NK)
