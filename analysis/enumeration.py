@@ -25,6 +25,7 @@ from engine.plan import TargetShift
 from engine.speculation.target_shift import effective_laws
 from engine.speculation.theory import Law
 from engine.speculation.verification import RULES
+from engine.speculation.verification.chain_rules import token_acceptance
 from engine.speculation.verification.greedy_block import (
     GreedyBlocks,
     greedy_blocks,
@@ -34,7 +35,6 @@ from engine.speculation.verification.greedy_block import (
 )
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rule import NodeRule
-from engine.speculation.verification.token import token_acceptance
 from engine.speculation.verification.traversal import Stops, traverse
 
 Path = tuple[int, ...]

@@ -13,7 +13,7 @@ import engine.step.verify as verifying
 from engine.plan import Row
 from engine.request import Request, Sampling, Speculation
 from engine.speculation.verification import RULES, OverAcceptance
-from engine.speculation.verification.longest_match import verify_certain
+from engine.speculation.verification.chain_rules import verify_certain
 from engine.step.parts import verified_together
 from tests.engine import tiny
 from tests.wrong import by_distributions, instead
@@ -95,8 +95,8 @@ def parts(rows: list[Row], vocab_size: int = 10, by_tiles: bool = False, **memor
     return list(verified_together(rows, np.array([bool(one.fanout) for one in rows]), vocab_size, by_tiles, **memory))
 
 
-def test_a_race_takes_the_rows_of_one_chain_with_it() -> None:
-    """If there is no race, all rows go to block verification; other rules have separate parts."""
+def test_the_race_and_block_verification_share_a_part() -> None:
+    """Rows without drafts are in it; other rules have separate parts."""
     block, race, traversal = (RULES[name].verify for name in ("block", "bv_race", "traversal"))
     four = Speculation(rule="traversal", num_drafts=4, draft_length=2)
     two = Speculation(rule="bv_race", num_drafts=2, draft_length=3)

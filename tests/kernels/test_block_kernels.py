@@ -18,7 +18,7 @@ from engine.kernels.draw import categorical
 from engine.kernels.numba_kernels import NumbaKernels
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, ProbsTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
-from engine.speculation.verification.race import verify_block, verify_bv_race
+from engine.speculation.verification.chain_rules import verify_race
 from tests.engine import tiny
 from tests.grid import grid
 from tests.kernels.test_choosing import kernels_of
@@ -115,14 +115,14 @@ def of_compilers(names: Iterable[str], of_triton: Container[str]) -> list[Parame
     ("kernels", "name"), of_compilers(CASES, ("filtered", "as many as they are")), indirect=["kernels"]
 )
 def test_verdicts_are_those_of_the_plain_race(name: str, kernels: TorchKernels) -> None:
-    expected = verdict(verify_bv_race, CASES[name](), TORCH)
-    assert verdict(verify_bv_race, CASES[name](), kernels) == expected
+    expected = verdict(verify_race, CASES[name](), TORCH)
+    assert verdict(verify_race, CASES[name](), kernels) == expected
     assert len(set(expected[1])) > 1 or name in ("one token", "ends of the numbers")
 
 
 def test_verdicts_are_those_of_plain_block_verification(kernels: TorchKernels) -> None:
-    expected = verdict(verify_block, CASES["one chain each"](), TORCH)
-    assert verdict(verify_block, CASES["one chain each"](), kernels) == expected
+    expected = verdict(verify_race, CASES["one chain each"](), TORCH)
+    assert verdict(verify_race, CASES["one chain each"](), kernels) == expected
 
 
 WRONG: dict[str, Callable[[Chains, ProbsTable, ChainNoise], Case]] = {
@@ -139,8 +139,8 @@ WRONG: dict[str, Callable[[Chains, ProbsTable, ChainNoise], Case]] = {
 )
 def test_the_comparison_has_teeth(wrong: str, kernels: TorchKernels) -> None:
     right = CASES["several chains"]()
-    expected = verdict(verify_bv_race, right, TORCH)
-    assert verdict(verify_bv_race, WRONG[wrong](*right), kernels) != expected
+    expected = verdict(verify_race, right, TORCH)
+    assert verdict(verify_race, WRONG[wrong](*right), kernels) != expected
 
 
 def test_what_the_kernels_cannot_know_stays_plain(kernels: TorchKernels) -> None:
@@ -172,9 +172,9 @@ def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels
     draft_NV = chains.draft.probs_NV.clone()
     draft_NV[chains.draft.row_CX[:, 1], chains.tokens_CL[:, 1]] = 0
     never = replace(chains, draft=ProbsTable(draft_NV, chains.draft.row_CX, TORCH))
-    accepted = verdict(verify_bv_race, (never, target, noise), kernels)[1]
+    accepted = verdict(verify_race, (never, target, noise), kernels)[1]
     assert max(accepted) == 1
-    assert verdict(verify_bv_race, (never, target, noise), TORCH)[1] == accepted
+    assert verdict(verify_race, (never, target, noise), TORCH)[1] == accepted
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -25,8 +25,7 @@ from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
 from engine.kernels.triton_rows import Surplus  # noqa: E402
 from engine.request import Sampling  # noqa: E402
 from engine.sampling.distribution import DistributionParameters, distribution  # noqa: E402
-from engine.speculation.verification.race import verify_block, verify_bv_race  # noqa: E402
-from engine.speculation.verification.token import verify_token  # noqa: E402
+from engine.speculation.verification.chain_rules import verify_race, verify_token  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 from tests.wrong import calls_of, instead  # noqa: E402
@@ -136,7 +135,7 @@ def chains_of(
     return Chains(tokens_CL, length_C, request_C, draft), target
 
 
-@pytest.mark.parametrize(("verify", "num_chains"), [(verify_token, 1), (verify_block, 1), (verify_bv_race, 3)])
+@pytest.mark.parametrize(("verify", "num_chains"), [(verify_token, 1), (verify_race, 1), (verify_race, 3)])
 def test_rules_decide_the_same(verify: object, num_chains: int) -> None:
     assert callable(verify)
     chance = np.random.default_rng(3)
@@ -184,7 +183,7 @@ def test_rows_that_do_not_speculate_draw_from_their_distribution() -> None:
     uniform = torch.tensor([0.2, 0.8], dtype=torch.float64, device=DEVICE)
     empty = nothing.double()
     noise = ChainNoise(empty, uniform, uniform, empty, uniform)
-    found = verify_block(chains, ProbsTable(distributions, number.unsqueeze(1), KERNELS), noise)
+    found = verify_race(chains, ProbsTable(distributions, number.unsqueeze(1), KERNELS), noise)
     assert torch.equal(found.next_token_B, categorical(distributions, uniform))
 
 

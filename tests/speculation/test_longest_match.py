@@ -12,7 +12,7 @@ import torch
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.speculation.verification import RULES
-from engine.speculation.verification.longest_match import verify_certain
+from engine.speculation.verification.chain_rules import verify_certain
 from tests.engine import tiny
 from tests.wrong import instead
 

@@ -16,9 +16,8 @@ from engine.speculation import theory
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.kseq import kseq, solve_rho
 from engine.speculation.verification.node import NodeRule
-from engine.speculation.verification.nss import nss
 from engine.speculation.verification.ot_lp import ot_lp
-from engine.speculation.verification.rrs import rrs, rrs_without_replacement
+from engine.speculation.verification.rrs import nss, rrs, rrs_without_replacement
 from engine.speculation.verification.weighted_race import race_table, weighted_race
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())

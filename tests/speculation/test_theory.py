@@ -14,9 +14,8 @@ from engine.speculation import gap, theory
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.rule_facts import DRAFT_METHODS
 from engine.speculation.verification import RULES
-from engine.speculation.verification.nss import nss
 from engine.speculation.verification.over_acceptance import accepted_mass, position_bias, redraw_law
-from engine.speculation.verification.rrs import rrs_without_replacement
+from engine.speculation.verification.rrs import nss, rrs_without_replacement
 from tests.speculation.exact import GOLDEN
 
 

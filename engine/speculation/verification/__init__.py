@@ -16,17 +16,15 @@ import msgspec
 from engine.kernels.protocol import ChainVerdict
 from engine.speculation import theory
 from engine.speculation.rule_facts import RULE_FACTS
+from engine.speculation.verification.chain_rules import verify_race, verify_token
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.greedy_block import verify_greedy_block, verify_spectr_gbv
 from engine.speculation.verification.kseq import kseq
 from engine.speculation.verification.node import TopDown
-from engine.speculation.verification.nss import nss
 from engine.speculation.verification.ot_lp import ot_lp
 from engine.speculation.verification.over_acceptance import OverAcceptance
-from engine.speculation.verification.race import verify_block, verify_bv_race
-from engine.speculation.verification.rrs import rrs, rrs_without_replacement
+from engine.speculation.verification.rrs import nss, rrs, rrs_without_replacement
 from engine.speculation.verification.rule import Acceptance, Rule, Verify
-from engine.speculation.verification.token import verify_token
 from engine.speculation.verification.traversal import verify_traversal
 from engine.speculation.verification.weighted_race import weighted_race
 
@@ -59,9 +57,9 @@ _ALL = (
     _rule("greedy", TopDown(greedy), theory.alpha_star_greedy),
     _rule("weighted_race", TopDown(weighted_race), theory.alpha_star_iid),
     _rule("ot_lp", TopDown(ot_lp), theory.alpha_star_iid),
-    _rule("block", verify_block, theory.accept_token, by_tiles=True),
+    _rule("block", verify_race, theory.accept_token, by_tiles=True),
     _rule("greedy_block", verify_greedy_block, theory.accept_token),
-    _rule("bv_race", verify_bv_race, theory.accept_score_race, by_tiles=True),
+    _rule("bv_race", verify_race, theory.accept_score_race, by_tiles=True),
     _rule("spectr_gbv", verify_spectr_gbv, theory.accept_selected_block),
     _rule(
         "traversal",

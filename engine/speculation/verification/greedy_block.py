@@ -24,7 +24,7 @@ from engine.kernels.draw import categorical
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TargetShifts
 from engine.kernels.torch_block import accepted_length, chain_table
 from engine.speculation.target_shift import Selection, apply_shifts, effective_laws, root_state
-from engine.speculation.verification.race import verify_bv_race
+from engine.speculation.verification.chain_rules import verify_race
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def verify_greedy_block(chains: Chains, target: ProbsTable, noise: ChainNoise) -
 def verify_spectr_gbv(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Select a chain of each request by the score race, and verify it by greedy block verification."""
     laws, by_depth = effective_laws(chains, target)
-    winner_B = verify_bv_race(chains, laws, noise).chain_B
+    winner_B = verify_race(chains, laws, noise).chain_B
     _, exists_BK = chain_table(chains)
     return _verify_chosen(chains, target, laws, by_depth, noise, winner_B, exists_BK.sum(1))
 

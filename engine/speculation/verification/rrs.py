@@ -7,6 +7,9 @@ Every duplicate must be tested (it is rejected) and update the residual; skippin
 
 Without replacement, drafts ordered: the same with q_{k+1} = norm (q_k without x_k). The distinct
 tokens of i.i.d. draws in order of first appearance are such drafts, so here duplicates are skipped.
+
+Naive sampling (SpecInfer's "naive", NSS) draws from the target and checks whether the token was drafted. It is exact
+for any drafts, including deterministic ones. Acceptance for i.i.d. drafts: sum p (1 - (1 - q)^n).
 """
 
 from __future__ import annotations
@@ -17,32 +20,33 @@ from torch import Tensor
 from engine.speculation.verification.node import at, normalised, point_mass, ratio
 
 
+def nss(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:  # noqa: ARG001
+    """Return the target law for any drafts."""
+    return target_NV
+
+
 def rrs(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """Verify drafts with replacement, all from the same law."""
-    probs_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
-    residual_NV = target_NV
-    for k in range(drafted_NK.shape[1]):
-        token_N, present_N = drafted_NK[:, k], present_NK[:, k]
-        accept_N = torch.where(present_N, ratio(at(residual_NV, token_N), at(draft_NV, token_N)), 0.0)
-        probs_NV = probs_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
-        remaining_N = remaining_N * (1 - accept_N)
-        reduced_NV = normalised((residual_NV - draft_NV).clamp(min=0), residual_NV)
-        residual_NV = torch.where(present_N.unsqueeze(1), reduced_NV, residual_NV)
-    return probs_NV + remaining_N.unsqueeze(1) * residual_NV
+    return _recursive(target_NV, draft_NV, drafted_NK, present_NK, replaces=True)
 
 
 def rrs_without_replacement(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """Verify distinct drafts in the order they were drawn; a token drawn again is skipped."""
+    return _recursive(target_NV, draft_NV, drafted_NK, present_NK, replaces=False)
+
+
+def _recursive(target_NV: Tensor, left_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor, replaces: bool) -> Tensor:
+    """Test the drafts one after another; left_NV: law of the next draft."""
     probs_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
-    residual_NV, left_NV = target_NV, draft_NV
-    for k in range(drafted_NK.shape[1]):
-        token_N = drafted_NK[:, k]
-        fresh_N = present_NK[:, k] & (at(left_NV, token_N) > 0)
-        accept_N = torch.where(fresh_N, ratio(at(residual_NV, token_N), at(left_NV, token_N)), 0.0)
+    residual_NV = target_NV
+    for token_N, present_N in zip(drafted_NK.unbind(1), present_NK.unbind(1), strict=True):
+        tested_N = present_N if replaces else present_N & (at(left_NV, token_N) > 0)
+        accept_N = torch.where(tested_N, ratio(at(residual_NV, token_N), at(left_NV, token_N)), 0.0)
         probs_NV = probs_NV + point_mass(token_N, remaining_N * accept_N, target_NV.shape[1])
         remaining_N = remaining_N * (1 - accept_N)
         reduced_NV = normalised((residual_NV - left_NV).clamp(min=0), residual_NV)
-        residual_NV = torch.where(fresh_N.unsqueeze(1), reduced_NV, residual_NV)
-        without_NV = left_NV.scatter(1, token_N.unsqueeze(1), 0.0)
-        left_NV = torch.where(fresh_N.unsqueeze(1), normalised(without_NV, without_NV), left_NV)
+        residual_NV = torch.where(tested_N.unsqueeze(1), reduced_NV, residual_NV)
+        if not replaces:
+            without_NV = left_NV.scatter(1, token_N.unsqueeze(1), 0.0)
+            left_NV = torch.where(tested_N.unsqueeze(1), normalised(without_NV, without_NV), left_NV)
     return probs_NV + remaining_N.unsqueeze(1) * residual_NV
