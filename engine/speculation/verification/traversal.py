@@ -69,15 +69,12 @@ def traverse(chains: Chains, target: ProbsTable, accept: Callable[[Stops], Tenso
     p_BXV = torch.zeros((len(each_B), length + 1, vocab_size), dtype=dtype, device=each_B.device)
     q_BXV = torch.zeros_like(p_BXV)
     p_BXV[:, 0] = target.select(chain_BK[:, 0]).rows_at(0)
-    if length:
-        q_BXV[:, 0] = chains.draft.select(chain_BK[:, 0]).rows_at(0)
+    q_BXV[:, 0] = chains.draft.select(chain_BK[:, 0]).rows_at(0)
     deleted_BKL = torch.zeros_like(leader_BKL, dtype=torch.bool)
     running_B = torch.ones_like(each_B, dtype=torch.bool)
     while bool(running_B.any()):
-        below_B = depth_B.clamp(max=max(length - 1, 0))
         child_BK = _children(rank_B, depth_B, leader_BKL, length_BK, rank_K)
-        if length:
-            child_BK &= ~deleted_BKL[each_B, :, below_B]
+        child_BK &= ~deleted_BKL[each_B, :, depth_B.clamp(max=length - 1)]
         has_child_B = child_BK.any(1)
         stops = Stops(running_B & ~has_child_B, rank_B, depth_B, weight_BX[each_B, depth_B], p_BXV[each_B, depth_B])
         taken_B = stops.leaf_B & ((depth_B == 0) | accept(stops))
@@ -85,13 +82,11 @@ def traverse(chains: Chains, target: ProbsTable, accept: Callable[[Stops], Tenso
         descends_B, deletes_B = running_B & has_child_B, stops.leaf_B & ~taken_B
         # Return to the parent of a deleted leaf, whose law loses the leaf's mass.
         parent_B = (depth_B - 1).clamp(min=0)
-        token_B = tokens_BKL[each_B, rank_B, parent_B] if length else rank_B
+        token_B = tokens_BKL[each_B, rank_B, parent_B]
         rows = each_B[deletes_B]
         deleted_BKL[rows, rank_B[rows], parent_B[rows]] = True
         _delete(p_BXV, q_BXV, weight_BX, rows, parent_B[rows], token_B[rows])
-        above_B = torch.zeros_like(rank_B)
-        if length:
-            above_B = torch.where(parent_B > 0, leader_BKL[each_B, rank_B, (parent_B - 1).clamp(min=0)], 0)
+        above_B = torch.where(parent_B > 0, leader_BKL[each_B, rank_B, (parent_B - 1).clamp(min=0)], 0)
         # Descend to the first remaining child.
         first_B = child_BK.int().argmax(1)
         rows = each_B[descends_B]
@@ -103,8 +98,6 @@ def traverse(chains: Chains, target: ProbsTable, accept: Callable[[Stops], Tenso
 
 def _children(rank_B: Tensor, depth_B: Tensor, leader_BKL: Tensor, length_BK: Tensor, rank_K: Tensor) -> Tensor:
     """Return [B, K] the chains that lead a child of the node that `rank_B` leads at `depth_B`."""
-    if not leader_BKL.shape[2]:
-        return torch.zeros_like(length_BK, dtype=torch.bool)
     each_B = torch.arange(len(rank_B), device=rank_B.device)
     here_BK = leader_BKL[each_B, :, (depth_B - 1).clamp(min=0)] == rank_B.unsqueeze(1)
     leads_BK = leader_BKL[each_B, :, depth_B.clamp(max=leader_BKL.shape[2] - 1)] == rank_K
@@ -135,13 +128,12 @@ def _descend(
     chain: Tensor,
 ) -> None:
     """Step to the child that `chain` leads: its weight from the laws above, its own laws from the tables."""
-    token = chains.tokens_CL[chain, depth] if chains.max_length else depth
+    token = chains.tokens_CL[chain, depth]
     p_x, q_x = p_BXV[rows, depth, token].double(), q_BXV[rows, depth, token].double()
     ratio = torch.where(q_x > 0, p_x / torch.where(q_x > 0, q_x, 1.0), 0.0)
     weight_BX[rows, depth + 1] = (weight_BX[rows, depth] * ratio).clamp(max=1.0)
     p_BXV[rows, depth + 1] = target.select(chain).rows(depth + 1)
-    if chains.max_length:
-        q_BXV[rows, depth + 1] = chains.draft.select(chain).rows((depth + 1).clamp(max=chains.max_length - 1))
+    q_BXV[rows, depth + 1] = chains.draft.select(chain).rows((depth + 1).clamp(max=chains.max_length - 1))
 
 
 def verify_traversal(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
@@ -150,8 +142,6 @@ def verify_traversal(chains: Chains, target: ProbsTable, noise: ChainNoise) -> C
     each_B = torch.arange(len(chain_BK), device=chain_BK.device)
 
     def falls_below(stops: Stops) -> Tensor:
-        if not chains.max_length:
-            return torch.ones_like(stops.leaf_B)
         uniform_B = noise.accept_CL[chain_BK[each_B, stops.rank_B], (stops.depth_B - 1).clamp(min=0)]
         return uniform_B < stops.weight_B
 
