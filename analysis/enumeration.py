@@ -117,11 +117,13 @@ class EveryChain:
         inner = [prefix for prefix in prefixes if len(prefix) < model.length]
         node_CX = torch.tensor([[number[path[:i]] for i in range(model.length + 1)] for path in paths])
 
+        counts = np.bincount(request_C.numpy())
         chains = Chains(
             torch.tensor(paths, dtype=torch.int64).reshape(len(paths), model.length),
             torch.full((len(paths),), model.length),
             request_C,
             ProbsTable(model.rows(model.draft, inner), node_CX[:, : model.length], TORCH),
+            (len(counts), int(counts.max())),
             shifts=_shifts(model, len(paths)),
         )
         plain = ProbsTable(model.rows(model.target, prefixes), node_CX, TORCH)

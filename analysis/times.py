@@ -94,6 +94,7 @@ def synthetic_chains(
         torch.full((total,), length),
         request_C,
         ProbsTable(draft_NV, row_CX[:, :length], kernels),
+        (num_requests, num_chains),
     )
     noise = ChainNoise(
         numbers(Purpose.ACCEPT, 0, (total, length)),

@@ -162,7 +162,7 @@ def main() -> None:
     draws = {"wanted": "*i8", "uniforms": "*fp64", "tokens": "*i64"}
     for has_draft in (True, False):
         compiled(_sum_tiles, distributions | sums, {"tile": 1024, "has_draft": has_draft})
-        constants = {"tile": 1024, "tiles": 256, "has_draft": has_draft, "has_wanted": has_draft}
+        constants = {"tile": 1024, "tiles": 256, "has_draft": has_draft}
         compiled(_draw, distributions | sums | draws, constants)
     verified = dict.fromkeys(("tokens", "target_rows", "draft_rows", "lengths"), "*i64") | sums
     verified |= dict.fromkeys(("accepted", "requests", "verdict"), "*i64")

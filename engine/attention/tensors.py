@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.protocol import Kernels, KVMoves
-from engine.kernels.torch_kernels import TORCH
+from engine.kernels.protocol import KVMoves
+from engine.kernels.torch_kernels import TORCH, Kernels
 
 NORMED = -1
 """Tap of the state after the final norm."""

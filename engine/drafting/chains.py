@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.drafting.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
 from engine.drafting.drafter import Drafter, DrawsAtOnce
 from engine.drafting.numbers import drafting_numbers, draw_numbers
-from engine.kernels.protocol import Chains, Kernels, ProbsTable, TargetShifts
+from engine.kernels.protocol import Chains, ProbsTable, TargetShifts
+from engine.kernels.torch_kernels import Kernels
 from engine.kernels.transfer import to_device
 from engine.plan import Plan, Row
 from engine.sampling.distribution import DistributionParameters
@@ -54,9 +55,9 @@ def draw_chains(
         layout.length,
         layout.request,
         distributions,
+        layout.shape,
         layout.leads_CL,
         _shifts(rows, layout, device),
-        layout.shape,
     )
     trees, tokens_M = trees_of(plan, layout, tokens_CL, most_unmerged)
     return Draft(layout, chains, trees, tokens_M, parameters, numbers)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.kernels import raise_if_lost
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, Filters, Kernels, ProbsTable
-from engine.kernels.torch_kernels import TORCH
+from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable
+from engine.kernels.torch_kernels import TORCH, Kernels
 
 log = logging.getLogger("polydraft")
 
@@ -178,7 +178,6 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
         ],
         "draw": [(TORCH.softmax(*one), torch.arange(_NUM_ROWS, device=device).flip(0), uniform_C) for one in logits],
         "nucleus": [(steps_V.repeat(6, 1), torch.tensor([0.1, 0.45, 0.5, 0.75, 0.95, 1.0], device=device))],
-        "surplus_sum": [(chains, target, depth, score_C) for depth in (0, 2)],
         "draw_residual": [(chains, target, half_C, 0.4 + 0.6 * score_C, noise.residual_C)],
         "race": [(chains, target, noise)],
         "winners": [(chains, score_C.round(decimals=1), half_C, token_C)],

@@ -11,13 +11,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
-from engine.kernels.numba_rows import arrays_of, draw_from, filtered_distribution, likeliest, sum_of
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable
+from engine.kernels.numba_rows import draw_from, filtered_distribution, likeliest, sum_of
 
 
 @compiled_for_cpu(**EXACT)
@@ -90,7 +87,7 @@ def _of_chain(tokens, target, rows, draft, others, accepts, residual, number, ro
 
 
 @compiled_for_cpu(**EXACT)
-def _race(
+def race(
     tokens, lengths, requests, target, target_rows, draft, draft_rows, accepts, residuals, scores, verdict
 ):  # fmt: skip
     """Return the number of requests, and write [3, B] chain, length, token of each: its first chain with the smallest
@@ -125,7 +122,7 @@ def _match(tokens, rows, likeliest_tokens):
 
 
 @compiled_for_cpu(**EXACT)
-def _decide(
+def decide(
     logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
     numbers, verdict, largest,
 ):  # fmt: skip
@@ -175,40 +172,3 @@ def _decide(
     # If one of a row's logits is NaN, all of its probabilities are.
     for row in range(len(draft)):
         largest[len(logits) + row] = draft[row, 0]
-
-
-def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-    """Return `torch_block.race`."""
-    assert chains.shape is not None
-    verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=target.probs_NV.device)
-    operands: list[Tensor] = [
-        *(chains.tokens_CL, chains.length_C, chains.request_C),
-        *(target.probs_NV, target.row_CX, chains.draft.probs_NV, chains.draft.row_CX),
-        *(noise.accept_CL, noise.residual_C, noise.score_C),
-    ]
-    count = _race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
-    assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
-    return ChainVerdict(*verdict_3B)
-
-
-def decide(
-    logits_NV: Tensor,
-    temperature_B: Tensor,
-    filters: Filters,
-    starts: Ints,
-    chains: Chains,
-    node_CX: Tensor,
-    numbers: Tensor,
-) -> tuple[Ints, Floats]:
-    """Return `Kernels.decide`."""
-    draft_MV = chains.draft.probs_NV
-    verdict_3B = np.empty((3, len(temperature_B)), np.int64)
-    largest = np.empty(len(logits_NV) + len(draft_MV))
-    # A kernel checks no bounds.
-    assert starts[-1] == len(logits_NV), "each row of logits is a node's"
-    operands: list[Tensor] = [chains.tokens_CL, chains.length_C, chains.request_C, node_CX]
-    operands += [draft_MV, chains.draft.row_CX, numbers]
-    arrays = [operand.numpy() for operand in operands]
-    of_filters = arrays_of(filters, len(temperature_B))
-    _decide(logits_NV.numpy(), temperature_B.numpy(), *of_filters, starts, *arrays, verdict_3B, largest)
-    return verdict_3B, largest

@@ -1,42 +1,54 @@
-"""Kernels of a CPU, compiled by Numba."""
+"""Kernels of a CPU, compiled by Numba (`numba_rows.py`, `numba_block.py`)."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.kernels import numba_block, numba_rows
+from engine.kernels.numba_rows import arrays_of
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable
-from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels.torch_kernels import Kernels
 
 
-def _is_taken(rows_NV: Tensor) -> bool:
-    """Whether the kernels support these rows."""
-    return rows_NV.dtype == torch.float32 and rows_NV.is_contiguous()
-
-
-class NumbaKernels(TorchKernels):
-    """Implements `Kernels`."""
+class NumbaKernels(Kernels):
+    """Compiled operations. They check no bounds, so shapes are checked here."""
 
     def distribution(
         self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
     ) -> Tensor:
-        if _is_taken(logits_NV):
-            return numba_rows.distribution(logits_NV, temperature_N, filters, probs_NV)
-        return super().distribution(logits_NV, temperature_N, filters, probs_NV)
+        if not self.takes_logits(logits_NV):
+            return super().distribution(logits_NV, temperature_N, filters, probs_NV)
+        probs_NV = torch.empty_like(logits_NV) if probs_NV is None else probs_NV
+        of_rows = temperature_N.contiguous().numpy(), *arrays_of(filters, len(logits_NV))
+        assert {*map(len, of_rows)} == {len(logits_NV)}, "parameters of each row"
+        assert probs_NV.shape == logits_NV.shape, "one distribution for each row"
+        numba_rows.distributions(logits_NV.numpy(), *of_rows, probs_NV.numpy())
+        return probs_NV
 
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-        if _is_taken(probs_NV):
-            return numba_rows.draw(probs_NV, row_C, uniform_C)
-        return super().draw(probs_NV, row_C, uniform_C)
+        if not self.takes_logits(probs_NV):
+            return super().draw(probs_NV, row_C, uniform_C)
+        token_C = torch.empty_like(row_C)
+        numba_rows.draw(probs_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
+        return token_C
 
     def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-        if chains.shape is not None and chains.max_length and _is_taken(target.probs_NV):
-            return numba_block.race(chains, target, noise)
-        return super().race(chains, target, noise)
+        if not (chains.max_length and self.takes_logits(target.probs_NV)):
+            return super().race(chains, target, noise)
+        verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64)
+        operands = (
+            *(chains.tokens_CL, chains.length_C, chains.request_C),
+            *(target.probs_NV, target.row_CX, chains.draft.probs_NV, chains.draft.row_CX),
+            *(noise.accept_CL, noise.residual_C, noise.score_C),
+        )
+        count = numba_block.race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
+        assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
+        return ChainVerdict(*verdict_3B)
 
     def takes_logits(self, logits_NV: Tensor) -> bool:
-        return _is_taken(logits_NV)
+        return logits_NV.dtype == torch.float32 and logits_NV.is_contiguous()
 
     def decide(
         self,
@@ -48,4 +60,12 @@ class NumbaKernels(TorchKernels):
         node_CX: Tensor,
         numbers: Tensor,
     ) -> tuple[Ints, Floats]:
-        return numba_block.decide(logits_NV, temperature_B, filters, starts, chains, node_CX, numbers)
+        draft_MV = chains.draft.probs_NV
+        verdict_3B = np.empty((3, len(temperature_B)), np.int64)
+        largest = np.empty(len(logits_NV) + len(draft_MV))
+        assert starts[-1] == len(logits_NV), "each row of logits is a node's"
+        of_chains = chains.tokens_CL, chains.length_C, chains.request_C, node_CX, draft_MV, chains.draft.row_CX, numbers
+        of_requests = temperature_B.numpy(), *arrays_of(filters, len(temperature_B)), starts
+        arrays = [operand.numpy() for operand in of_chains]
+        numba_block.decide(logits_NV.numpy(), *of_requests, *arrays, verdict_3B, largest)
+        return verdict_3B, largest

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT, FAST, exponential, from_order, order
@@ -199,7 +197,7 @@ def filtered_distribution(logits, temperature, least_log, top_k, top_p, distribu
 
 
 @compiled_for_cpu(**EXACT)
-def _distributions(logits, temperatures, least_logs, top_ks, top_ps, distributions):
+def distributions(logits, temperatures, least_logs, top_ks, top_ps, distributions):
     for row in range(len(logits)):
         filtered_distribution(
             logits[row], temperatures[row], least_logs[row], top_ks[row], top_ps[row], distributions[row]
@@ -264,7 +262,7 @@ def draw_from(target, draft, weight, of_surplus, uniform):
 
 
 @compiled_for_cpu(**EXACT)
-def _draw(distribution, rows, uniforms, tokens):
+def draw(distribution, rows, uniforms, tokens):
     for number in range(len(rows)):
         row = distribution[rows[number]]
         tokens[number] = draw_from(row, row, np.float32(1), False, uniforms[number])
@@ -278,21 +276,3 @@ def arrays_of(filters: Filters, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
         np.zeros(num_rows, np.int64) if top_k_N is None else top_k_N.contiguous().numpy(),
         np.ones(num_rows, np.float32) if top_p_N is None else top_p_N.contiguous().numpy(),
     )
-
-
-def distribution(logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None) -> Tensor:
-    """Return `Kernels.distribution` of float32 logits; `probs_NV` is the output, if given."""
-    probs_NV = torch.empty_like(logits_NV) if probs_NV is None else probs_NV
-    of_filters = arrays_of(filters, len(logits_NV))
-    # A kernel checks no bounds.
-    assert {len(temperature_N), *map(len, of_filters)} == {len(logits_NV)}, "parameters of each row"
-    assert probs_NV.shape == logits_NV.shape, "one distribution for each row"
-    _distributions(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), *of_filters, probs_NV.numpy())
-    return probs_NV
-
-
-def draw(probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-    """Return [C] a token from each of the distribution's rows."""
-    token_C = torch.empty_like(row_C)
-    _draw(probs_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
-    return token_C

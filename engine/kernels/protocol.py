@@ -1,22 +1,17 @@
-"""Operations with several implementations, and their data.
-
-`torch_kernels.py` is the specification, in plain torch operations. `numba_kernels.py` (CPU) and `triton_kernels.py`
-(CUDA) have the same operations in compiled form, and use the plain ones for unsupported inputs. `choosing.py` chooses
-once, when the engine is built, and compares every operation with the specification.
-
-To add an operation: a method here and in `TorchKernels`, inputs for it in `choosing.py`, and any compiled forms.
-Not for: the passes of the models (`engine.models`).
-"""
+"""Data that kernels (`torch_kernels.Kernels`) and verification rules take and return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.kernels.torch_kernels import Kernels
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -40,98 +35,6 @@ class Filters(NamedTuple):
         """Return the filters after a change of every tensor."""
         min_p, top_k, top_p = (None if one is None else change(one) for one in self[:3])
         return Filters(min_p, top_k, top_p, self.most_k)
-
-
-class Kernels(Protocol):
-    """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
-
-    by_tiles: bool
-    """Whether operations work on tiles of a row. The rules `token`, `block` and `bv_race` then store a sum for each
-    tile instead of whole rows. Filters read no number on the host, so CUDA graphs can record them, and sort no row.
-    """
-
-    def __hash__(self) -> int:
-        """Compare kernels by identity."""
-
-    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
-        """Return [N, V] float32 distributions at positive temperatures; `probs_NV` (contiguous) is the output, if
-        given.
-        """
-
-    def truncated(
-        self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
-    ) -> Tensor:
-        """Return [N, V] float32 distributions of the tokens that min-p and top-k keep, with ties at their edges.
-
-        min-p drops tokens below this share of the most likely token's probability, at the temperature; 0 keeps all.
-        top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter. most_k: no top-k is larger.
-        """
-
-    def distribution(
-        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
-    ) -> Tensor:
-        """Return [N, V] float32 distributions at positive temperatures after min-p, top-k and top-p, in this order.
-
-        Filters keep ties at their edges. probs_NV (contiguous) may be used as the output, if given.
-        """
-
-    def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-        """Return [C] a token from each of the rows, by the inverse of the cumulative sum."""
-
-    def nucleus(self, probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
-        """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
-
-        A row with top_p of 1 or more is unchanged.
-        """
-
-    def surplus_sum(self, chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
-        """Return [C] the float64 sum of (weight * target - draft)+ below every chain's first `depth` tokens."""
-
-    def draw_residual(
-        self, chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
-    ) -> Tensor:
-        """Return [C] the token after the first `accepted_C` tokens of each chain, drawn from its residual.
-
-        The residual is the surplus (weight * target - draft)+. After a whole chain, and without surplus, it is the
-        target.
-        """
-
-    def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-        """Verify every chain by block verification, and race those of each request (`torch_block.py`)."""
-
-    def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-        """Return each request's chain with the smallest score (ties: the first), with its accepted length and next
-        token.
-        """
-
-    def takes_logits(self, logits_NV: Tensor) -> bool:
-        """Whether `decide` supports these logits and is faster than the separate operations."""
-
-    def decide(
-        self,
-        logits_NV: Tensor,
-        temperature_B: Tensor,
-        filters: Filters,
-        starts: Ints,
-        chains: Chains,
-        node_CX: Tensor,
-        numbers: Tensor,
-    ) -> tuple[Ints, Floats]:
-        """Return ([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
-
-        The verdict is that of `race` on `distribution` of the logits; at temperature 0 the longest match with the most
-        likely tokens. The largest numbers show non-finite rows: the largest logit of each of N nodes, then one
-        probability of each of M draft distributions. They are NaN if a logit was, and non-finite if a number of the
-        model was. filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the
-        node below the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers`
-        returns them.
-        """
-
-    def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
-        """Move rows of contiguous [layers, slots, heads, dim] in place, by sequence.
-
-        All rows of a sequence are read before any is written, and no two sequences share a slot.
-        """
 
 
 @dataclass(frozen=True)
@@ -196,12 +99,12 @@ class Chains:
     """Sampling row (0, 1, ...) of each chain."""
     draft: ProbsTable
     """Distributions from which the tokens were drawn."""
+    shape: tuple[int, int]
+    """(number of requests, most chains of one)."""
     leads_CL: Tensor | None = None
     """Whether the chain is the first through its node of each depth; None if no two chains share a draw."""
     shifts: TargetShifts | None = None
     """Changes of the target distribution by earlier steps, by chain; None if there are none."""
-    shape: tuple[int, int] | None = None
-    """(requests, most chains of one), if all of a step's requests are here and the host knows it."""
 
     @property
     def num_chains(self) -> int:
@@ -213,18 +116,16 @@ class Chains:
         """L, the longest chain."""
         return self.tokens_CL.shape[1]
 
-    def select(self, index: Tensor, shape: tuple[int, int] | None = None) -> Chains:
-        """Return the chains at `index`; requests keep their numbers. shape: shape of the selection, if the host
-        knows it.
-        """
+    def select(self, index: Tensor, shape: tuple[int, int]) -> Chains:
+        """Return the chains at `index`; requests keep their numbers. shape: shape of the selection."""
         return Chains(
             self.tokens_CL[index],
             self.length_C[index],
             self.request_C[index],
             self.draft.select(index),
+            shape,
             None if self.leads_CL is None else self.leads_CL[index],
             None if self.shifts is None else self.shifts.select(index),
-            shape,
         )
 
 
@@ -241,13 +142,7 @@ class ChainNoise:
 
     def select(self, index: Tensor) -> ChainNoise:
         """Return the numbers of the chains at `index`."""
-        return ChainNoise(
-            self.accept_CL[index],
-            self.residual_C[index],
-            self.score_C[index],
-            self.chosen_accept_CL[index],
-            self.chosen_residual_C[index],
-        )
+        return ChainNoise(*(getattr(self, one.name)[index] for one in fields(self)))
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,8 @@ def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
     begins_C[1:] = request_C[1:] != request_C[:-1]
     number_C = begins_C.cumsum(0) - 1
     place_C = chain_C - torch.where(begins_C, chain_C, 0).cummax(0).values
-    shape = chains.shape if chains.shape is not None else (int(number_C[-1]) + 1, int(place_C.max()) + 1)
-    chain_BK = torch.zeros(shape, dtype=torch.int64, device=request_C.device)
-    exists_BK = torch.zeros(shape, dtype=torch.bool, device=request_C.device)
+    chain_BK = torch.zeros(chains.shape, dtype=torch.int64, device=request_C.device)
+    exists_BK = torch.zeros(chains.shape, dtype=torch.bool, device=request_C.device)
     chain_BK[number_C, place_C] = chain_C
     exists_BK[number_C, place_C] = exists_BK.new_ones(())  # a number of the host would be waited for
     return chain_BK, exists_BK
@@ -110,7 +109,8 @@ def blocks(chains: Chains, target: ProbsTable) -> Blocks:
 
 def _accept(chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
     """Return [C] h_i at i = `depth`, 0 < i < L; h_L = w_L if the chain ends here."""
-    surplus_C = target.kernels.surplus_sum(chains, target, depth, weight_C)
+    rows = target.rows_at(depth), chains.draft.rows_at(depth)
+    surplus_C = surplus(*rows, weight_C).sum(-1, dtype=torch.float64)
     inner_C = torch.where(weight_C >= 1, 1.0, surplus_C / (surplus_C + 1 - weight_C))
     return torch.where(depth < chains.length_C, inner_C, weight_C)
 

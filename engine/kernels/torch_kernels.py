@@ -1,4 +1,11 @@
-"""The specification of the kernels: every operation as plain operations of torch, for any device."""
+"""Operations with several implementations; here the specification, in plain operations of torch, for any device.
+
+`numba_kernels.py` (CPU) and `triton_kernels.py` (CUDA) override operations by compiled ones, and use the plain ones for
+unsupported inputs. `choosing.py` chooses once, when the engine is built, and compares every operation with these.
+
+To add an operation: a method of `Kernels`, inputs for it in `choosing.py`, and any compiled forms.
+Not for: the passes of the models (`engine.models`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,6 @@ from engine.kernels.protocol import (
     Filters,
     Floats,
     Ints,
-    Kernels,
     KVMoves,
     ProbsTable,
 )
@@ -27,27 +33,28 @@ from engine.kernels.protocol import (
 _TOP_P_WINDOW = 1024
 
 
-class TorchKernels:
-    """Implements `Kernels`; see there for the docstrings."""
+class Kernels:
+    """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
     by_tiles = False
+    """Whether operations work on tiles of a row. The rules `token`, `block` and `bv_race` then store a sum for each
+    tile instead of whole rows. Filters read no number on the host, so CUDA graphs can record them, and sort no row.
+    """
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
+        """Return [N, V] float32 distributions at positive temperatures; `probs_NV` (contiguous) is the output, if
+        given.
+        """
         return torch.softmax(_scaled(logits_NV, temperature_N), -1, out=probs_NV)
-
-    def distribution(
-        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
-    ) -> Tensor:
-        if filters.min_p_N is None and filters.top_k_N is None:
-            found_NV = self.softmax(logits_NV, temperature_N, probs_NV)
-        else:
-            of_logits = filters.min_p_N, filters.top_k_N, filters.most_k
-            found_NV = self.truncated(logits_NV, temperature_N, *of_logits)
-        return found_NV if filters.top_p_N is None else self.nucleus(found_NV, filters.top_p_N)
 
     def truncated(
         self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
     ) -> Tensor:
+        """Return [N, V] float32 distributions of the tokens that min-p and top-k keep, with ties at their edges.
+
+        min-p drops tokens below this share of the most likely token's probability, at the temperature; 0 keeps all.
+        top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter. most_k: no top-k is larger.
+        """
         scaled_NV = _scaled(logits_NV, temperature_N)
         if min_p_N is not None:
             scaled_NV = scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
@@ -61,10 +68,29 @@ class TorchKernels:
             scaled_NV = scaled_NV.masked_fill(scaled_NV < edge_N1, -torch.inf)
         return scaled_NV.softmax(-1)
 
+    def distribution(
+        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
+    ) -> Tensor:
+        """Return [N, V] float32 distributions at positive temperatures after min-p, top-k and top-p, in this order.
+
+        Filters keep ties at their edges. probs_NV (contiguous) may be used as the output, if given.
+        """
+        if filters.min_p_N is None and filters.top_k_N is None:
+            found_NV = self.softmax(logits_NV, temperature_N, probs_NV)
+        else:
+            of_logits = filters.min_p_N, filters.top_k_N, filters.most_k
+            found_NV = self.truncated(logits_NV, temperature_N, *of_logits)
+        return found_NV if filters.top_p_N is None else self.nucleus(found_NV, filters.top_p_N)
+
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        """Return [C] a token from each of the rows, by the inverse of the cumulative sum."""
         return categorical(probs_NV[row_C], uniform_C)
 
     def nucleus(self, probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
+        """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
+
+        A row with top_p of 1 or more is unchanged.
+        """
         num_tokens = probs_NV.shape[-1]
         window = min(_TOP_P_WINDOW, num_tokens)
         largest_NW = probs_NV.topk(window, dim=-1).values
@@ -80,22 +106,28 @@ class TorchKernels:
         kept_mass_N1 = kept_NV.sum(-1, keepdim=True)
         return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, probs_NV)
 
-    def surplus_sum(self, chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
-        rows = target.rows_at(depth), chains.draft.rows_at(depth)
-        return torch_block.surplus(*rows, weight_C).sum(-1, dtype=torch.float64)
-
     def draw_residual(
         self, chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
     ) -> Tensor:
+        """Return [C] the token after the first `accepted_C` tokens of each chain, drawn from its residual.
+
+        The residual is the surplus (weight * target - draft)+. After a whole chain, and without surplus, it is the
+        target.
+        """
         return categorical(torch_block.residual(chains, target, accepted_C, weight_C), uniform_C)
 
     def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
+        """Verify every chain by block verification, and race those of each request (`torch_block.py`)."""
         return torch_block.race(chains, target, noise)
 
     def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
+        """Return each request's chain with the smallest score (ties: the first), with its accepted length and next
+        token.
+        """
         return torch_block.winners(chains, score_C, accepted_C, next_token_C)
 
     def takes_logits(self, _logits_NV: Tensor) -> bool:
+        """Whether `decide` supports these logits and is faster than the separate operations."""
         return False
 
     def decide(
@@ -108,6 +140,15 @@ class TorchKernels:
         node_CX: Tensor,
         numbers: Tensor,
     ) -> tuple[Ints, Floats]:
+        """Return ([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
+
+        The verdict is that of `race` on `distribution` of the logits; at temperature 0 the longest match with the most
+        likely tokens. The largest numbers show non-finite rows: the largest logit of each of N nodes, then one
+        probability of each of M draft distributions. They are NaN if a logit was, and non-finite if a number of the
+        model was. filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the
+        node below the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers`
+        returns them.
+        """
         counts_B = torch.from_numpy(np.diff(starts)).to(logits_NV.device)
         temperature_N = torch.where(temperature_B > 0, temperature_B, 1.0).repeat_interleave(counts_B)
         probs_NV = self.distribution(
@@ -126,6 +167,10 @@ class TorchKernels:
         return torch.where(temperature_B > 0, drawn_3B, certain_3B).cpu().numpy(), largest.double().cpu().numpy()
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
+        """Move rows of contiguous [layers, slots, heads, dim] in place, by sequence.
+
+        All rows of a sequence are read before any is written, and no two sequences share a slot.
+        """
         pairs = torch.from_numpy(np.concatenate(moves)).to(storages[0].device, non_blocking=True)
         source, destination = pairs[:, 0], pairs[:, 1]
         for storage in storages:
@@ -141,4 +186,4 @@ def _scaled(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
 
 
-TORCH: Final[Kernels] = TorchKernels()
+TORCH: Final = Kernels()

@@ -23,8 +23,8 @@ from engine.kernels.triton_rows import ANYWHERE, TILE, draw_token, weights_of
 # Each kernel has one specialisation (`triton_rows.ANYWHERE`), which depends on no number that changes between steps.
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
 _LEAST_BLOCK = 16
-MOST_CHAINS = 1024
-"""Most chains of a step: each program of a race reads all of them."""
+_USUAL_CHAINS = 1024
+"""Each program of a race reads all chains of a step; the kernel is compiled once for up to this number of them."""
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
@@ -137,14 +137,8 @@ def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests,
     tl.store(to + 2 * num_requests, tl.load(tokens + winner))
 
 
-def takes(chains: Chains) -> bool:
-    """Whether the kernels support these chains: the host must know their requests."""
-    return chains.shape is not None and chains.num_chains <= MOST_CHAINS
-
-
 def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Return `torch_block.race`."""
-    assert chains.shape is not None
     num_chains, length = chains.num_chains, chains.max_length
     probs_NV, draft_NV = target.probs_NV, chains.draft.probs_NV
     assert probs_NV.is_contiguous(), "a distribution's rows must be contiguous"
@@ -172,11 +166,10 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
     """Return `torch_block.winners`."""
-    assert chains.shape is not None
-    num_requests = chains.shape[0]
+    num_requests, block = chains.shape[0], max(_USUAL_CHAINS, triton.next_power_of_2(chains.num_chains))
     verdict_3B = torch.empty((3, num_requests), dtype=torch.int64, device=score_C.device)
     _race[(num_requests,)](
         chains.request_C.contiguous(), score_C.contiguous(), accepted_C.contiguous(), next_token_C.contiguous(),
-        verdict_3B, chains.num_chains, num_requests, block=MOST_CHAINS,
+        verdict_3B, chains.num_chains, num_requests, block=block,
     )  # fmt: skip
     return ChainVerdict(*verdict_3B)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.kernels import triton_block, triton_keep, triton_nucleus, triton_rows
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, KVMoves, ProbsTable
-from engine.kernels.torch_kernels import TorchKernels
-from engine.kernels.triton_rows import Surplus
+from engine.kernels.torch_kernels import Kernels
+from engine.kernels.triton_rows import Subtracted
 
 _USUAL_MOVES = 32
 """Usual maximum of moves per sequence. The kernel is compiled for a padded number of moves, so usual steps share one
@@ -20,8 +20,8 @@ compiled kernel.
 """
 
 
-class TritonKernels(TorchKernels):
-    """Implements `Kernels`."""
+class TritonKernels(Kernels):
+    """Compiled operations."""
 
     by_tiles = True
 
@@ -35,37 +35,30 @@ class TritonKernels(TorchKernels):
 
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         if probs_NV.is_contiguous():
-            return Surplus(probs_NV, row_C).draw(uniform_C)
+            return triton_rows.draw(probs_NV, row_C, uniform_C)
         return super().draw(probs_NV, row_C, uniform_C)
 
     def nucleus(self, probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
         return triton_nucleus.nucleus(probs_NV, top_p_N)
 
-    def surplus_sum(self, chains: Chains, target: ProbsTable, depth: int, weight_C: Tensor) -> Tensor:
-        draft = chains.draft
-        rows_C = target.row_CX[:, depth], draft.row_CX[:, depth]
-        return Surplus(target.probs_NV, rows_C[0], weight_C, draft.probs_NV, rows_C[1]).sum()
-
     def draw_residual(
         self, chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
     ) -> Tensor:
-        target_row_C = target.row_CX.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
+        row_C = target.row_CX.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
         if chains.max_length == 0:
-            return Surplus(target.probs_NV, target_row_C).draw(uniform_C)
-        within_C = accepted_C.clamp(max=chains.max_length - 1)
-        draft_row_C = chains.draft.row_CX.gather(1, within_C.unsqueeze(1)).squeeze(1)
-        surplus_C = Surplus(target.probs_NV, target_row_C, weight_C, chains.draft.probs_NV, draft_row_C)
-        return surplus_C.draw(uniform_C, accepted_C < chains.length_C)
+            return triton_rows.draw(target.probs_NV, row_C, uniform_C)
+        within_C1 = accepted_C.clamp(max=chains.max_length - 1).unsqueeze(1)
+        draft_row_C = chains.draft.row_CX.gather(1, within_C1).squeeze(1)
+        less = Subtracted(chains.draft.probs_NV, draft_row_C, weight_C, accepted_C < chains.length_C)
+        return triton_rows.draw(target.probs_NV, row_C, uniform_C, less)
 
     def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-        if chains.max_length and triton_block.takes(chains):
+        if chains.max_length:
             return triton_block.race(chains, target, noise)
         return super().race(chains, target, noise)
 
     def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-        if triton_block.takes(chains):
-            return triton_block.winners(chains, score_C, accepted_C, next_token_C)
-        return super().winners(chains, score_C, accepted_C, next_token_C)
+        return triton_block.winners(chains, score_C, accepted_C, next_token_C)
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
         move_SM2 = torch.from_numpy(_padded(moves)).to(storages[0].device, non_blocking=True)

@@ -14,6 +14,7 @@ Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -141,12 +142,12 @@ def draw_token(
 @triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _draw(
     target, target_rows, draft, draft_rows, weights, wanted, surplus_sums, target_sums, uniforms, tokens,
-    width, num_tiles, tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr, has_wanted: tl.constexpr,
+    width, num_tiles, tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr,
 ):  # fmt: skip
     chain = tl.program_id(0)
     row, other = tl.load(target_rows + chain), tl.load(draft_rows + chain)
     is_wanted = tl.full([], 1, tl.int1)
-    if has_wanted:
+    if has_draft:
         is_wanted = tl.load(wanted + chain) != 0
     token = draw_token(
         target + row * width, draft + other * width, tl.load(weights + chain), is_wanted,
@@ -188,56 +189,39 @@ def softmax(
     return probs_NV
 
 
-class Surplus:
-    """Mass (weight * target - draft)+ of C pairs of rows; a target row alone if there is no draft distribution."""
+class Subtracted(NamedTuple):
+    """Draft rows that are subtracted from C target rows."""
 
-    def __init__(
-        self,
-        target_NV: Tensor,
-        target_row_C: Tensor,
-        weight_C: Tensor | None = None,
-        draft_MV: Tensor | None = None,
-        draft_row_C: Tensor | None = None,
-    ) -> None:
-        """Check the layout of the rows.
+    draft_MV: Tensor
+    row_C: Tensor
+    weight_C: Tensor
+    """Weight of the target, float64."""
+    wanted_C: Tensor
+    """Whether the surplus is drawn from, and not the target."""
 
-        target_NV, draft_NV: distributions, contiguous; weight_C: float64.
-        """
-        assert target_NV.is_contiguous(), "a distribution's rows must be contiguous"
-        self._has_draft = draft_MV is not None
-        self._target_row_C = target_row_C.contiguous()
-        draft_row_C = self._target_row_C if draft_row_C is None else draft_row_C.contiguous()
-        if weight_C is None:
-            # The weight is not used without a draft distribution.
-            own = self._target_row_C
-            weight_C = torch.ones_like(own, dtype=torch.float64) if self._has_draft else own
-        draft_MV = target_NV if draft_MV is None else draft_MV
-        assert draft_MV.is_contiguous(), "a distribution's rows must be contiguous"
-        self._operands = (target_NV, self._target_row_C, draft_MV, draft_row_C, weight_C.contiguous())
-        self._width, self._num_chains = target_NV.shape[1], len(target_row_C)
-        self._num_tiles = triton.cdiv(self._width, TILE)
-        shape = (self._num_chains, self._num_tiles)
-        self._surplus_CT, self._target_CT = (
-            torch.empty(shape, dtype=torch.float64, device=target_NV.device) for _ in range(2)
-        )
-        if self._num_chains:
-            _sum_tiles[shape](
-                *self._operands, self._surplus_CT, self._target_CT,
-                self._width, self._num_tiles, tile=TILE, has_draft=self._has_draft,
-            )  # fmt: skip
 
-    def sum(self) -> Tensor:
-        """Return [C] the sums, float64."""
-        return self._surplus_CT.sum(1)
+def draw(target_NV: Tensor, row_C: Tensor, uniform_C: Tensor, less: Subtracted | None = None) -> Tensor:
+    """Return [C] tokens from target rows, or from their surplus (weight * target - draft)+ if it is wanted and
+    there is any.
 
-    def draw(self, uniform_C: Tensor, wanted_C: Tensor | None = None) -> Tensor:
-        """Return [C] tokens from each surplus, or from the target if `wanted_C` is false or the surplus is empty."""
-        token_C = torch.empty_like(self._target_row_C)
-        if self._num_chains:
-            _draw[(self._num_chains,)](
-                *self._operands, self._operands[1] if wanted_C is None else wanted_C.contiguous().view(torch.int8),
-                self._surplus_CT, self._target_CT, uniform_C.contiguous(), token_C, self._width, self._num_tiles,
-                tile=TILE, tiles=triton.next_power_of_2(self._num_tiles),
-                has_draft=self._has_draft, has_wanted=wanted_C is not None,
-            )  # fmt: skip
-        return token_C
+    target_NV, draft_MV: distributions, contiguous.
+    """
+    row_C = row_C.contiguous()
+    # Without draft rows the others are not read.
+    draft_MV, *others = (target_NV, row_C, row_C, row_C) if less is None else less
+    assert target_NV.is_contiguous(), "a distribution's rows must be contiguous"
+    assert draft_MV.is_contiguous(), "a distribution's rows must be contiguous"
+    draft_row_C, weight_C, wanted_C = (one.contiguous() for one in others)
+    wanted_C = wanted_C if less is None else wanted_C.view(torch.int8)
+    num_chains, width = len(row_C), target_NV.shape[1]
+    num_tiles, token_C = triton.cdiv(width, TILE), torch.empty_like(row_C)
+    surplus_CT, target_CT = torch.empty((2, num_chains, num_tiles), dtype=torch.float64, device=target_NV.device)
+    if num_chains:
+        rows, sizes = (target_NV, row_C, draft_MV, draft_row_C, weight_C), (width, num_tiles)
+        constants = {"tile": TILE, "has_draft": less is not None}
+        _sum_tiles[(num_chains, num_tiles)](*rows, surplus_CT, target_CT, *sizes, **constants)
+        _draw[(num_chains,)](
+            *rows, wanted_C, surplus_CT, target_CT, uniform_C.contiguous(), token_C, *sizes,
+            tiles=triton.next_power_of_2(num_tiles), **constants,
+        )  # fmt: skip
+    return token_C

@@ -17,8 +17,8 @@ from engine.attention.groups import groups_of
 from engine.attention.inputs import NO_NODES, Ints, SequenceInput, StepLayout, build, build_all
 from engine.attention.paged import DevicePass, on_host, upload
 from engine.attention.tensors import KVShape, KVTensors
-from engine.kernels.protocol import Kernels, KVMoves
-from engine.kernels.torch_kernels import TORCH
+from engine.kernels.protocol import KVMoves
+from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.parallel import Ranks
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.protocol import Filters, Kernels
+from engine.kernels.protocol import Filters
+from engine.kernels.torch_kernels import Kernels
 from engine.request import Sampling
 
 

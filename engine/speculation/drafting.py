@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import Kernels
+from engine.kernels.torch_kernels import Kernels
 from engine.speculation.rule_facts import MOST_LIKELY
 
 

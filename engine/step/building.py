@@ -27,7 +27,7 @@ from engine.drafting.one_pass import BlockDrafter, MaskDrafter
 from engine.errors import ConfigError
 from engine.grammar.grammar import GrammarPool
 from engine.kernels.choosing import choose
-from engine.kernels.protocol import Kernels
+from engine.kernels.torch_kernels import Kernels
 from engine.models.heads.head import Head
 from engine.models.heads.runner import HeadBackend, HeadRunner, TorchHead
 from engine.models.host import most_cores

@@ -237,7 +237,7 @@ def observe_gap(
         root_1V, DistributionParameters.of([row.sampling], logits_NV.device, draft.parameters.kernels)
     ).double()
     mine = to_device(np.flatnonzero(draft.layout.request_C == number)[: row.num_drafts], p_1V.device)
-    chains = draft.chains.select(mine)
+    chains = draft.chains.select(mine, (1, row.num_drafts))
     q_1V = chains.draft.rows_at(0)[:1].double()
     if chains.shifts is not None:
         zero_1 = torch.zeros_like(mine[:1])

@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[Callable[[KernelGroup], None], Any, str, Any]] = {
         gpu_kernels.layers, triton_layer, "rotate_and_write",
         lambda right, joined, rotation, *rest: right(joined, rotation[::-1], *rest),
     ),
-    "draws": (gpu_kernels.draws, triton_rows.Surplus, "draw", lambda right, self, *rest: right(self, *rest) + 1),
+    "draws": (gpu_kernels.draws, triton_rows, "draw", lambda right, *rest: right(*rest) + 1),
     "verdicts": (
         gpu_kernels.verdicts, triton_block, "winners",
         lambda right, chains, score, accepted, token: right(chains, -score, accepted, token),

@@ -230,7 +230,7 @@ class Checked:
         name = "nss" if row.sampling.is_certain else asked.rule if row.fanout else "block"
         lossy = OverAcceptance(asked.over_acceptance, asked.over_acceptance_residual)
         verify = lossy if asked.over_acceptance and row.fanout else RULES[name].verify
-        alone = verify(chains.select(index), target.select(index), noise.select(index))
+        alone = verify(chains.select(index, (1, len(index))), target.select(index), noise.select(index))
         rank, accepted = int(alone.chain_B[0]), int(alone.accepted_B[0])
         tokens = chains.tokens_CL[mine][rank, :accepted].tolist()
         shifts = alone.shifts

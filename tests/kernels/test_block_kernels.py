@@ -16,8 +16,8 @@ from _pytest.mark import ParameterSet
 from engine.kernels import numba_block, triton_block
 from engine.kernels.draw import categorical
 from engine.kernels.numba_kernels import NumbaKernels
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, ProbsTable
-from engine.kernels.torch_kernels import TORCH, TorchKernels
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
+from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.speculation.verification.chain_rules import verify_race
 from tests.engine import tiny
 from tests.grid import grid
@@ -92,9 +92,9 @@ CASES = {
 
 
 @pytest.fixture(params=["Triton", "Numba"])
-def kernels(request: pytest.FixtureRequest) -> TorchKernels:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Kernels of a compiler."""
-    kernels: TorchKernels = kernels_of(request.param)()
+    kernels: Kernels = kernels_of(request.param)()
     return kernels
 
 
@@ -114,13 +114,13 @@ def of_compilers(names: Iterable[str], of_triton: Container[str]) -> list[Parame
 @pytest.mark.parametrize(
     ("kernels", "name"), of_compilers(CASES, ("filtered", "as many as they are")), indirect=["kernels"]
 )
-def test_verdicts_are_those_of_the_plain_race(name: str, kernels: TorchKernels) -> None:
+def test_verdicts_are_those_of_the_plain_race(name: str, kernels: Kernels) -> None:
     expected = verdict(verify_race, CASES[name](), TORCH)
     assert verdict(verify_race, CASES[name](), kernels) == expected
     assert len(set(expected[1])) > 1 or name in ("one token", "ends of the numbers")
 
 
-def test_verdicts_are_those_of_plain_block_verification(kernels: TorchKernels) -> None:
+def test_verdicts_are_those_of_plain_block_verification(kernels: Kernels) -> None:
     expected = verdict(verify_race, CASES["one chain each"](), TORCH)
     assert verdict(verify_race, CASES["one chain each"](), kernels) == expected
 
@@ -137,20 +137,19 @@ WRONG: dict[str, Callable[[Chains, ProbsTable, ChainNoise], Case]] = {
 @pytest.mark.parametrize(
     ("kernels", "wrong"), of_compilers(WRONG, ("one number for two decisions",)), indirect=["kernels"]
 )
-def test_the_comparison_has_teeth(wrong: str, kernels: TorchKernels) -> None:
+def test_the_comparison_has_teeth(wrong: str, kernels: Kernels) -> None:
     right = CASES["several chains"]()
     expected = verdict(verify_race, right, TORCH)
     assert verdict(verify_race, WRONG[wrong](*right), kernels) != expected
 
 
-def test_what_the_kernels_cannot_know_stays_plain(kernels: TorchKernels) -> None:
-    """Chains whose requests the host does not know, none at all, and distributions that do not lie in one piece."""
+def test_what_the_kernels_do_not_take_stays_plain(kernels: Kernels) -> None:
+    """Chains without tokens, and distributions that do not lie in one piece."""
     chains, target, noise = CASES["several chains"]()
     module = numba_block if isinstance(kernels, NumbaKernels) else triton_block
     with calls_of(module, "race") as races:
         kernels.race(chains, target, noise)
         assert len(races) == 1
-        kernels.race(replace(chains, shape=None), target, noise)
         nothing = replace(chains, tokens_CL=chains.tokens_CL[:, :0], length_C=0 * chains.length_C)
         kernels.race(nothing, target, replace(noise, accept_CL=noise.accept_CL[:, :0]))
         if isinstance(kernels, NumbaKernels):
@@ -167,7 +166,7 @@ def test_a_shape_of_other_requests_is_found() -> None:
             kernels.race(replace(chains, shape=(count, 4)), target, noise)
 
 
-def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels: TorchKernels) -> None:
+def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels: Kernels) -> None:
     chains, target, noise = CASES["several chains"]()
     draft_NV = chains.draft.probs_NV.clone()
     draft_NV[chains.draft.row_CX[:, 1], chains.tokens_CL[:, 1]] = 0
@@ -180,7 +179,7 @@ def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("whose", ["target", "draft"])
-def test_a_request_whose_scores_are_not_numbers_reads_no_memory_of_others(whose: str, kernels: TorchKernels) -> None:
+def test_a_request_whose_scores_are_not_numbers_reads_no_memory_of_others(whose: str, kernels: Kernels) -> None:
     """Its verdict is not used, but it must be one: a chain of the request, its length, and a token."""
     chains, target, noise = case([2, 3, 1], 3, seed=5)
     broken = chains.request_C == 3

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine.errors import LoadError
 from engine.kernels import choosing, usable
 from engine.kernels.choosing import cases, choose, find_fault
-from engine.kernels.protocol import ChainVerdict, Kernels
-from engine.kernels.torch_kernels import TORCH, TorchKernels
+from engine.kernels.protocol import ChainVerdict
+from engine.kernels.torch_kernels import TORCH, Kernels
 from tests.engine import tiny
 from tests.grid import grid
 from tests.wrong import instead
@@ -26,12 +26,12 @@ DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
 OWN = {
     "Numba": ("distribution", "draw", "race", "decide"),
-    "Triton": ("softmax", "truncated", "draw", "nucleus", "surplus_sum", "draw_residual", "race", "winners", "move"),
+    "Triton": ("softmax", "truncated", "draw", "nucleus", "draw_residual", "race", "winners", "move"),
 }
 EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]
 
 
-def kernels_of(compiler: str) -> type[TorchKernels]:
+def kernels_of(compiler: str) -> type[Kernels]:
     """The class of a compiler's kernels; Triton's run in the interpreter on a CPU."""
     if compiler == "Numba":
         if DEVICE.type != "cpu":
@@ -49,7 +49,7 @@ def test_the_specification_and_the_cases_have_every_operation() -> None:
 @pytest.mark.parametrize("compiler", OWN)
 def test_what_a_compiler_has_is_known(compiler: str) -> None:
     kind = kernels_of(compiler)
-    assert {name for name in CASES if getattr(kind, name) is not getattr(TorchKernels, name)} == set(OWN[compiler])
+    assert {name for name in CASES if getattr(kind, name) is not getattr(Kernels, name)} == set(OWN[compiler])
 
 
 @pytest.mark.parametrize(("compiler", "name"), EVERY)
@@ -71,7 +71,6 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
     "draw": {"next": lambda found: found + 1, "another row": lambda found: found.flip(0)},
     "nucleus": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
     "truncated": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
-    "surplus_sum": {"scaled": scaled},
     "draw_residual": {"next": lambda found: found + 1, "another chain": lambda found: found.roll(1)},
     **{
         operation: {
@@ -104,7 +103,7 @@ def test_wrong_results_are_found(compiler: str, name: str, wrong: str) -> None:
 def test_moves_one_after_the_other_are_found() -> None:
     """A move reads what another one of its sequence has written."""
 
-    class InTurn(TorchKernels):
+    class InTurn(Kernels):
         def move(self, storages: Any, moves: Any) -> None:
             for move in [one for of_sequence in moves for one in of_sequence]:
                 TORCH.move(storages, [[move]])
@@ -115,7 +114,7 @@ def test_moves_one_after_the_other_are_found() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_wrong_operation_is_replaced(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
-    class Some(TorchKernels):
+    class Some(Kernels):
         by_tiles = True
 
         def softmax(self, *operands: Any) -> Tensor:
@@ -142,7 +141,7 @@ def test_a_compiler_that_is_missing_leaves_plain_operations(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "engine.kernels.numba_kernels", None)
     monkeypatch.setitem(__import__("sys").modules, "engine.kernels.triton_kernels", None)
-    assert type(choose.__wrapped__(DEVICE)) is TorchKernels
+    assert type(choose.__wrapped__(DEVICE)) is Kernels
     assert "plain operations instead of kernels" in caplog.text
 
 
@@ -151,10 +150,10 @@ def test_a_cpu_s_kernels_are_chosen_once() -> None:
         pytest.skip("kernels of a CPU")
     assert type(choose(DEVICE)) is kernels_of("Numba")
     assert choose(DEVICE) is choose(torch.device("cpu"))
-    assert type(choose(torch.device("meta"))) is TorchKernels
+    assert type(choose(torch.device("meta"))) is Kernels
 
 
-class Failing(TorchKernels):
+class Failing(Kernels):
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 

@@ -20,7 +20,7 @@ from engine.sampling.distribution import DistributionParameters, distribution  #
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 from tests.sampling.test_distribution import reference  # noqa: E402
-from tests.wrong import calls_of  # noqa: E402
+from tests.wrong import calls_of, instead  # noqa: E402
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 KERNELS = NumbaKernels()
@@ -173,7 +173,7 @@ def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
     distributions = (random_logits(3) / 3).softmax(1)
     rows, uniform = torch.tensor([2, 0, 2, 1]), torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64)
     expected = categorical(distributions[rows], uniform)
-    with calls_of(numba_rows, "_draw") as calls:
+    with calls_of(numba_rows, "draw") as calls:
         for one, count in ((distributions, 1), (distributions.double(), 1), (distributions.T.contiguous().T, 1)):
             assert torch.equal(KERNELS.draw(one, rows, uniform), expected)
             assert len(calls) == count
@@ -254,10 +254,9 @@ def differing(rows: ModuleType) -> list[tuple[int, Sampling]]:
     for number, logits in enumerate(rows_of_filters()):
         one = logits.unsqueeze(0).repeat(len(FILTERS), 1)
         parameters = DistributionParameters.of(FILTERS, tiny.DEVICE, TORCH)
-        distributions, plain = (
-            rows.distribution(one, parameters.temperature_N, parameters.filters),
-            distribution(one, parameters),
-        )
+        with instead(numba_rows, "distributions", lambda _, *operands: rows.distributions(*operands)):
+            distributions = KERNELS.distribution(one, parameters.temperature_N, parameters.filters)
+        plain = distribution(one, parameters)
         for probs_V, plain_V, sampling in zip(distributions, plain, FILTERS, strict=True):
             if not (torch.equal(probs_V > 0, plain_V > 0) and torch.allclose(probs_V, plain_V, rtol=1e-5, atol=1e-12)):
                 found.append((number, sampling))

@@ -16,13 +16,12 @@ from torch import Tensor
 
 triton_rows = pytest.importorskip("engine.kernels.triton_rows")
 
-from engine.kernels import triton_kernels  # noqa: E402
 from engine.kernels.draw import categorical  # noqa: E402
-from engine.kernels.protocol import ChainNoise, Chains, Kernels, ProbsTable  # noqa: E402
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable  # noqa: E402
 from engine.kernels.torch_block import residual  # noqa: E402
-from engine.kernels.torch_kernels import TORCH  # noqa: E402
+from engine.kernels.torch_kernels import TORCH, Kernels  # noqa: E402
 from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
-from engine.kernels.triton_rows import Surplus  # noqa: E402
+from engine.kernels.triton_rows import Subtracted  # noqa: E402
 from engine.request import Sampling  # noqa: E402
 from engine.sampling.distribution import DistributionParameters, distribution  # noqa: E402
 from engine.speculation.verification.chain_rules import verify_race, verify_token  # noqa: E402
@@ -87,7 +86,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
     uniform = (torch.arange(count, device=DEVICE, dtype=torch.float64) + 0.5) / count
     for row in range(3):
         rows = torch.full((count,), row, device=DEVICE)
-        drawn, expected = Surplus(distributions, rows).draw(uniform), categorical(distributions[rows], uniform)
+        drawn, expected = triton_rows.draw(distributions, rows, uniform), categorical(distributions[rows], uniform)
         # Sums of another order may put a border on the other side of a number of the grid.
         assert (drawn != expected).sum() <= 1
         assert (drawn[1:] >= drawn[:-1]).all()
@@ -101,19 +100,18 @@ def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
     distributions[2, triton_rows.TILE - 1 : triton_rows.TILE + 1] = torch.tensor([1e-38, 1.0], device=DEVICE)
     ends = torch.tensor([2.0**-54, 1 - 2.0**-53], dtype=torch.float64, device=DEVICE)
 
-    def draw(row: int, **more: Tensor) -> list[int]:
-        drawn: list[int] = Surplus(distributions, torch.full((2,), row, device=DEVICE), **more).draw(ends).tolist()
+    def draw(row: int, less: Subtracted | None = None) -> list[int]:
+        rows = torch.full((2,), row, device=DEVICE)
+        drawn: list[int] = triton_rows.draw(distributions, rows, ends, less).tolist()
         return drawn
 
     assert draw(0) == [WIDTH - 1] * 2
     assert draw(1) == [5, WIDTH - 2]
     assert draw(2)[1] == triton_rows.TILE
     one = torch.ones(2, dtype=torch.float64, device=DEVICE)
-    same = {"weight_C": one, "draft_MV": distributions, "draft_row_C": torch.ones(2, dtype=torch.int64, device=DEVICE)}
-    assert draw(1, **same) == [5, WIDTH - 2], "without a surplus the target's distribution is drawn from"
-    assert draw(0, **same) == [WIDTH - 1] * 2
-    nothing_left = Surplus(distributions, torch.full((2,), 1, device=DEVICE), **same)
-    assert nothing_left.draw(ends, torch.ones(2, dtype=torch.bool, device=DEVICE)).tolist() == [5, WIDTH - 2]
+    same = Subtracted(distributions, one.long(), one, one.bool())
+    assert draw(1, same) == [5, WIDTH - 2], "without a surplus the target's distribution is drawn from"
+    assert draw(0, same) == [WIDTH - 1] * 2
 
 
 def chains_of(
@@ -132,23 +130,22 @@ def chains_of(
     uniform = torch.from_numpy(chance.random(count * length)).to(DEVICE)
     tokens_CL = categorical(draft.probs_NV, uniform).view(count, length)
     request_C = torch.arange(num_requests, device=DEVICE).repeat_interleave(num_chains)
-    return Chains(tokens_CL, length_C, request_C, draft), target
+    return Chains(tokens_CL, length_C, request_C, draft, (num_requests, num_chains)), target
 
 
-@pytest.mark.parametrize(("verify", "num_chains"), [(verify_token, 1), (verify_race, 1), (verify_race, 3)])
-def test_rules_decide_the_same(verify: object, num_chains: int) -> None:
-    assert callable(verify)
+def test_token_verification_decides_the_same() -> None:
+    """The race is compared in `test_block_kernels.py`."""
     chance = np.random.default_rng(3)
-    chains, target = chains_of(chance, 12, num_chains, 3)
+    chains, target = chains_of(chance, 12, 1, 3)
     numbers = torch.from_numpy(chance.random((9, chains.num_chains))).to(DEVICE)
     noise = ChainNoise(numbers[:3].T, numbers[3], numbers[4], numbers[5:8].T, numbers[8])
-    plain = verify(chains, replace(target, kernels=TORCH), noise)
+    plain = verify_token(chains, replace(target, kernels=TORCH), noise)
     parts = ("chain_B", "accepted_B", "next_token_B")
-    found = verify(chains, target, noise)
+    found = verify_token(chains, target, noise)
     assert all(torch.equal(getattr(found, part), getattr(plain, part)) for part in parts)
     # The wrong variant leaves the draft distribution out.
-    with instead(triton_kernels, "Surplus", lambda surplus, probs_NV, row_C, *_: surplus(probs_NV, row_C)):
-        assert not torch.equal(verify(chains, target, noise).next_token_B, plain.next_token_B)
+    with instead(triton_rows, "draw", lambda right, *operands: right(*operands[:3])):
+        assert not torch.equal(verify_token(chains, target, noise).next_token_B, plain.next_token_B)
     assert 0 < int(plain.accepted_B.sum()) < int(chains.length_C.sum())
 
 
@@ -161,17 +158,11 @@ def test_residuals_are_those_of_the_plain_path() -> None:
     weight_C = torch.linspace(0.3, 1, 8, dtype=torch.float64, device=DEVICE)
     uniform_C = torch.from_numpy(chance.random(8)).to(DEVICE)
 
-    def residuals(kernels: Kernels) -> list[Tensor]:
-        sums = [kernels.surplus_sum(chains, target, depth, weight_C) for depth in range(3)]
-        return [kernels.draw_residual(chains, target, depth_C, weight_C, uniform_C), *sums]
+    def residuals(kernels: Kernels) -> Tensor:
+        return kernels.draw_residual(chains, target, depth_C, weight_C, uniform_C)
 
-    plain = residuals(TORCH)
     assert residual(chains, target, depth_C, weight_C).dtype == target.probs_NV.dtype
-    found = residuals(KERNELS)
-    assert torch.equal(found[0], plain[0])
-    for sums, expected in zip(found[1:], plain[1:], strict=True):
-        assert expected.dtype == torch.float64
-        torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
+    assert torch.equal(residuals(KERNELS), residuals(TORCH))
 
 
 def test_rows_that_do_not_speculate_draw_from_their_distribution() -> None:
@@ -179,7 +170,7 @@ def test_rows_that_do_not_speculate_draw_from_their_distribution() -> None:
     nothing = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)
     number = torch.arange(2, device=DEVICE)
     draft = ProbsTable(distributions[:0], nothing, KERNELS)
-    chains = Chains(nothing, torch.zeros_like(number), number, draft)
+    chains = Chains(nothing, torch.zeros_like(number), number, draft, (2, 1))
     uniform = torch.tensor([0.2, 0.8], dtype=torch.float64, device=DEVICE)
     empty = nothing.double()
     noise = ChainNoise(empty, uniform, uniform, empty, uniform)
@@ -193,7 +184,7 @@ def test_a_row_is_drawn_from_by_the_kernels_or_without_them() -> None:
     rows = torch.tensor([2, 0, 2, 1], device=DEVICE)
     uniform = torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64, device=DEVICE)
     expected = categorical(distributions[rows], uniform)
-    with calls_of(Surplus, "draw") as calls:
+    with calls_of(triton_rows, "draw") as calls:
         assert torch.equal(KERNELS.draw(distributions, rows, uniform), expected)
         assert torch.equal(KERNELS.draw(distributions.T.contiguous().T, rows, uniform), expected)
     assert len(calls) == 1

@@ -136,18 +136,18 @@ NUMBERS = """
 import hashlib
 import torch
 import transformers
-from engine.kernels import numba_rows
+from engine.kernels.numba_kernels import NumbaKernels
 from engine.kernels.protocol import Filters
 from engine.models.cpu_decoder import CpuDecoder
 from tests.models.test_cpu_decoder import MODELS, numbers, randomised
 
 loaded = randomised(MODELS["llama"], seed=5)
 found = list(numbers(loaded, CpuDecoder(loaded.model)))
-logits = 3 * torch.randn(40, 5000, generator=torch.Generator().manual_seed(3))
-distributions = numba_rows.distribution(logits, torch.full((40,), 0.8), Filters())
+kernels, logits = NumbaKernels(), 3 * torch.randn(40, 5000, generator=torch.Generator().manual_seed(3))
+distributions = kernels.distribution(logits, torch.full((40,), 0.8), Filters())
 filters = Filters(top_k_N=torch.arange(40), top_p_N=torch.full((40,), 0.9), most_k=39)
-found.append(numba_rows.distribution(logits, torch.full((40,), 0.8), filters))
-draws = numba_rows.draw(distributions, torch.arange(40), torch.linspace(0, 0.99, 40, dtype=torch.float64))
+found.append(kernels.distribution(logits, torch.full((40,), 0.8), filters))
+draws = kernels.draw(distributions, torch.arange(40), torch.linspace(0, 0.99, 40, dtype=torch.float64))
 found += [distributions, draws]
 print("numbers", *(hashlib.sha256(one.contiguous().numpy().tobytes()).hexdigest() for one in found))
 """

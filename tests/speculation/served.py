@@ -21,7 +21,8 @@ from torch import Tensor
 
 from analysis.enumeration import EveryChain, Path, RuleOutcome, TabularModel, rule_outcomes
 from engine.kernels.choosing import choose
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, ProbsTable, TargetShifts
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TargetShifts
+from engine.kernels.torch_kernels import Kernels
 from engine.plan import TargetShift
 from engine.speculation.drafting import children, method_below
 from engine.speculation.rule_facts import MOST_LIKELY
@@ -182,8 +183,6 @@ class Batch:
     ) -> None:
         """num_requests: of every kind."""
         self.kinds, self.kernels = kinds, kernels
-        # As the engine has it; other laws than the engine's are verified by plain operations.
-        self._knows_shape = dtype == torch.float32
         self.nodes = WorldNodes.of([kind.world for kind in kinds], dtype)
         self.chance = np.random.default_rng(seed)
         self.kind_B = torch.arange(len(kinds)).repeat(num_requests)
@@ -241,15 +240,14 @@ class Batch:
                 chain_RK = first_B[mine].unsqueeze(1) + torch.arange(kind.num_chains)
                 self._draw(kind, chain_RK, node_B[mine], tokens_CL, leads_CL, node_CX)
         is_tree = any(count > 1 for kind in self.kinds for count in kind.fanout[1:])
-        shape = (len(request_B), int(count_B.max()))
         chains = Chains(
             tokens_CL,
             length_B.repeat_interleave(count_B),
             torch.arange(len(request_B)).repeat_interleave(count_B),
             ProbsTable(self.nodes.draft_NV, node_CX[:, :length], self.kernels),
+            (len(request_B), int(count_B.max())),
             leads_CL if is_tree else None,
             None if self.shifts is None else self.shifts.select(request_B.repeat_interleave(count_B)),
-            shape if is_tree or self._knows_shape else None,
         )
         return chains, ProbsTable(self.nodes.target_NV, node_CX, self.kernels)
 

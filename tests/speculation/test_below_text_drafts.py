@@ -26,8 +26,8 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
-from engine.kernels.protocol import ChainNoise, Kernels, ProbsTable
-from engine.kernels.torch_kernels import TORCH, TorchKernels
+from engine.kernels.protocol import ChainNoise, ProbsTable
+from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.plan import level_widths
 from engine.request import Speculation, TextDraft
 from engine.speculation.verification import RULES, node
@@ -186,7 +186,9 @@ def unshifted(part: str) -> Callable[..., Below]:
     def wrong(chains: Any, target: ProbsTable, noise: ChainNoise, *where: Any) -> Below:
         right = below(chains, target, noise, *where)
         index = torch.from_numpy(right.origin_C)
-        return moved(part, right, replace(right, chains=chains.select(index), target=target.select(index)))
+        return moved(
+            part, right, replace(right, chains=chains.select(index, right.chains.shape), target=target.select(index))
+        )
 
     return wrong
 
@@ -291,7 +293,7 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting) -> None:
 def test_triton_s_race_serves_the_enumerated_law() -> None:
     """On a CPU in its interpreter."""
     triton = pytest.importorskip("engine.kernels.triton_kernels")
-    mixed = TorchKernels()
+    mixed = Kernels()
     mixed.race = triton.TritonKernels().race  # type: ignore[method-assign]
     assert sampled(CHAINS[-1], mixed, num_rows=300).p_value > ALPHA
 

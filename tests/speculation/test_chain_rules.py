@@ -146,6 +146,7 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
                 torch.tensor([[min(i, len(accepted)) for i in range(case["L"])]]),
                 TORCH,
             ),
+            (1, 1),
             shifts=shift_tensors(shifts),
         )
         plain = ProbsTable(
@@ -327,6 +328,7 @@ def test_float32_edges_give_a_token_with_mass(name: str, uniform: float) -> None
         torch.full((count,), length),
         torch.zeros(count, dtype=torch.int64),
         ProbsTable(draft_NV, steps[:, :length], TORCH),
+        (1, count),
     )
     target = ProbsTable(target_NV, steps, TORCH)
     full = torch.full((count,), uniform, dtype=torch.float64)
@@ -353,6 +355,7 @@ def test_ragged_chains_ignore_what_lies_beyond_their_end() -> None:
             torch.tensor([1, 0]),
             torch.tensor([0, 1]),
             ProbsTable(draft_NV, torch.tensor([[0, beyond, beyond], [beyond] * 3]), TORCH),
+            (2, 1),
         )
         target = ProbsTable(target_NV, torch.tensor([[0, 1, beyond, beyond], [2, beyond, beyond, beyond]]), TORCH)
         result = RULES["bv_race"].verify(chains, target, noise)
@@ -387,6 +390,7 @@ def test_golden_monte_carlo() -> None:
         torch.full((num_chains,), model.length),
         torch.arange(count).repeat_interleave(case["K"]),
         ProbsTable(draft_NV, node_CX[:, : model.length], TORCH),
+        (count, case["K"]),
     )
     numbers = torch.from_numpy(rng.random((num_chains, 2 * model.length + 3)))
     parts = numbers.split([model.length, 1, 1, model.length, 1], 1)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.kernels import torch_block
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Kernels, ProbsTable
-from engine.kernels.torch_kernels import TORCH
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
+from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.rrs import rrs

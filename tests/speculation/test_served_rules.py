@@ -16,8 +16,8 @@ import torch
 
 from analysis.enumeration import RuleOutcome
 from engine.drafting.numbers import draw_numbers, noise_of
-from engine.kernels.protocol import ChainNoise, Chains, Kernels
-from engine.kernels.torch_kernels import TORCH
+from engine.kernels.protocol import ChainNoise, Chains
+from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs

@@ -22,8 +22,8 @@ from engine.drafting import draft as drafting_module
 from engine.drafting.chains import draw_chains
 from engine.drafting.draft import Draft, with_tokens
 from engine.drafting.model import ModelDrafter
-from engine.kernels.protocol import ChainNoise, Chains, Kernels, ProbsTable
-from engine.kernels.torch_kernels import TORCH
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
+from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.plan import Emission, Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
 from engine.sampling.noise import Purpose
@@ -293,6 +293,7 @@ def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
         torch.tensor([3, 3, 2, 2, 0]),
         torch.tensor([0, 0, 1, 1, 2]),
         ProbsTable(laws_NV, number_CX[:, :3], TORCH),
+        (3, 2),
         leads_CL,
     )
     numbers = torch.arange(5, dtype=torch.float64)

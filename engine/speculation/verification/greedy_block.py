@@ -139,10 +139,7 @@ def _verify_chosen(
     chain_B: Tensor,
     count_B: Tensor,
 ) -> ChainVerdict:
-    chosen, laws, noise = chains.select(chain_B), laws.select(chain_B), noise.select(chain_B)
-    if not chains.max_length:
-        zero_B = torch.zeros_like(chain_B)
-        return ChainVerdict(chain_B, zero_B, categorical(laws.rows(zero_B), noise.chosen_residual_C))
+    chosen, laws, noise = chains.select(chain_B, (len(chain_B), 1)), laws.select(chain_B), noise.select(chain_B)
     known = greedy_blocks(chosen, laws, count_B)
     accepted_B = accepted_length(known.accept_CL, noise.chosen_accept_CL)
     selection = selection_at(chosen, laws, known, count_B, accepted_B)

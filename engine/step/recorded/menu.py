@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from engine.kernels.protocol import Kernels
+from engine.kernels.torch_kernels import Kernels
 from engine.plan import Plan, Row
 from engine.request import Sampling
 from engine.sampling.distribution import FILTERS

@@ -89,8 +89,8 @@ class RecordedStep:
             self._views["lengths"].view(-1),
             self._layout.request,
             ProbsTable(self._probs_NV, self._layout.probs_row_CL, target.kernels),
+            self._layout.shape,
             self._layout.leads_CL,
-            shape=self._layout.shape,
         )
         num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_probs
         self._result = torch.zeros(num_found, dtype=torch.int64, device=target.device)
