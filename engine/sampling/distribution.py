@@ -10,11 +10,11 @@ Not for: drawing tokens (`kernels/draw.py`), penalties and masks (`edits.py` cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ from torch import Tensor
 from engine.kernels.protocol import Filters
 from engine.kernels.torch_kernels import Kernels
 from engine.request import Sampling
+
+FILTERS: Mapping[str, float] = MappingProxyType({"min_p": 0.0, "top_k": 0, "top_p": 1.0})
+"""Filters in the order of application: field of `Sampling`, and its value that changes nothing. A new one needs an
+entry here, its field of `Sampling`, and its place in `Filters` and `Kernels.distribution`.
+"""
+_filtered = attrgetter(*FILTERS)
+"""Parameters of all filters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +39,7 @@ class DistributionParameters:
     """0 if the most likely token has probability 1."""
     any_greedy: bool
     all_greedy: bool
-    values: Mapping[str, Tensor]
-    """[N] parameters of the filters that change any row, by name."""
-    largest: Mapping[str, float]
-    """Upper bound of each, if it was known on the host."""
+    filters: Filters
     kernels: Kernels
     """Kernels that compute the probabilities."""
 
@@ -46,16 +50,10 @@ class DistributionParameters:
             tuple([(0.0 if s.is_greedy else s.temperature, *_filtered(s)) for s in samplings]), device, kernels
         )
 
-    @property
-    def filters(self) -> Filters:
-        """Return the parameters of the filters as kernels take them."""
-        of_rows = self.values.get
-        return Filters(of_rows("min_p"), of_rows("top_k"), of_rows("top_p"), int(self.largest.get("top_k", 0)))
-
     def select(self, index_N: Tensor | slice) -> DistributionParameters:
         """Return the parameters at `index_N`, one entry per row."""
-        values = {name: value_N[index_N] for name, value_N in self.values.items()}
-        return replace(self, temperature_N=self.temperature_N[index_N], values=values)
+        filters = self.filters.each(lambda value_N: value_N[index_N])
+        return replace(self, temperature_N=self.temperature_N[index_N], filters=filters)
 
 
 @lru_cache(maxsize=256)
@@ -66,13 +64,13 @@ def _parameters_of(
     write to them.
     """
     temperatures, *of_filters = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
-    values, largest = {}, {}
-    for one, of_rows in zip(FILTERS, of_filters, strict=True):
-        if any(map(one.changes, of_rows)):
-            values[one.name] = torch.tensor(of_rows).to(device, non_blocking=True)
-            largest[one.name] = max(of_rows)
+    min_p_N, top_k_N, top_p_N = (
+        torch.tensor(values).to(device, non_blocking=True) if {*values} - {neutral} else None
+        for neutral, values in zip(FILTERS.values(), of_filters, strict=True)
+    )
+    filters = Filters(min_p_N, top_k_N, top_p_N, most_k=int(max(of_filters[1], default=0)))
     temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True)
-    return DistributionParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest, kernels)
+    return DistributionParameters(temperature_N, 0.0 in temperatures, not any(temperatures), filters, kernels)
 
 
 def distribution(logits_NV: Tensor, parameters: DistributionParameters, probs_NV: Tensor | None = None) -> Tensor:
@@ -91,25 +89,3 @@ def distribution(logits_NV: Tensor, parameters: DistributionParameters, probs_NV
         peak_NV = torch.zeros_like(found_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
         found_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, found_NV)
     return found_NV if probs_NV is None or found_NV is probs_NV else probs_NV.copy_(found_NV)
-
-
-class Filter(NamedTuple):
-    """A filter of the distribution that a request may set."""
-
-    name: str
-    """Field of `Sampling` that has its parameter."""
-    changes: Callable[[float], bool]
-    """Whether the filter has an effect at this value of the parameter."""
-
-
-FILTERS = (
-    Filter("min_p", lambda value: value > 0),
-    Filter("top_k", lambda value: value > 0),
-    Filter("top_p", lambda value: value < 1),
-)
-"""Filters in the order of application. A new one needs an entry here, its field of `Sampling`, and its place in
-`Filters` and `Kernels.distribution`.
-"""
-
-_filtered = attrgetter(*(one.name for one in FILTERS))
-"""Parameters of all filters."""

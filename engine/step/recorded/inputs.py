@@ -48,9 +48,8 @@ class Distributions(NamedTuple):
         return self.any_greedy >= other.any_greedy and set(self.filters) >= set(other.filters)
 
 
-DISTRIBUTIONS = (Distributions(False, ()), Distributions(True, tuple(one.name for one in FILTERS)))
+DISTRIBUTIONS = (Distributions(False, ()), Distributions(True, tuple(FILTERS)))
 """Steps are recorded for each of these: softmax alone, and any distribution."""
-_NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
 PAGES, DRAFT_PAGES = "pages", "draft pages"
 """Fields of the block tables."""
 MOST_NODES = 64
@@ -322,7 +321,7 @@ class StepInputs:
         v["temperature"][:] = 1.0
         v["temperature"][: len(rows)] = [0.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
         for name in self.shape.distributions.filters:
-            v[name][:] = _NEUTRAL[name]
+            v[name][:] = FILTERS[name]
             v[name][: len(rows)] = [getattr(row.sampling, name) for row in rows]
         seed_S = np.zeros(self.shape.sequences, dtype=np.int64)
         seed_S[: len(rows)] = [row.sampling.seed for row in rows]

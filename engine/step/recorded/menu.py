@@ -72,7 +72,7 @@ def shape_of(plan: Plan, drafts_apart: bool = False) -> StepShape | None:
 
 def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
     drawn = [one for one in samplings if not one.is_greedy]
-    filters = tuple(one.name for one in FILTERS if any(map(one.changes, {getattr(row, one.name) for row in drawn})))
+    filters = tuple(name for name, neutral in FILTERS.items() if {getattr(row, name) for row in drawn} - {neutral})
     return Distributions(len(drawn) < len(samplings), filters)
 
 

@@ -30,11 +30,11 @@ from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
 from engine.drafting.drafter import Drafter
 from engine.drafting.numbers import noise_of
 from engine.errors import LoadError
-from engine.kernels.protocol import Chains, ProbsTable
+from engine.kernels.protocol import Chains, Filters, ProbsTable
 from engine.kernels.transfer import bits, fill, to_device, views
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, StepVerdict
-from engine.sampling.distribution import DistributionParameters, distribution
+from engine.sampling.distribution import FILTERS, DistributionParameters, distribution
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.step.recorded.apart import draft_into
@@ -250,11 +250,10 @@ class RecordedStep:
 
     def _parameters_of_rows(self) -> DistributionParameters:
         """Return the parameters of the S requests; they lie in the buffer."""
-        any_greedy, filters = self.shape.distributions
-        values = {name: self._views[name] for name in filters}
-        largest = dict.fromkeys(filters, float(self._shared.target.vocab_size))
-        kernels = self._shared.target.kernels
-        return DistributionParameters(self._views["temperature"], any_greedy, False, values, largest, kernels)
+        target, any_greedy = self._shared.target, self.shape.distributions.any_greedy
+        min_p_N, top_k_N, top_p_N = map(self._views.get, FILTERS)
+        filters = Filters(min_p_N, top_k_N, top_p_N, most_k=target.vocab_size)
+        return DistributionParameters(self._views["temperature"], any_greedy, False, filters, target.kernels)
 
 
 class _Fixed(NamedTuple):
