@@ -136,15 +136,13 @@ class StepLayout:
     @property
     def seen(self) -> tuple[Integers, ...]:
         """Return which keys each token sees, in the order of the arguments of `numba_decoder.run`."""
-        return (
-            self.words,
-            self.pages,
-            self.first_keys,
-            self.ends,
-            self.num_keys,
-            self.node_positions,
-            self.limits,
-        )
+        of_sequences = self.pages, self.first_keys, self.ends, self.num_keys, self.node_positions
+        return self.words, *of_sequences, self.limits
+
+    @property
+    def positions(self) -> Integers:
+        """[T] `positions_T` in 32 bits."""
+        return self.positions_T.astype(np.int32)
 
     def part(self, begin: int, end: int) -> StepLayout:
         """Return the layout of the sequences of these numbers alone."""
@@ -153,24 +151,16 @@ class StepLayout:
         tokens = slice(first, int(self.starts[end - 1] + self.counts[end - 1]))
         wanted = slice(*np.searchsorted(self.wanted_N, (tokens.start, tokens.stop)).tolist())
         drawn = slice(*np.searchsorted(self.drawn_M, (tokens.start, tokens.stop)).tolist())
-        return StepLayout(
-            sequences=self.sequences[sequences],
-            token_ids_T=self.token_ids_T[tokens],
-            drawn_M=self.drawn_M[drawn] - first,
-            positions_T=self.positions_T[tokens],
-            slots_T=self.slots_T[tokens],
-            wanted_N=self.wanted_N[wanted] - first,
-            num_inputs_B=self.num_inputs_B[sequences],
-            starts=self.starts[sequences] - np.int32(first),
-            counts=self.counts[sequences],
-            first_keys=self.first_keys[sequences],
-            ends=self.ends[sequences],
-            num_keys=self.num_keys[sequences],
-            pages=self.pages[sequences],
-            node_positions=self.node_positions[sequences],
-            limits=self.limits[tokens],
-            words=self.words[tokens],
-        )
+        cut: dict[str, Any] = {name: getattr(self, name)[sequences] for name in _OF_SEQUENCES}
+        cut |= {name: getattr(self, name)[tokens] for name in _OF_TOKENS}
+        cut["starts"] = cut["starts"] - np.int32(first)
+        return StepLayout(**cut, drawn_M=self.drawn_M[drawn] - first, wanted_N=self.wanted_N[wanted] - first)
+
+
+_OF_TOKENS = ("token_ids_T", "positions_T", "slots_T", "limits", "words")
+_OF_SEQUENCES = (
+    *("sequences", "num_inputs_B", "starts", "counts", "first_keys", "ends", "num_keys", "pages", "node_positions"),
+)
 
 
 def build_all(passes: Sequence[Sequence[SequenceInput]], block_size: int) -> list[StepLayout]:

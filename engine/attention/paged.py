@@ -6,14 +6,14 @@ A query sees all keys of the text below its limit, and the nodes whose bit is se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.attention.inputs import StepLayout
+from engine.kernels.transfer import Field, views
 
 
 class Paged(NamedTuple):
@@ -53,51 +53,37 @@ class DevicePass(NamedTuple):
     paged: Paged | None
 
 
+_ROWS = DevicePass._fields[:-1]
+_OPERANDS = Paged._fields[: Paged._fields.index("page_size")]
+
+
 def on_host(one: StepLayout) -> DevicePass:
     """Return a pass whose model runs on the host, without a copy."""
-    numbers = one.token_ids_T, one.drawn_M, one.positions_T, one.slots_T, one.wanted_N
-    token_ids_T, drawn_M, positions_T, slots_T, wanted_N = map(torch.from_numpy, numbers)
+    token_ids_T, drawn_M, positions_T, slots_T, wanted_N = (torch.from_numpy(getattr(one, name)) for name in _ROWS)
     return DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, None)
 
 
 def upload(passes: Sequence[StepLayout], page_size: int, device: torch.device) -> list[DevicePass]:
     """Copy the layouts of a step's passes to the device, all in one copy that is not waited for."""
-    arrays = [array for one in passes for array in _arrays(one)]
-    flat = np.zeros(sum(map(_room, arrays)), dtype=np.int64)
-    start = 0
-    for array in arrays:
-        flat[start : start + _room(array)].view(array.dtype)[: array.size] = array.reshape(-1)
-        start += _room(array)
+    arrays = {f"{name} {i}": getattr(one, name) for i, one in enumerate(passes) for name in (*_ROWS, *_OPERANDS)}
+    fields = [Field(name, one.dtype, one.shape) for name, one in arrays.items()]
+    flat = np.zeros(sum(field.words for field in fields), dtype=np.int64)
+    for name, view in views(flat, fields).items():
+        view[...] = arrays[name]
     whole = torch.from_numpy(flat)
     if device.type != "cpu":
         whole = whole.pin_memory().to(device, non_blocking=True)
-    pieces = torch.split(whole, [_room(array) for array in arrays])
-    tensors = (
-        piece.view(getattr(torch, array.dtype.name))[: array.size].view(array.shape)
-        for piece, array in zip(pieces, arrays, strict=True)
-    )
+    found = views(whole, fields)
     uploaded = []
-    for one in passes:
-        token_ids_T, drawn_M, positions_T, slots_T, wanted_N, *operands = (next(tensors) for _ in range(15))
-        words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = operands
+    for i, one in enumerate(passes):
         keys_B = (one.num_keys - one.first_keys).astype(np.int64)
-        most_keys, num_scores = int(keys_B.max(initial=0)), int((one.counts * keys_B).sum())
         paged = Paged(
-            *(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions),
-            *(page_size, int(one.counts.max(initial=0)), most_keys, int(keys_B.sum()), num_scores),
+            **{name: found[f"{name} {i}"] for name in _OPERANDS},
+            page_size=page_size,
+            most_queries=int(one.counts.max(initial=0)),
+            most_keys=int(keys_B.max(initial=0)),
+            total_keys=int(keys_B.sum()),
+            num_scores=int((one.counts * keys_B).sum()),
         )
-        uploaded.append(DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged))
+        uploaded.append(DevicePass(**{name: found[f"{name} {i}"] for name in _ROWS}, paged=paged))
     return uploaded
-
-
-def _arrays(one: StepLayout) -> list[npt.NDArray[Any]]:
-    """Return the arrays in the order of `DevicePass` and `Paged`."""
-    rows = [one.token_ids_T, one.drawn_M, one.positions_T, one.slots_T, one.wanted_N]
-    sequences = [one.pages, one.starts, one.counts, one.first_keys, one.ends, one.num_keys, one.node_positions]
-    return [*rows, one.words, *sequences, one.limits, one.positions_T.astype(np.int32)]
-
-
-def _room(array: npt.NDArray[Any]) -> int:
-    """Return the 64-bit words that an array takes. Each begins at 16 bytes: Triton compiles a kernel once more for
-    pointers that do not."""
-    return -(-array.nbytes // 16) * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,16 +26,21 @@ class Field(NamedTuple):
         return -(-prod(self.shape) * int(np.dtype(self.dtype).itemsize) // 16) * 2
 
 
+@cache
+def _torch_type(dtype: Any) -> torch.dtype:
+    found: torch.dtype = getattr(torch, np.dtype(dtype).name)
+    return found
+
+
 def views(flat: Any, fields: Sequence[Field]) -> dict[str, Any]:
     """Return the arrays of a piece of memory, by name. flat: 64-bit words, of numpy or torch."""
     found = {}
     start = 0
+    type_of = np.dtype if isinstance(flat, np.ndarray) else _torch_type
     for field in fields:
-        dtype = np.dtype(field.dtype)
-        part = flat[start : start + field.words]
-        part = part.view(dtype if isinstance(flat, np.ndarray) else getattr(torch, dtype.name))
-        found[field.name] = part[: prod(field.shape)].reshape(field.shape)
-        start += field.words
+        end = start + field.words
+        found[field.name] = flat[start:end].view(type_of(field.dtype))[: prod(field.shape)].reshape(field.shape)
+        start = end
     return found
 
 
