@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from analysis.gpu_groups import KernelGroup, device_us, error_of, rotations
+from engine.attention.groups import ScoreOptions
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
 from engine.attention.paged import Paged, upload
-from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVShape, KVTensors
 from engine.speculation.topology import drawn_tree
 

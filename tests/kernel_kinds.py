@@ -16,9 +16,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from engine.attention import triton_attention
+from engine.attention.groups import ScoreOptions
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
 from engine.attention.paged import upload
-from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVShape, KVTensors
 from engine.drafting.numbers import draw_numbers, noise_of
 from engine.kernels import triton_block, triton_nucleus, triton_rows

@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.attention.groups import Group, attend_group
+from engine.attention.groups import Group, ScoreOptions, attend_group
 from engine.attention.inputs import StepLayout
 from engine.attention.paged import Paged
-from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVTensors
 
 HOOK = "polydraft_tree"

@@ -3,7 +3,7 @@
 A call for every sequence costs more than its work. Sequences of about the same size are padded to one shape here, and
 one call serves them all. Their keys and values are gathered into a buffer, which every layer uses again. It is small
 enough to stay in the processor's cache. Long prompts and lone sequences are groups of one: they are not padded, and not
-gathered if their blocks follow each other.
+gathered if their blocks follow each other. Score softcapping and attention sinks are for the models that have them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.inputs import Bools, Ints, StepLayout, slots_of
-from engine.attention.scaled import ScoreOptions, scaled_attention
 from engine.attention.tensors import KVTensors
 from engine.kernels.transfer import to_device
 
@@ -26,6 +27,14 @@ _GATHERED_BYTES = 4 << 20
 """Keys and values of one layer that are gathered at once."""
 _PADDING = 0.25
 """A sequence joins others if at most this share of its padded keys is padding."""
+
+
+class ScoreOptions(NamedTuple):
+    """Options of a layer's attention."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """[H] One logit per head, which takes its share of the weights and has no value."""
 
 
 @dataclass
@@ -100,18 +109,47 @@ def attend_group(
     return result if group.real is None else result[group.real]
 
 
+def scaled_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: ScoreOptions
+) -> Tensor:
+    """Attend: query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
+
+    mask: is added to the scores. The query heads of a K/V head may be folded into further queries of one head
+    (`attend_group`); Q is then the queries of all these heads, head by head.
+    """
+    if kind.softcap is not None or kind.sinks is not None:
+        return _explicit(query, key, value, mask, scaling, kind)
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
+def _explicit(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: ScoreOptions
+) -> Tensor:
+    """Attend by matrix products."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if kind.softcap is not None:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
+    if mask is not None:
+        scores = scores + mask
+    if kind.sinks is None:
+        return scores.softmax(-1).to(value.dtype) @ value
+    # [H] -> [H_kv, Q of this call]: folded queries are ordered group by group.
+    sinks = kind.sinks.float().view(query.shape[1], -1)
+    column = sinks.repeat_interleave(scores.shape[2] // sinks.shape[1], 1)[None, :, :, None].expand(
+        *scores.shape[:-1], 1
+    )
+    weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
 def groups_of(batch: StepLayout, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
     """Return the groups of a pass. token_bytes: K and V of one token in one layer."""
-    if len(batch.sequences) == 1:
-        return [_lone(batch, 0, block_size, device)]
-    num_queries, num_keys = batch.counts.tolist(), (batch.num_keys - batch.first_keys).tolist()
-    members = _alike(num_queries, num_keys, token_bytes)
-    return [
-        _lone(batch, numbers[0], block_size, device)
-        if len(numbers) == 1
-        else _group(batch, np.array(numbers), block_size, device)
-        for numbers in members
-    ]
+    members = _alike(batch.counts.tolist(), (batch.num_keys - batch.first_keys).tolist(), token_bytes)
+    return [_group(batch, np.array(numbers), block_size, device) for numbers in members]
 
 
 def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int) -> Iterator[list[int]]:
@@ -138,38 +176,6 @@ def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int
     yield sorted(members)
 
 
-def _lone(batch: StepLayout, number: int, block_size: int, device: torch.device) -> Group:
-    """Return the group of one sequence, which needs no padding. It is faster than `_group`, and most steps of few
-    requests need it.
-    """
-    blocks, num_rows = batch.sequences[number].block_ids, int(batch.counts[number])
-    first_key, num_keys = int(batch.first_keys[number]), int(batch.num_keys[number])
-    first, last = first_key // block_size, (num_keys - 1) // block_size
-    # Contiguous blocks are read without a copy.
-    in_order = tuple(blocks[first : last + 1]) == tuple(range(blocks[first], blocks[first] + last - first + 1))
-    start, shift = int(batch.starts[number]), (blocks[first] - first) * block_size
-    numbers, visible_1QK = np.array([number]), None
-    if num_rows > 1 or batch.num_inputs_B[number] == 0:
-        visible_1QK = _visible(batch, numbers, np.arange(start, start + num_rows)[None], num_keys - first_key)
-
-    def keys() -> Ints:
-        return np.arange(first_key, num_keys)[None]
-
-    return Group(
-        shape=(1, num_rows, num_keys - first_key),
-        rows=slice(start, start + num_rows),
-        slots=slice(shift + first_key, shift + num_keys)
-        if in_order
-        else _slots(batch, numbers, keys(), block_size, device),
-        visible=None if visible_1QK is None or visible_1QK.all() else to_device(visible_1QK, device),
-        positions=lambda: (
-            to_device(batch.positions_T[None, start : start + num_rows], device),
-            to_device(_key_positions(batch, numbers, keys()), device),
-        ),
-        real=None,
-    )
-
-
 def _group(batch: StepLayout, numbers: Ints, block_size: int, device: torch.device) -> Group:
     """Return the group of the sequences of these numbers."""
     num_rows_B, first_key_B = batch.counts[numbers], batch.first_keys[numbers]
@@ -182,12 +188,11 @@ def _group(batch: StepLayout, numbers: Ints, block_size: int, device: torch.devi
     key_BK: Ints = first_key_B[:, None].astype(np.int64) + np.where(place_K < num_keys_B[:, None], place_K, 0)
     visible_BQK = _visible(batch, numbers, row_BQ, num_keys)
     visible_BQK[~is_row_BQ] = place_K == 0
-    begin, rows = int(row_BQ[0, 0]), row_BQ.reshape(-1)
-    together = bool((rows == np.arange(begin, begin + len(rows))).all())
+    slots = slots_of(batch.pages, numbers[:, None], key_BK, block_size)
     return Group(
         shape=(len(numbers), num_queries, num_keys),
-        rows=slice(begin, begin + len(rows)) if together else to_device(rows, device),
-        slots=_slots(batch, numbers, key_BK, block_size, device),
+        rows=_in_order(row_BQ, device),
+        slots=_in_order(slots, device),
         visible=None if visible_BQK.all() else to_device(visible_BQK, device),
         positions=lambda: (
             to_device(batch.positions_T[row_BQ], device),
@@ -195,6 +200,13 @@ def _group(batch: StepLayout, numbers: Ints, block_size: int, device: torch.devi
         ),
         real=None if is_row_BQ.all() else to_device(np.flatnonzero(is_row_BQ), device),
     )
+
+
+def _in_order(places: Ints, device: torch.device) -> Tensor | slice:
+    """Return places flat; as a slice, which is read without a copy, if each follows the last one."""
+    flat, first = places.reshape(-1), int(places.flat[0])
+    is_slice = flat[-1] == first + len(flat) - 1 and bool((np.diff(flat) == 1).all())
+    return slice(first, first + len(flat)) if is_slice else to_device(flat, device)
 
 
 def _visible(batch: StepLayout, numbers: Ints, row_BQ: Ints, num_keys: int) -> Bools:
@@ -217,8 +229,3 @@ def _key_positions(batch: StepLayout, numbers: Ints, key_BK: Ints) -> Ints:
         seen = int(batch.ends[number] - batch.first_keys[number])
         positions_K[seen : seen + num_nodes] = batch.node_positions[number, :num_nodes]
     return positions_BK
-
-
-def _slots(batch: StepLayout, numbers: Ints, key_BK: Ints, block_size: int, device: torch.device) -> Tensor:
-    """Return the slots [B * K] of keys."""
-    return to_device(slots_of(batch.pages, numbers[:, None], key_BK, block_size).reshape(-1), device)

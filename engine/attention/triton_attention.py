@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.groups import ScoreOptions
 from engine.attention.paged import Paged
-from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVTensors
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

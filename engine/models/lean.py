@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.attention.attention import AttentionMetadata, attend
+from engine.attention.groups import ScoreOptions
 from engine.attention.paged import Paged
-from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import NORMED
 from engine.models.checkpoint import context_length
 from engine.models.fused_layer import use_kernels

@@ -19,10 +19,9 @@ import transformers
 triton_attention = pytest.importorskip("engine.attention.triton_attention")
 
 
-from engine.attention.groups import _group  # noqa: E402
+from engine.attention.groups import ScoreOptions, _group  # noqa: E402
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build  # noqa: E402
 from engine.attention.paged import Paged, upload  # noqa: E402
-from engine.attention.scaled import ScoreOptions  # noqa: E402
 from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
 from engine.models.probe import find_kv_shape, probe  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
