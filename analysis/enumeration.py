@@ -100,7 +100,8 @@ class EveryChain:
     plain: ProbsTable
     target: ProbsTable
     """`plain` with the shifts applied."""
-    by_depth: list[TargetShifts]
+    states_CXM4: Tensor | None
+    """States of the shifts."""
     paths: list[Path]
 
     @staticmethod
@@ -127,8 +128,8 @@ class EveryChain:
             shifts=_shifts(model, len(paths)),
         )
         plain = ProbsTable(model.rows(model.target, prefixes), node_CX, TORCH)
-        target, by_depth = effective_laws(chains, plain)
-        return EveryChain(model, chains, plain, target, by_depth, paths)
+        target, states_CXM4 = effective_laws(chains, plain)
+        return EveryChain(model, chains, plain, target, states_CXM4, paths)
 
     def depth(self, depth: int) -> Tensor:
         """Return [C] the same depth for every chain."""
@@ -261,7 +262,7 @@ def _greedy_ends(
     law = _normalised(next_token_weights(every.chains, selection, tau_C))
     for token in range(every.model.vocabulary):
         token_C = torch.full_like(tau_C, token)
-        after = shifts_after(every.chains, every.plain, every.by_depth, selection, count_C, tau_C, token_C)
+        after = shifts_after(every.chains, every.plain, every.states_CXM4, selection, count_C, tau_C, token_C)
         rows = zip(after.remaining_CM.tolist(), after.state_CM4.tolist(), after.num_chains_CM.tolist(), strict=True)
         shifts = [tuple(TargetShift(r, tuple(s), n) for r, s, n in zip(*row, strict=True) if r > 0) for row in rows]
         yield token, law, shifts

@@ -120,22 +120,22 @@ def apply_shifts(
     return target_NV, TargetShifts(shifts.remaining_CM, torch.stack(states, 1), shifts.num_chains_CM)
 
 
-def effective_laws(chains: Chains, target: ProbsTable) -> tuple[ProbsTable, list[TargetShifts]]:
-    """Return (the laws along each chain, the shifts by depth with their states at the chain's node).
+def effective_laws(chains: Chains, target: ProbsTable) -> tuple[ProbsTable, Tensor | None]:
+    """Return (the laws along each chain, [C, L + 1, M, 4] the states of its shifts below its first tokens; None without
+    shifts).
 
     No shift holds after a whole chain: a window ends with its block, or with the answer.
     """
     if chains.shifts is None:
-        return target, []
-    num_chains, length = chains.num_chains, chains.max_length
-    probs_CXV = target.probs_NV.new_empty((num_chains, length + 1, target.probs_NV.shape[1]))
-    by_depth, shifts = [chains.shifts], chains.shifts
-    for depth in range(length):
+        return target, None
+    laws, shifts = [], [chains.shifts]
+    for depth in range(chains.max_length):
         rows_CV, draft_CV = target.rows_at(depth).double(), chains.draft.rows_at(depth).double()
         depth_C = torch.full_like(chains.length_C, depth)
-        changed_CV, shifts = apply_shifts(rows_CV, draft_CV, shifts, depth_C, chains.tokens_CL[:, depth])
-        probs_CXV[:, depth] = changed_CV.to(probs_CXV.dtype)
-        by_depth.append(shifts)
-    probs_CXV[:, length] = target.rows_at(length)
-    row_CX = torch.arange(num_chains * (length + 1), device=probs_CXV.device).reshape(num_chains, length + 1)
-    return ProbsTable(probs_CXV.flatten(0, 1), row_CX, target.kernels), by_depth
+        changed_CV, after = apply_shifts(rows_CV, draft_CV, shifts[-1], depth_C, chains.tokens_CL[:, depth])
+        laws.append(changed_CV.to(target.probs_NV.dtype))
+        shifts.append(after)
+    probs_CXV = torch.stack([*laws, target.rows_at(chains.max_length)], 1)
+    row_CX = torch.arange(probs_CXV[..., 0].numel(), device=probs_CXV.device).view(probs_CXV.shape[:2])
+    states_CXM4 = torch.stack([one.state_CM4 for one in shifts], 1)
+    return ProbsTable(probs_CXV.flatten(0, 1), row_CX, target.kernels), states_CXM4

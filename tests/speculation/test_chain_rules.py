@@ -154,14 +154,14 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
             torch.tensor([[min(i, len(accepted)) for i in range(case["L"] + 1)]]),
             TORCH,
         )
-        laws, by_depth = effective_laws(chains, plain)
+        laws, states = effective_laws(chains, plain)
         np.testing.assert_allclose(laws.rows_at(0)[0].numpy(), step["effective_target_row"], atol=precision)
         count, tau = torch.tensor([case["K"]]), torch.tensor([len(accepted)])
         known = greedy_blocks(chains, laws, count)
         selection = selection_at(chains, laws, known, count, tau)
         weights = next_token_weights(chains, selection, tau)[0]
         np.testing.assert_allclose((weights / weights.sum()).numpy(), step["residual_row"], atol=precision)
-        after = shifts_after(chains, plain, by_depth, selection, count, tau, torch.tensor([token]))
+        after = shifts_after(chains, plain, states, selection, count, tau, torch.tensor([token]))
         rows_of = zip(after.remaining_CM[0].tolist(), after.state_CM4[0].tolist(), strict=True)
         shifts = tuple(TargetShift(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)
 

@@ -150,7 +150,12 @@ def forgotten_layers(rule: str) -> Patch:
 
 def published_acceptance() -> Patch:
     """The race's winner is judged as a chain that was drawn alone, not as the one selected among several."""
-    return instead(greedy_block, "_verify_chosen", lambda right, *parts: right(*parts[:-1], torch.ones_like(parts[-1])))
+
+    def alone(right: Any, chains: Chains) -> tuple[Tensor, Tensor]:
+        chain_BK, exists_BK = right(chains)
+        return chain_BK, exists_BK[:, :1]
+
+    return instead(greedy_block, "chain_table", alone)
 
 
 def draft_mass_stays() -> Patch:
@@ -238,5 +243,5 @@ def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> N
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_older_layers_must_not_be_forgotten(rule: str) -> None:
     """The wrong variant: after a block only its own change holds, although an older one's window goes on."""
-    with instead(greedy_block, "shifts_after", lambda right, chains, plain, _, *rest: right(chains, plain, [], *rest)):
+    with instead(greedy_block, "shifts_after", lambda right, *parts: right(*parts[:2], None, *parts[3:])):
         assert min(found.p_value for found in fits(rule, kinds_with_layers(rule))) < ALPHA

@@ -15,7 +15,7 @@ at least the SpecTr-GBV bound (Lin et al.), whose published acceptance rule is b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ def next_token_weights(chains: Chains, selection: Selection, accepted_C: Tensor)
 def shifts_after(
     chains: Chains,
     plain: ProbsTable,
-    by_depth: list[TargetShifts],
+    states_CXM4: Tensor | None,
     selection: Selection,
     count_C: Tensor,
     accepted_C: Tensor,
@@ -97,16 +97,15 @@ def shifts_after(
 ) -> TargetShifts:
     """Return the shifts after the accepted prefix and the next token: the old ones advanced, and this block's.
 
-    plain: target laws without shifts; by_depth: the old shifts at each depth (`effective_laws`), empty for none.
+    plain: target laws without shifts; states_CXM4: of the old shifts (`effective_laws`).
     """
     emitted_C = accepted_C + 1
     remaining_CM = (chains.length_C - emitted_C).unsqueeze(1)
     state_CM4, num_CM = selection.below(next_token_C).unsqueeze(1), count_C.unsqueeze(1)
-    if by_depth:
+    if states_CXM4 is not None:
+        assert chains.shifts is not None
         each_C = torch.arange(chains.num_chains, device=accepted_C.device)
-        states_CXM4 = torch.stack([shifts.state_CM4 for shifts in by_depth], 1)
-        first = by_depth[0]
-        here = TargetShifts(first.remaining_CM, states_CXM4[each_C, accepted_C], first.num_chains_CM)
+        here = replace(chains.shifts, state_CM4=states_CXM4[each_C, accepted_C])
         draft_CV = chains.draft.rows(accepted_C.clamp(max=chains.max_length - 1)).double()
         _, moved = apply_shifts(plain.rows(accepted_C).double(), draft_CV, here, accepted_C, next_token_C)
         remaining_CM = torch.cat([moved.remaining_CM - emitted_C.unsqueeze(1), remaining_CM], 1)
@@ -116,35 +115,18 @@ def shifts_after(
 
 
 def verify_greedy_block(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-    """Verify one chain per request."""
-    laws, by_depth = effective_laws(chains, target)
-    order_C = torch.arange(chains.num_chains, device=chains.length_C.device)
-    return _verify_chosen(chains, target, laws, by_depth, noise, order_C, torch.ones_like(chains.length_C))
-
-
-def verify_spectr_gbv(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-    """Select a chain of each request by the score race, and verify it by greedy block verification."""
-    laws, by_depth = effective_laws(chains, target)
-    winner_B = verify_race(chains, laws, noise).chain_B
-    _, exists_BK = chain_table(chains)
-    return _verify_chosen(chains, target, laws, by_depth, noise, winner_B, exists_BK.sum(1))
-
-
-def _verify_chosen(
-    chains: Chains,
-    plain: ProbsTable,
-    laws: ProbsTable,
-    by_depth: list[TargetShifts],
-    noise: ChainNoise,
-    chain_B: Tensor,
-    count_B: Tensor,
-) -> ChainVerdict:
-    chosen, laws, noise = chains.select(chain_B, (len(chain_B), 1)), laws.select(chain_B), noise.select(chain_B)
+    """Verify each request's chain, or the one that the score race selects among several."""
+    laws, states_CXM4 = effective_laws(chains, target)
+    chain_BK, exists_BK = chain_table(chains)
+    chain_B, count_B = chain_BK[:, 0], exists_BK.sum(1)
+    if chains.shape[1] > 1:
+        chain_B = verify_race(chains, laws, noise).chain_B
+    chosen, plain = chains.select(chain_B, (len(chain_B), 1)), target.select(chain_B)
+    laws, noise = laws.select(chain_B), noise.select(chain_B)
     known = greedy_blocks(chosen, laws, count_B)
     accepted_B = accepted_length(known.accept_CL, noise.chosen_accept_CL)
     selection = selection_at(chosen, laws, known, count_B, accepted_B)
     next_token_B = categorical(next_token_weights(chosen, selection, accepted_B), noise.chosen_residual_C)
-    before = [shifts.select(chain_B) for shifts in by_depth]
-    plain = plain.select(chain_B)
-    shifts = shifts_after(chosen, plain, before, selection, count_B, accepted_B, next_token_B)
+    states_BXM4 = None if states_CXM4 is None else states_CXM4[chain_B]
+    shifts = shifts_after(chosen, plain, states_BXM4, selection, count_B, accepted_B, next_token_B)
     return ChainVerdict(chain_B, accepted_B, next_token_B, shifts=shifts)
