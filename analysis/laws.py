@@ -14,6 +14,7 @@ import numpy as np
 
 from analysis import bounds
 from analysis.enumeration import Rows, TabularModel, expected_accepted, first_block_law, rule_outcomes
+from analysis.node_enumeration import enumerated_acceptance
 from engine.errors import ConfigError
 from engine.speculation import theory
 from engine.speculation.verification import RULES
@@ -45,11 +46,12 @@ def analyze_law(entry: Any, where: str) -> dict[str, Any]:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ConfigError(f"{where}: 'n' must be a positive integer, not {n!r}")
     acceptance: dict[str, float | None] = {}
-    for name in RULES:
-        try:
-            acceptance[name] = RULES[name].acceptance(p, q, n)
-        except ValueError:
-            acceptance[name] = None
+    for name, rule in RULES.items():
+        if rule.acceptance is not None:
+            acceptance[name] = rule.acceptance(p, q, n)
+        else:
+            assert rule.node_rule is not None, name
+            acceptance[name] = enumerated_acceptance(rule.node_rule, "without_replacement", p, q, n)
     return {
         "alpha_star": {
             "iid": theory.alpha_star_iid(p, q, n),

@@ -76,7 +76,9 @@ def acceptance(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -
     if not known.has_closed_form(method, count):
         assert known.node_rule is not None, rule
         return _acceptance_given(known.node_rule, p, q, drafted)
-    return known.acceptance_of_one(p, q, 1) if count == 1 else known.acceptance(p, q, count)
+    closed_form = known.acceptance_of_one if count == 1 else known.acceptance
+    assert closed_form is not None
+    return closed_form(p, q, count)
 
 
 def _acceptance_given(rule: NodeRule, p: Law, q: Law, drafted: Sequence[int]) -> float:

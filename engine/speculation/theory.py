@@ -25,9 +25,8 @@ def _ratio_order(p: Law, q: Law) -> npt.NDArray[np.int64]:
 def alpha_star_iid(p: Law, q: Law, n: int) -> float:
     """Return the optimum for n i.i.d. drafts, O(V log V): H runs over prefixes of the tokens by q/p, Q(H) = q(H)^n."""
     order = _ratio_order(p, q)
-    mass_p = np.concatenate([[0.0], np.cumsum(p[order])])
-    mass_q = np.concatenate([[0.0], np.cumsum(q[order])]).clip(max=1.0)
-    return float(np.min(1 + mass_p - mass_q**n))
+    mass_p, mass_q = (np.concatenate([[0.0], np.cumsum(law[order])]) for law in (p, q))
+    return float(np.min(1 + mass_p - mass_q.clip(max=1.0) ** n))
 
 
 def alpha_star_without_replacement(p: Law, q: Law, n: int) -> float:
@@ -108,74 +107,23 @@ def accept_rrs(p: Law, q: Law, n: int) -> float:
     return float(np.minimum(p, scale * q).sum())
 
 
-def kseq_rho(p: Law, q: Law, n: int) -> float:
-    """Return K-SEQ's rho*: 1 - (1 - beta(rho))^n = rho beta(rho), by bisection on [1, n]."""
-
-    def excess(rho: float) -> float:
-        beta = np.minimum(q, p / rho).sum()
-        return float(1 - (1 - min(beta, 1.0)) ** n - rho * beta)
-
-    low, high = 1.0, float(n)
-    if excess(low) <= 0:
-        return 1.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return high
-
-
-def accept_kseq(p: Law, q: Law, n: int) -> float:
-    """Return the acceptance of K-SEQ at rho*."""
-    beta = np.minimum(q, p / kseq_rho(p, q, n)).sum()
-    return float(1 - (1 - min(beta, 1.0)) ** n)
-
-
 def accept_score_race(p: Law, q: Law, n: int) -> float:
     """Return the acceptance of the score race at one position."""
+    return float(_raced(p, q, n).sum())
+
+
+def _raced(p: Law, q: Law, n: int) -> Law:
+    """Return [V] the mass of each token that the score race of n chains accepts."""
     ratio = np.divide(q, p, out=np.zeros_like(p), where=p > 0).clip(max=1.0)
-    return float((p * (1 - (1 - ratio) ** n)).sum())
+    mass: Law = p * (1 - (1 - ratio) ** n)
+    return mass
 
 
 def accept_selected_block(p: Law, q: Law, n: int) -> float:
     """Return the acceptance of greedy block verification of the chain that the score race selects, in blocks of one
     token.
     """
-    ratio = np.divide(q, p, out=np.zeros_like(p), where=p > 0).clip(max=1.0)
-    kept = p * (1 - (1 - ratio) ** n)
+    kept = _raced(p, q, n)
     excess = (q - p).clip(min=0)
     share = excess / excess.sum() if excess.sum() > 1e-15 else excess
     return float(np.minimum(p, kept + share * max(0.0, 1 - kept.sum())).sum())
-
-
-def accept_spechub(p: Law, q: Law, n: int) -> float:
-    """Return the acceptance of SpecHub, which has two drafts or one."""
-    return alpha_star_greedy(p, q, min(n, 2))
-
-
-def accept_rrs_without_replacement(p: Law, q: Law, n: int) -> float:
-    """Return the acceptance of recursive rejection sampling without replacement, by enumeration of the draws (small
-    vocabularies).
-    """
-    support = np.flatnonzero(q > 0)
-    if len(support) ** min(n, len(support)) > 200_000:
-        raise ValueError("too many drafts to enumerate; there is no closed form without replacement")
-
-    def accepted(residual: Law, left: Law, drafts: int) -> float:
-        if drafts == 0 or left.sum() <= 0:
-            return 0.0
-        q_now = left / left.sum()
-        reduced = (residual - q_now).clip(min=0)
-        reduced = reduced / reduced.sum() if reduced.sum() > 0 else residual
-        total = 0.0
-        for token in np.flatnonzero(q_now > 0):
-            pass_here = min(1.0, residual[token] / q_now[token])
-            below = 0.0
-            if pass_here < 1:
-                rest = left.copy()
-                rest[token] = 0.0
-                below = accepted(reduced, rest, drafts - 1)
-            total += q_now[token] * (pass_here + (1 - pass_here) * below)
-        return total
-
-    # Tokens drafted and rejected may still be emitted by a later residual; these count as drafts, too.
-    return accepted(p, q, n)

@@ -250,11 +250,11 @@ def rows_of_filters() -> Tensor:
 
 def differing(rows: ModuleType) -> list[tuple[int, Sampling]]:
     """The rows and filters whose distributions are not those of plain operations."""
-    found = []
+    found, compiled = [], rows.distributions
     for number, logits in enumerate(rows_of_filters()):
         one = logits.unsqueeze(0).repeat(len(FILTERS), 1)
         parameters = DistributionParameters.of(FILTERS, tiny.DEVICE, TORCH)
-        with instead(numba_rows, "distributions", lambda _, *operands: rows.distributions(*operands)):
+        with instead(numba_rows, "distributions", lambda _, *operands: compiled(*operands)):
             distributions = KERNELS.distribution(one, parameters.temperature_N, parameters.filters)
         plain = distribution(one, parameters)
         for probs_V, plain_V, sampling in zip(distributions, plain, FILTERS, strict=True):

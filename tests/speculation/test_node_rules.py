@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from analysis.node_enumeration import Tuples, conditional_laws, draft_tuples
 from engine.speculation import theory
 from engine.speculation.verification.greedy import greedy, spechub
-from engine.speculation.verification.kseq import kseq, solve_rho
+from engine.speculation.verification.kseq import accept_kseq, kseq, solve_rho
 from engine.speculation.verification.node import NodeRule
 from engine.speculation.verification.ot_lp import ot_lp
 from engine.speculation.verification.rrs import nss, rrs, rrs_without_replacement
@@ -89,7 +89,7 @@ def test_golden_theory(case: dict) -> None:
     closed_forms = {
         "nss_iid": theory.accept_nss,
         "rrs_iid": theory.accept_rrs,
-        "kseq_iid": theory.accept_kseq,
+        "kseq_iid": accept_kseq,
         "score_race_iid": theory.accept_score_race,
         "single": theory.accept_token,
     }
@@ -190,8 +190,8 @@ def test_large_vocabularies_reach_the_optimum(vocabulary: int) -> None:
     for n in (2, 4, 8):
         table = race_table(target, draft, torch.tensor([n]))
         assert float(table.alpha[0]) == pytest.approx(theory.alpha_star_iid(p, q, n), abs=1e-9)
-        assert theory.accept_rrs(p, q, n) <= theory.accept_kseq(p, q, n) + 1e-12
-        assert theory.accept_kseq(p, q, n) <= theory.alpha_star_iid(p, q, n) + 1e-9
+        assert theory.accept_rrs(p, q, n) <= accept_kseq(p, q, n) + 1e-12
+        assert accept_kseq(p, q, n) <= theory.alpha_star_iid(p, q, n) + 1e-9
 
 
 def test_float32_rows_at_the_edges() -> None:

@@ -18,8 +18,8 @@ from engine.speculation import theory
 from engine.speculation.rule_facts import RULE_FACTS
 from engine.speculation.verification.chain_rules import verify_race, verify_token
 from engine.speculation.verification.greedy import greedy, spechub
-from engine.speculation.verification.greedy_block import verify_greedy_block, verify_spectr_gbv
-from engine.speculation.verification.kseq import kseq
+from engine.speculation.verification.greedy_block import verify_greedy_block
+from engine.speculation.verification.kseq import accept_kseq, kseq
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.ot_lp import ot_lp
 from engine.speculation.verification.over_acceptance import OverAcceptance
@@ -29,7 +29,7 @@ from engine.speculation.verification.traversal import verify_traversal
 from engine.speculation.verification.weighted_race import weighted_race
 
 
-def _rule(name: str, verify: Verify, acceptance: Acceptance, **known: Any) -> Rule:
+def _rule(name: str, verify: Verify, acceptance: Acceptance | None, **known: Any) -> Rule:
     """Return a rule with its facts; known: further fields of `Rule`."""
     return Rule(name, verify, acceptance, **known, **msgspec.structs.asdict(RULE_FACTS[name]))
 
@@ -48,24 +48,22 @@ _ALL = (
     _rule(
         "rrs_without_replacement",
         TopDown(rrs_without_replacement),
-        theory.accept_rrs_without_replacement,
-        closed_form_of=(),
+        None,
         node_rule=rrs_without_replacement,
     ),
-    _rule("kseq", TopDown(kseq), theory.accept_kseq),
-    _rule("spechub", TopDown(spechub), theory.accept_spechub),
+    _rule("kseq", TopDown(kseq), accept_kseq),
+    _rule("spechub", TopDown(spechub), lambda p, q, n: theory.alpha_star_greedy(p, q, min(n, 2))),
     _rule("greedy", TopDown(greedy), theory.alpha_star_greedy),
     _rule("weighted_race", TopDown(weighted_race), theory.alpha_star_iid),
     _rule("ot_lp", TopDown(ot_lp), theory.alpha_star_iid),
     _rule("block", verify_race, theory.accept_token, by_tiles=True),
     _rule("greedy_block", verify_greedy_block, theory.accept_token),
     _rule("bv_race", verify_race, theory.accept_score_race, by_tiles=True),
-    _rule("spectr_gbv", verify_spectr_gbv, theory.accept_selected_block),
+    _rule("spectr_gbv", verify_greedy_block, theory.accept_selected_block),
     _rule(
         "traversal",
         verify_traversal,
-        theory.accept_rrs_without_replacement,
-        closed_form_of=(),
+        None,
         node_rule=rrs_without_replacement,
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.speculation.theory import Law
 from engine.speculation.verification.node import at, normalised, point_mass, ratio
 
 _BISECTIONS = 50
@@ -48,3 +49,10 @@ def solve_rho(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> Tensor:
         low_N = torch.where(too_small_N, middle_N, low_N)
         high_N = torch.where(too_small_N, high_N, middle_N)
     return high_N
+
+
+def accept_kseq(p: Law, q: Law, n: int) -> float:
+    """Return the acceptance of n i.i.d. drafts."""
+    target_1V, draft_1V, count_1 = torch.from_numpy(p[None]), torch.from_numpy(q[None]), torch.tensor([float(n)])
+    rho_11 = solve_rho(target_1V, draft_1V, count_1.double()).unsqueeze(1)
+    return float(success(torch.minimum(draft_1V, target_1V / rho_11).sum(1), count_1))

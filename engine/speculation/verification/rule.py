@@ -35,12 +35,12 @@ class Rule(RuleFacts, frozen=True):
 
     name: str
     verify: Verify
-    acceptance: Acceptance
-    """Acceptance in closed form at one position, or by enumeration; ValueError if that would take too long."""
+    acceptance: Acceptance | None
+    """Acceptance in closed form at one position; None if there is none for several drafts."""
     acceptance_of_one: Acceptance = accept_token
     """The same of a single draft."""
     closed_form_of: tuple[str, ...] | None = None
-    """Draft methods for which the acceptance of several drafts has a closed form; None is all of them."""
+    """Draft methods for which it holds; None is all of the rule's."""
     node_rule: NodeRule | None = None
     """Acceptance given the drafts at one node, if there is no closed form."""
     by_tiles: bool = False
@@ -50,4 +50,5 @@ class Rule(RuleFacts, frozen=True):
         """Whether the acceptance of `count` drafts is known without drawing them."""
         if method == MOST_LIKELY:  # the drafts are known
             return False
-        return count == 1 or self.closed_form_of is None or method in self.closed_form_of
+        of_several = self.acceptance is not None and (self.closed_form_of is None or method in self.closed_form_of)
+        return count == 1 or of_several
