@@ -14,11 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention.triton_attention import _attend, _merge, tile_keys_of, tile_queries_of
-from engine.kernels.triton_block import _decide, _race, _sum_prefixes, _walk
+from engine.kernels.triton_block import _decide, _race, _walk
 from engine.kernels.triton_keep import _keep
 from engine.kernels.triton_nucleus import _edge, _narrow
 from engine.kernels.triton_nucleus import _keep as _keep_nucleus
-from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
+from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, sum_tiles
 from engine.models.triton_layer import (
     _ROUNDED_TILE,
     HEAD_WARPS,
@@ -161,7 +161,7 @@ def main() -> None:
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
     draws = {"wanted": "*i8", "uniforms": "*fp64", "tokens": "*i64"}
     for has_draft in (True, False):
-        compiled(_sum_tiles, distributions | sums, {"tile": 1024, "has_draft": has_draft})
+        compiled(sum_tiles, distributions | sums, {"tile": 1024, "has_draft": has_draft})
         constants = {"tile": 1024, "tiles": 256, "has_draft": has_draft}
         compiled(_draw, distributions | sums | draws, constants)
     verified = dict.fromkeys(("tokens", "target_rows", "draft_rows", "lengths"), "*i64") | sums
@@ -170,7 +170,6 @@ def main() -> None:
     verified |= dict.fromkeys(("accept_numbers", "residual_numbers", "score_numbers"), "*fp64")
     verified |= dict.fromkeys(("target", "draft"), "*fp32")
     compiled(_walk, verified, {"block": 16})
-    compiled(_sum_prefixes, verified, {"tile": 1024})
     compiled(_decide, verified, {"block": 16, "tile": 1024, "tiles": 256})
     compiled(_race, verified, {"block": 1024})
 

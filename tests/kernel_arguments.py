@@ -34,10 +34,9 @@ _TYPES_IN = {
     ("_narrow", "sums"): (torch.float64,),
     ("_narrow", "wanted"): (torch.float32, torch.int64),  # a share or a count
     ("_walk", "weights"): (torch.float64,),
-    ("_sum_prefixes", "weights"): (torch.float64,),
     ("_decide", "weights"): (torch.float64,),
     # Numbers of rows stand in their place, unused, without drafts, and if all are wanted.
-    ("_sum_tiles", "weights"): (torch.float64, torch.int64),
+    ("sum_tiles", "weights"): (torch.float64, torch.int64),
     ("_draw", "weights"): (torch.float64, torch.int64),
     ("_draw", "wanted"): (torch.int8, torch.int64),
 }

@@ -87,7 +87,7 @@ def attention() -> int:
 def verification() -> int:
     """Numbers of requests and chains, and lengths, of every kind of parity."""
     kinds: set[str] = set()
-    for name in ("_walk", "_sum_prefixes", "_decide", "_race"):
+    for name in ("_walk", "sum_tiles", "_decide", "_race"):
         setattr(triton_block, name, Counting(getattr(triton_block, name), kinds))
     probs_NV = torch.zeros((4, WIDTH))
     for num_requests, num_chains, length in product((1, 2, 3, 5), (1, 2, 3), range(1, 9)):
@@ -110,7 +110,7 @@ def distributions() -> int:
     """Distributions with all filters and without, and draws from them, of parts by level that begin at any row."""
     kinds: set[str] = set()
     names = {
-        triton_rows: ("_sum_exponentials", "_softmax", "_sum_tiles", "_draw"),
+        triton_rows: ("_sum_exponentials", "_softmax", "sum_tiles", "_draw"),
         triton_nucleus: ("_narrow", "_keep", "_edge"),
     }
     for module, of_module in names.items():

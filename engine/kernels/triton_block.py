@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
-from engine.kernels.triton_rows import ANYWHERE, TILE, draw_token, weights_of
+from engine.kernels.triton_rows import ANYWHERE, TILE, draw_token, sum_tiles
 
 # Each kernel has one specialisation (`triton_rows.ANYWHERE`), which depends on no number that changes between steps.
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
@@ -58,22 +58,6 @@ def _walk(
     tl.store(log_ratios + at + 1 + place, log_ratio, mask=inside)
     tl.store(log_ceilings + at + 1 + place, log_ceiling, mask=inside)
     tl.store(weights + at + 1 + place, weight, mask=inside)
-
-
-@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
-def _sum_prefixes(
-    target, target_rows, draft, draft_rows, weights, surplus_sums, target_sums,
-    width, num_tiles, length, tile: tl.constexpr,
-):  # fmt: skip
-    """Sum over a tile, below prefix i of a chain, the surplus and the target's distribution."""
-    at, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chain, depth = at // (length + 1), at % (length + 1)
-    row = tl.load(target_rows + at)
-    other = tl.load(draft_rows + chain * length + tl.minimum(depth, length - 1))
-    column = number * tile + tl.arange(0, tile)
-    surplus, mass = weights_of(target + row * width, draft + other * width, tl.load(weights + at), column, width, True)
-    tl.store(surplus_sums + at * num_tiles + number, tl.sum(surplus.to(tl.float64), axis=0))
-    tl.store(target_sums + at * num_tiles + number, tl.sum(mass.to(tl.float64), axis=0))
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
@@ -149,8 +133,8 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     prefixes = torch.empty((3, num_chains, length + 1), dtype=torch.float64, device=device)
     sums = torch.empty((2, num_chains, length + 1, num_tiles), dtype=torch.float64, device=device)
     _walk[(num_chains,)](chains.tokens_CL.contiguous(), *distributions, *prefixes, width, length, block=block)
-    _sum_prefixes[(num_chains * (length + 1), num_tiles)](
-        *distributions, prefixes[2], sums[0], sums[1], width, num_tiles, length, tile=TILE
+    sum_tiles[(num_chains * (length + 1), num_tiles)](
+        *distributions, prefixes[2], *sums, width, num_tiles, length + 1, length, tile=TILE, has_draft=True
     )
     found = torch.empty((2, num_chains), dtype=torch.int64, device=device)
     score_C = torch.empty(num_chains, dtype=torch.float64, device=device)

@@ -97,20 +97,25 @@ def weights_of(target, draft, weight, column, width, has_draft: tl.constexpr):
     return surplus, mass
 
 
-@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
-def _sum_tiles(
+@triton.jit(do_not_specialize=("num_targets", "num_drafts"), do_not_specialize_on_alignment=ANYWHERE)
+def sum_tiles(
     target, target_rows, draft, draft_rows, weights, surplus_sums, target_sums,
-    width, num_tiles, tile: tl.constexpr, has_draft: tl.constexpr,
+    width, num_tiles, num_targets, num_drafts, tile: tl.constexpr, has_draft: tl.constexpr,
 ):  # fmt: skip
-    chain, number = tl.program_id(0), tl.program_id(1)
+    """Sum over a tile of a target row its surplus over a draft row, and its distribution.
+
+    A chain has `num_targets` target rows in order, and `num_drafts` draft rows; the last of these
+    serves those that are left.
+    """
+    at, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = number * tile + tl.arange(0, tile)
-    row, other = tl.load(target_rows + chain), tl.load(draft_rows + chain)
+    place = at // num_targets * num_drafts + tl.minimum(at % num_targets, num_drafts - 1)
+    row, other = tl.load(target_rows + at), tl.load(draft_rows + place)
     surplus, mass = weights_of(
-        target + row * width, draft + other * width, tl.load(weights + chain), column, width, has_draft
+        target + row * width, draft + other * width, tl.load(weights + at), column, width, has_draft
     )
-    at = chain * num_tiles + number
-    tl.store(surplus_sums + at, tl.sum(surplus.to(tl.float64), axis=0))
-    tl.store(target_sums + at, tl.sum(mass.to(tl.float64), axis=0))
+    tl.store(surplus_sums + at * num_tiles + number, tl.sum(surplus.to(tl.float64), axis=0))
+    tl.store(target_sums + at * num_tiles + number, tl.sum(mass.to(tl.float64), axis=0))
 
 
 @triton.jit
@@ -219,7 +224,7 @@ def draw(target_NV: Tensor, row_C: Tensor, uniform_C: Tensor, less: Subtracted |
     if num_chains:
         rows, sizes = (target_NV, row_C, draft_MV, draft_row_C, weight_C), (width, num_tiles)
         constants = {"tile": TILE, "has_draft": less is not None}
-        _sum_tiles[(num_chains, num_tiles)](*rows, surplus_CT, target_CT, *sizes, **constants)
+        sum_tiles[(num_chains, num_tiles)](*rows, surplus_CT, target_CT, *sizes, 1, 1, **constants)
         _draw[(num_chains,)](
             *rows, wanted_C, surplus_CT, target_CT, uniform_C.contiguous(), token_C, *sizes,
             tiles=triton.next_power_of_2(num_tiles), **constants,

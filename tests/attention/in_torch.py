@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import triton_attention
+from engine.attention.groups import ScoreOptions
 from engine.attention.paged import Paged
-from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVTensors
 from tests.engine.tiny import DEVICE
 from tests.wrong import instead
