@@ -42,12 +42,12 @@ def attention_in_torch() -> Iterator[None]:
 LONG = (
     "deploy/test_image",
     "deploy/test_ray",
+    "models/test_processors",
     "server/test_lm_eval",
     "analysis/test_gpu_session",
     "analysis/test_gpu_kernels",
     "analysis/test_arms",
     "analysis/test_papers",
-    "engine/test_recorded_steps",
     "server/test_faults",
     "engine/test_output_distribution",
     "engine/test_dry_run",
@@ -70,7 +70,6 @@ LONG = (
     "kernels/test_triton_rows",
     "server/test_hub_names",
     "control/test_controller",
-    "engine/test_launches",
 )
 
 

@@ -19,15 +19,22 @@ from ray import serve
 
 from tests.deploy.ray_load import NUM_CLIENTS, NUM_PREFIXES, ask, begin, replicas, start
 from tests.server.daemon_process import wait_until
+from tests.wrong import instead
 
-# Ray looks at the load of the last thirty seconds.
 PATIENCE_S = 240
+LOOK_BACK_S = 11
+"""Time over which Ray averages the load; its default is 30 s."""
+
+
+def looking_back(config: Any, **options: Any) -> Any:
+    return config(**options, look_back_period_s=LOOK_BACK_S)
 
 
 def main() -> None:
     """Ask with eight clients until there are two replicas; stop, and wait until there is one."""
     scaling = {"target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 5}
-    base = start(*sys.argv[1:3], min_replicas=1, max_replicas=2, **scaling)
+    with instead("deploy.ray_app", "AutoscalingConfig", looking_back):
+        base = start(*sys.argv[1:3], min_replicas=1, max_replicas=2, **scaling)
     found: dict[str, Any] = {"replicas": [len(replicas())], "ends": Counter(), "by_replica": Counter()}
     is_over = threading.Event()
     numbers = count()
