@@ -109,8 +109,7 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
 
     from engine.api import ConfigError, check_settings, set_up_log
     from server.flags import faults, parse_flags
-    from server.listening import bind, bind_fault
-    from server.start_checks import check_sources, with_quantization
+    from server.start_checks import bind, bind_fault, check_sources, with_quantization
 
     early = _held_back()
     try:

@@ -1,17 +1,27 @@
-"""Checks of the configured models before anything is loaded. They read file names and the first bytes of files."""
+"""Steps before anything is loaded, so that a wrong setting fails at once: the daemon's socket is bound, and the models
+are looked for.
+
+The checks of models read file names and the first bytes of files.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import socket
+from pathlib import Path
 from typing import get_args
 
 from msgspec.structs import replace
 
 from engine.api import ConfigError, EngineConfig, Weights, check_source, model_file, read_object
+from server.settings import Serve
 
 log = logging.getLogger("polydraft")
 
 _HTTP_CLIENTS = ("httpx", "httpx2")
+_BACKLOG = 2048
 
 
 def check_sources(config: EngineConfig) -> None:
@@ -58,3 +68,46 @@ def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
 def _method(name: str) -> str:
     """Return a method's name without its kernel: awq for awq_marlin."""
     return name.lower().replace("_", "-").removesuffix("-marlin")
+
+
+def bind(settings: Serve) -> socket.socket:
+    """Return a listening socket; clients queue from now on. Raises OSError if the address cannot be bound."""
+    if settings.uds:
+        _remove_stale(Path(settings.uds))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address: str | tuple[str, int] = settings.uds
+    else:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if settings.send_timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit the option: the system closes those whose client reads nothing.
+            most_ms = max(1, round(1000 * settings.send_timeout))
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
+        address = (settings.host, settings.port)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.set_inheritable(True)
+    return listener
+
+
+def bind_fault(settings: Serve, error: OSError) -> str:
+    """Return why the address cannot be bound, and the flag that selects another one."""
+    where = settings.uds or f"{settings.host}:{settings.port}"
+    flag = "--uds" if settings.uds else "--port"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        flag = "--host: an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+    return f"cannot listen on {where}: {error.strerror or error}; choose another {flag}"
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket file of a daemon that has ended. Raises OSError if one still listens."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        path.unlink()

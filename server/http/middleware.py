@@ -99,7 +99,7 @@ class RequestEnvelope:
                 await self._app(asked, self._limited(receive), send_marked)
             except Exception as error:
                 if reads_nothing:
-                    # Over TCP the system usually closes first (`listening.bind`). The server closes the connection,
+                    # Over TCP the system usually closes first (`start_checks.bind`). The server closes the connection,
                     # because the answer is not complete.
                     log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
                     return

@@ -7,39 +7,22 @@ from typing import Any
 
 from fastapi import FastAPI
 
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with these properties, all of them required."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_TEXT_OR_NULL = {"anyOf": [_TEXT, {"type": "null"}]}
 _NAME = "Error"
-_TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-_ERROR_SCHEMA: dict[str, Any] = {
-    "type": "object",
+_ERROR_SCHEMA = {
     "title": _NAME,
     "description": "What every error answer holds, in OpenAI's shape.",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _TEXT_OR_NULL,
-                "code": _TEXT_OR_NULL,
-            },
-        }
-    },
+    **_object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
 }
 _MESSAGES_NAME = "MessagesError"
-_MESSAGES_SCHEMA = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
+_MESSAGES_SCHEMA = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
 _FRAMEWORKS_OWN = ("HTTPValidationError", "ValidationError")
 """Models of FastAPI's own validation errors; `errors.py` answers in OpenAI's format instead."""
 

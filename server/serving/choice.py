@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.api import Outcome, Request, StepStats, TokenLogprob
+from engine.api import Outcome, Request, StepStats
 from server.openai.answers import DraftedStep
 from server.serving.statistics import Clock, SpeculationCount, answer_part, drafters_of
 from server.text.call_pieces import Call, Piece
@@ -207,17 +207,14 @@ class Choice:
             self._offset = self._prompt.num_characters
         return self._prompt.text
 
-    def _add_logprob(self, logprobs: list[SpelledToken], token: int, found: TokenLogprob | None) -> None:
-        logprobs.append(spell(self._tokenizer, token, found, self._offset))
-        if not (self._skips_special and self._tokenizer.is_special(token)):
-            self._offset += len(logprobs[-1].text)
-
     def _spell(self, outcome: Outcome, num_taken: int) -> None:
         """Add the logprobs of the tokens that belong to the answer."""
         if self.logprobs is None:
             return
         for token, found in zip(outcome.token_ids[:num_taken], outcome.logprobs, strict=False):
-            self._add_logprob(self.logprobs, token, found)
+            self.logprobs.append(spell(self._tokenizer, token, found, self._offset))
+            if not (self._skips_special and self._tokenizer.is_special(token)):
+                self._offset += len(self.logprobs[-1].text)
 
     def _count(self, piece: str) -> None:
         """Count the tokens of thoughts (with their tags) and calls."""

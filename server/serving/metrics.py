@@ -12,10 +12,11 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.metrics import Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
 
 from engine.api import DRAFTERS, MODEL, PHASES, EngineFacts, Outcome, StepResults
-from server.serving.vllm_metrics import VllmNames
 from server.version import VERSION
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -322,3 +323,47 @@ def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
     if drawn[0]:
         counts[MODEL] = (drawn[0], drawn[1], drawn[2])
     return Counts({(name, kind): count for name, numbers in counts.items() for kind, count in enumerate(numbers)})
+
+
+_RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc"}
+_NAMES = frozenset(
+    """
+    num_requests_running num_requests_waiting kv_cache_usage_ratio prompt_tokens generation_tokens
+    num_preemptions prefix_cache_queries prefix_cache_hits request_success time_to_first_token_seconds
+    inter_token_latency_seconds request_prompt_tokens request_generation_tokens request_max_num_generation_tokens
+    request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
+    request_prefill_time_seconds request_decode_time_seconds spec_decode_num_drafts spec_decode_num_draft_tokens
+    spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos
+    """.split()
+)
+
+
+class VllmNames(Collector):
+    """Collector of copies of the metrics that vLLM has, too, so that dashboards and benchmarks made for vLLM work."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._is_collecting = False
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the copies. The registry calls all collectors, also this one: the inner call returns nothing."""
+        if self._is_collecting:
+            return
+        self._is_collecting = True
+        try:
+            families = list(self._registry.collect())
+        finally:
+            self._is_collecting = False
+        for family in families:
+            name = family.name.removeprefix("polydraft_")
+            if name in _NAMES:
+                yield _renamed(family, name)
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    new_name = "vllm:" + _RENAMED.get(name, name)
+    copy: Metric = kinds[family.type](new_name, family.documentation)
+    for sample in family.samples:
+        copy.add_sample(sample.name.replace(family.name, new_name, 1), sample.labels, sample.value)
+    return copy

@@ -11,9 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine.api import ConfigError
-from server.config_file import read_config_file
 from server.flags import faults, parse_flags
-from server.settings import Serve
+from server.settings import Serve, read_config_file
 
 
 @pytest.fixture(autouse=True)

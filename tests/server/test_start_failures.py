@@ -20,9 +20,9 @@ from engine.models.files import read_object
 from engine.models.weight_files import _size_fault
 from engine.step.profile_cache import read_profile
 from server.cli import main
-from server.config_file import read_config_file
 from server.openai.generation_defaults import generation_defaults
 from server.serving.socket_folder import SocketFolder
+from server.settings import read_config_file
 from tests.server.daemon_process import ROOT, Daemon, Daemons, wait_until
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 
