@@ -93,48 +93,48 @@ def assemble(
     if kind is not None and kind.taps:
         width = target.model.config.get_text_config().hidden_size
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
-    choices: list[BackendChoice] = []
-    weight_bytes = []
     facts = _facts(config, models)
+    parts: list[_Part] = []
     for model, shape in zip(models, shapes, strict=True):
-        choice, num_bytes = _prepare(model, shape, config, facts.max_model_len, progress, is_owner, target, choices)
-        choices.append(choice)
-        weight_bytes.append(num_bytes)
+        parts.append(_prepare(model, shape, config, facts.max_model_len, progress, is_owner, parts))
     device = torch.device(target.model.device)
     progress("trying the kernels of distributions and verdicts")
     kernels = choose(device)
     is_head = kind is not None and kind.is_head
     has_draft_pool = draft is not None and not is_head and config.speculation.draft_window > 0
     drafts_apart = kind is not None and not kind.is_recorded
-    is_recorded = not config.model.enforce_eager and all(
-        is_replayed(model, choice.paged) for model, choice in zip(models, choices, strict=True)
-    )
-    spare_blocks = [_spare_blocks(model, config) for model in models]
-    make = partial(_runners, models, shapes, choices, spare_blocks, config.cache.block_size, is_recorded, kernels)
-    recordings = None
+    is_recorded = not config.model.enforce_eager and all(is_replayed(part.model, part.choice.paged) for part in parts)
+
+    def make(num_blocks: Sequence[int]) -> list[ModelRunner]:
+        return [
+            part.runner(count, config.cache.block_size, target.vocab_size, is_recorded, kernels)
+            for part, count in zip(parts, num_blocks, strict=False)
+        ]
+
+    recordings = _Recordings()
     if is_recorded:
-        recordings = _plan_recordings(
-            config, facts, draft, drafts_apart, make, kernels, device, progress, has_draft_pool
-        )
-    token_bytes = [shape.token_bytes(choice.backend.kv_dtype) for choice, shape in zip(choices, shapes, strict=True)]
-    recorded_bytes = 0 if recordings is None else recordings.num_bytes
-    memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, device, has_draft_pool)
+        drafts, distributions = recorded_drafts(config, draft), distributions_on(device, kernels)
+        steps = menu_of_steps(drafts, config.scheduler.max_num_seqs, distributions, drafts_apart)
+        recordings = _plan_recordings(config, facts, steps, make, graphs_on(device), progress, has_draft_pool)
+    token_bytes = [part.shape.token_bytes(part.choice.backend.kv_dtype) for part in parts]
+    spare_blocks = [part.num_spare for part in parts]
+    memory = plan_memory(config, facts, token_bytes, spare_blocks, recordings.num_bytes, device, has_draft_pool)
     _report_context(config, models, memory.max_model_len)
     runners = make((memory.num_blocks, memory.num_draft_blocks))
     progress("choosing the cores of passes")
     for runner in runners:
         runner.tune(most_cores(config.model))
-    if all(choice.backend.reads_pages for choice in choices):
+    if all(part.choice.backend.reads_pages for part in parts):
         # Torch computes little then, and its waiting threads would take cores from the passes.
         torch.set_num_threads(1)
-    facts = _completed(facts, target, memory, weight_bytes)
+    facts = _completed(facts, target, memory, [part.weight_bytes for part in parts])
     check_defaults(facts, config.speculation)
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
     tokenizer, revision = config.model.tokenizer_source
     grammars = GrammarPool(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     scheduler = _scheduler(config, target, memory, is_head, has_draft_pool)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
-    if recordings is not None and recordings.shapes:
+    if recordings.shapes:
         engine.recorded = RecordedSteps(recordings.graphs, drafter if drafts_apart else None, has_draft_pool)
         engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
     return engine
@@ -162,31 +162,26 @@ def _completed(facts: EngineFacts, target: LoadedModel, memory: MemoryPlan, weig
 class _Recordings(NamedTuple):
     """Plan of the recorded steps."""
 
-    graphs: Graphs | None
-    shapes: Sequence[StepShape]
-    num_bytes: int
+    graphs: Graphs | None = None
+    shapes: Sequence[StepShape] = ()
+    num_bytes: int = 0
     """Memory that they take: measured, or that of their buffers if the pool has a fixed size."""
-    least_free: float
+    least_free: float = 0.0
     """Share of the free memory that recording leaves; 0 if the memory has been set aside."""
 
 
 def _plan_recordings(
     config: EngineConfig,
     facts: EngineFacts,
-    draft: LoadedModel | None,
-    drafts_apart: bool,
-    make: Callable[[tuple[int, int]], list[ModelRunner]],
-    kernels: Kernels,
-    device: torch.device,
+    shapes: Sequence[StepShape],
+    make: Callable[[Sequence[int]], list[ModelRunner]],
+    graphs: Graphs | None,
     progress: Progress,
     has_draft_pool: bool,
 ) -> _Recordings:
     """Return the steps to record. If the pool gets the memory that is left, record them next to a pool of one block
     first, because the memory of graphs is known only after recording, and graphs hold the addresses of the pool.
     """
-    drafts, most_sequences = recorded_drafts(config, draft), config.scheduler.max_num_seqs
-    shapes = menu_of_steps(drafts, most_sequences, distributions_on(device, kernels), drafts_apart)
-    graphs = graphs_on(device)
     if graphs is None or config.cache.num_blocks or config.cache.memory_bytes:
         return _Recordings(graphs, shapes, buffer_bytes(shapes, facts.vocab_size), LEAST_FREE)
     trial = RecordedSteps(graphs, has_draft_pool=has_draft_pool)
@@ -195,34 +190,34 @@ def _plan_recordings(
     return _Recordings(graphs, list(trial.steps), trial.num_bytes, 0.0)
 
 
-def _runners(
-    models: Sequence[LoadedModel],
-    shapes: Sequence[KVShape],
-    choices: Sequence[BackendChoice],
-    spare_blocks: Sequence[int],
-    block_size: int,
-    is_recorded: bool,
-    kernels: Kernels,
-    num_blocks: tuple[int, int],
-) -> list[ModelRunner]:
-    """Return the runners of all models, with storage for pools of `num_blocks` of the target and the draft model."""
-    return [
-        (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
-            model.model,
-            shape,
-            count + num_spare,
+class _Part(NamedTuple):
+    """One of the models, and how it runs."""
+
+    model: LoadedModel
+    shape: KVShape
+    choice: BackendChoice
+    weight_bytes: int
+    num_spare: int = 0
+    """Blocks outside the pool, for the masks that a head of the DFlash types computes after texts and never reads
+    again.
+    """
+
+    def runner(
+        self, num_blocks: int, block_size: int, vocab_size: int, is_recorded: bool, kernels: Kernels
+    ) -> ModelRunner:
+        """Return a runner with storage for a pool of `num_blocks`."""
+        return (HeadRunner if isinstance(self.model.model, Head) else ModelRunner)(
+            self.model.model,
+            self.shape,
+            num_blocks + self.num_spare,
             block_size,
-            models[0].vocab_size,
-            choice.backend,
-            model.ranks,
-            choice.paged,
+            vocab_size,
+            self.choice.backend,
+            self.model.ranks,
+            self.choice.paged,
             is_recorded,
             kernels,
         )
-        for model, shape, choice, num_spare, count in zip(
-            models, shapes, choices, spare_blocks, num_blocks, strict=False
-        )
-    ]
 
 
 def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
@@ -235,14 +230,6 @@ def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
         config = draft.model.config
         return DrafterKind(_HEAD_DRAFTERS.get(config.kind, BlockDrafter), config.taps_of(num_layers), is_head=True)
     return DrafterKind(lambda runner, _: ModelDrafter(runner), is_recorded=True)
-
-
-def _spare_blocks(model: LoadedModel, config: EngineConfig) -> int:
-    """Return the number of blocks outside the pool, for the masks that a head of the DFlash types computes after texts
-    and never reads again.
-    """
-    block = model.model.config.block if isinstance(model.model, Head) else None
-    return 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // config.cache.block_size)
 
 
 def kv_shape_of(model: LoadedModel) -> KVShape:
@@ -281,29 +268,32 @@ def _prepare(
     longest: int,
     progress: Progress,
     is_owner: bool,
-    target: LoadedModel,
-    earlier: Sequence[BackendChoice],
-) -> tuple[BackendChoice, int]:
-    """Return (how a model is run, the memory that its weights then take). longest: tokens of the longest text; earlier:
-    the target's, for a head.
+    earlier: Sequence[_Part],
+) -> _Part:
+    """Return how a model is run, and the memory that its weights then take. longest: tokens of the longest text;
+    earlier: the target, for a head.
     """
+    block_size = config.cache.block_size
     if isinstance(loaded.model, Head):
         device = torch.device(loaded.model.device)
         backend: HeadBackend = TorchHead(loaded.model)
         if device.type == "cpu" and find_spec("numba") is not None:
             from engine.models.heads.decoder import backend_of
 
-            sizes = target.model.dtype, config.cache.block_size
-            backend = backend_of(loaded.model, shape, earlier[0].backend, *sizes)
+            target = earlier[0]
+            backend = backend_of(loaded.model, shape, target.choice.backend, target.model.model.dtype, block_size)
         laid_out_bytes = backend.prepare(lambda: True) if is_owner and device.type == "cpu" else 0
-        return BackendChoice(backend, has_kernel(device)), laid_out_bytes + loaded.weight_bytes
+        block = loaded.model.config.block
+        num_spare = 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // block_size)
+        choice = BackendChoice(backend, has_kernel(device))
+        return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, num_spare)
     progress(f"probing {loaded.name}")
-    choice = choose_backend(loaded, shape, config.cache.block_size, config.model, longest)
-    if loaded.ranks is not None or not is_owner:  # a part of a split model cannot be tried on this rank alone
-        return choice, loaded.weight_bytes
-    progress(f"laying out the weights of {loaded.name}")
-    laid_out_bytes = choice.backend.prepare(partial(runs, loaded, shape, choice, config.cache.block_size))
-    return choice, laid_out_bytes + loaded.weight_bytes
+    choice = choose_backend(loaded, shape, block_size, config.model, longest)
+    laid_out_bytes = 0
+    if loaded.ranks is None and is_owner:  # a part of a split model cannot be tried on this rank alone
+        progress(f"laying out the weights of {loaded.name}")
+        laid_out_bytes = choice.backend.prepare(partial(runs, loaded, shape, choice, block_size))
+    return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes)
 
 
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
