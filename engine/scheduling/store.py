@@ -37,7 +37,7 @@ class BlockStore:
     """
 
     def __init__(self, num_blocks: int, block_size: int, keeps_content: bool = True) -> None:
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.keeps_content = keeps_content
         self._pool = BlockPool(num_blocks)
         self._num_holders: dict[int, int] = {}
@@ -50,15 +50,10 @@ class BlockStore:
         """Return a store of one of `count` equal portions of the blocks, which publishes nothing: for measurements
         that write over their content.
         """
-        size = self._pool.num_blocks
+        size = self.num_blocks
         result = BlockStore(size, self.block_size, keeps_content=False)
         result.release([block for block in result.allocate(size) if block // (size // count) == number])
         return result
-
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks, used or free."""
-        return self._pool.num_blocks
 
     @property
     def num_free(self) -> int:
@@ -141,7 +136,7 @@ class BlockStore:
             counts[block] = counts.get(block, 0) + 1
         assert counts == self._num_holders, "a block is lost, or has unknown holders"
         assert not counts.keys() & self._idle.keys(), "a held block counts as free"
-        assert self._pool.num_used == len(counts) + len(self._idle)
+        assert self._pool.num_free == self.num_blocks - len(counts) - len(self._idle)
         assert {block: key for key, block in self._block_of.items()} == self._key_of
         assert self._key_of.keys() >= self._idle.keys() | self._drafted, "a block without content is not free"
 

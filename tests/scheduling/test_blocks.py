@@ -47,7 +47,7 @@ class PoolMachine(RuleBasedStateMachine):
     def blocks_are_held_once(self) -> None:
         self.pool.check_invariants()
         everything = [block for blocks in self.held for block in blocks]
-        assert len(everything) == len(set(everything)) == self.pool.num_used
+        assert len(everything) == len(set(everything)) == 24 - self.pool.num_free
 
 
 TestPool = PoolMachine.TestCase

@@ -230,9 +230,9 @@ TestAdaptiveWindowedTraffic.settings = settings(max_examples=200, stateful_step_
 
 def long_answers() -> WindowedTraffic:
     traffic = WindowedTraffic()
-    for number in range(4):
-        traffic.submit(4 * number + 9, max_tokens=12, drafts=1 + number % 2, draft_length=3, priority=0)
-    for _ in range(8):
+    for number in range(6):
+        traffic.submit(4 * number + 9, max_tokens=24, drafts=1 + number % 2, draft_length=3, priority=0)
+    for _ in range(16):
         traffic.step(1, 7)
     traffic.teardown()
     return traffic
