@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +22,7 @@ from engine.models.loading import Progress
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
 from engine.step.engine import Engine
-from engine.step.profile_cache import NOWHERE, profile_file, read_profile, write_profile
+from engine.step.profile_cache import profile_file, read_profile, write_profile
 from engine.step.recorded.inputs import NUM_TEXT
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -57,14 +56,8 @@ _FORMAT = 18
 _PLAIN = Speculation()
 
 
-class Measured(NamedTuple):
-    """Content of the file."""
-
-    points: list[Point]
-    rates: list[float]
-    """Rates fitted to them (`StepTimes.rates`)."""
-
-
+Measured = tuple[list[Point], list[float]]
+"""Content of the file: measurements, and the rates fitted to them (`StepTimes.rates`)."""
 Tell = Callable[[float], None]
 """Callback with the completed share of a measurement."""
 
@@ -72,18 +65,15 @@ Tell = Callable[[float], None]
 def measure(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> StepTimes:
     """Return the times of this engine's steps: from the file of an earlier start, or measured now."""
     window = engine.scheduler.draft_prefill.draft_window
-    file, why = None, "nothing is kept, as --profile-cache says"
-    if config.profile_cache != NOWHERE:
-        file = _file(engine, config, speculation, progress)
-        found = _kept_times(engine, file, window)
-        if isinstance(found, StepTimes):
-            progress("using the measurements of an earlier start")
-            return found
-        why = found
-    progress(f"measuring steps ({why})")
+    file = _file(engine, config, speculation, progress)
+    found = _kept_times(engine, file, window)
+    if isinstance(found, StepTimes):
+        progress("using the measurements of an earlier start")
+        return found
+    progress(f"measuring steps ({found})")
     points = measure_points(engine, speculation, _say_every(2.0, progress))
     times = StepTimes(points, window, is_eager=engine.recorded.is_eager)
-    write_profile(file, msgspec.to_builtins(Measured(points, times.rates.tolist())), progress)
+    write_profile(file, msgspec.to_builtins((points, times.rates.tolist())), progress)
     return times
 
 
@@ -124,7 +114,9 @@ def _device_name(device: torch.device) -> str:
 
 def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
     """Return the times of an earlier start, scaled to the present time of plain steps; or why they cannot be used."""
-    if file is None or not file.exists():
+    if file is None:
+        return "--profile-cache keeps nothing"
+    if not file.exists():
         return "there are no measurements of this pair, these settings and this machine yet"
     try:
         points, rates = msgspec.convert(read_profile(file), Measured)
@@ -135,7 +127,8 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
     except ValueError:
         return f"{file} cannot be read"
     middle = sorted(shortest_s)[len(shortest_s) // 2]
-    factors = {rows: _plain_s_now(engine, rows) / shortest_s[rows] for rows in (1, middle)}
+    plans = {rows: synthetic_plan(engine, rows, next(_contexts(engine, rows))) for rows in (1, middle)}
+    factors = {rows: usual_s(engine, plan) / shortest_s[rows] for rows, plan in plans.items()}
     said = ", ".join(
         f"{factor:.2f} times as long with {rows} request{'s'[: rows > 1]}" for rows, factor in factors.items()
     )
@@ -147,11 +140,6 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
     times = StepTimes(points, window, rates=rates, is_eager=engine.recorded.is_eager)
     times.scale(sum(factors.values()) / len(factors))
     return times
-
-
-def _plain_s_now(engine: Engine, num_rows: int) -> float:
-    """Measure a plain step of this many requests with short texts."""
-    return usual_s(engine, synthetic_plan(engine, num_rows, next(_contexts(engine, num_rows))))
 
 
 def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda _: None) -> list[Point]:

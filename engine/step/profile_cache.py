@@ -13,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NOWHERE = "off"
-"""Value of the folder that stores nothing."""
-
 
 def profile_file(folder: str, described: Any, progress: Callable[[str], None]) -> Path | None:
-    """Return the file for measurements of what is described, made on this machine; None if there is no place for it."""
-    if folder == NOWHERE:
+    """Return the file for measurements of what is described, made on this machine; None if there is no place for it, or
+    the folder is `off`.
+    """
+    if folder == "off":
         return None
     machine = [_processor(), os.cpu_count()]  # without its name: a container has another one at every start
     digest = hashlib.sha256(json.dumps([described, machine], sort_keys=True, default=str).encode()).hexdigest()
@@ -39,10 +38,10 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
-def read_profile(file: Path | None) -> Any:
+def read_profile(file: Path) -> Any:
     """Return the content of a file, unchecked; None if there is nothing that can be read."""
     try:
-        return json.loads(file.read_text()) if file is not None else None
+        return json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
         return None
 

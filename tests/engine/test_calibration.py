@@ -332,7 +332,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     assert f"measurements cannot be stored in {tmp_path / 'file'} (File exists)" in said[-1]
     assert "--profile-cache" in said[-1]
     assert [line for line in measured(engine, "off")[0] if "%" not in line] == [
-        "measuring steps (nothing is kept, as --profile-cache says)",
+        "measuring steps (--profile-cache keeps nothing)",
     ]
 
     def nobody(_: Path) -> Path:
