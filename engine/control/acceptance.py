@@ -30,12 +30,11 @@ class Acceptance:
     """
 
     def __init__(self, longest: int) -> None:
-        self._taken: dict[int, Numbers] = {}
-        self._tried: dict[int, Numbers] = {}
+        self._counts: dict[int, Numbers] = {}
+        """[2, longest] accepted and tried tokens of each position, by number of chains."""
         self._longest = longest
         self._new: dict[tuple[int, int, int], int] = {}
-        self._known: dict[int, Numbers] = {}
-        self._totals: dict[int, list[float]] = {}
+        self._known: dict[int, tuple[Numbers, list[float]]] = {}
         self._answers = np.array([0.0, _ANSWER, 1.0])
         """Faded sums over ended answers: prompt tokens that a draft model must read, answer tokens, and answers."""
 
@@ -57,16 +56,14 @@ class Acceptance:
 
     def fade(self, num_steps: int = 1) -> None:
         """Apply the observations of these steps, and reduce the weight of older ones."""
-        for counts in (*self._taken.values(), *self._tried.values()):
+        for counts in self._counts.values():
             counts *= _KEEP**num_steps
         for (num_drafts, num_tried, num_taken), count in self._new.items():
-            taken = self._taken.setdefault(num_drafts, np.zeros(self._longest))
-            tried = self._tried.setdefault(num_drafts, np.zeros(self._longest))
+            taken, tried = self._counts.setdefault(num_drafts, np.zeros((2, self._longest)))
             taken[:num_taken] += count
             tried[:num_tried] += count
         self._new.clear()
         self._known.clear()
-        self._totals.clear()
 
     def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
         """Record that of `num_tried` positions the first `num_taken` were accepted; applied by the next `fade`."""
@@ -78,13 +75,11 @@ class Acceptance:
 
         A chain of which exactly these positions were tried is expected to have this number of accepted tokens.
         """
-        if num_drafts not in self._totals:
-            self._totals[num_drafts] = [0.0, *self.by_position(num_drafts).cumsum().tolist()]
-        return self._totals[num_drafts][num_tried]
+        return self._estimates(num_drafts)[1][num_tried]
 
     def log_std(self, num_drafts: int) -> float:
         """Return the standard deviation of the logarithm of a step's tokens with this number of chains."""
-        tried = float(self._tried[num_drafts].sum()) if num_drafts in self._tried else 0.0
+        tried = float(self._counts[num_drafts][1].sum()) if num_drafts in self._counts else 0.0
         # Drafts that are seldom accepted add little, whatever their acceptance is.
         share = min(1.0, float(self.by_position(num_drafts)[0]) / _BELIEF)
         return share * _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + tried))
@@ -93,27 +88,28 @@ class Acceptance:
         """Return [longest] the acceptance of each position, given the positions before; with few observations, from
         other numbers of chains and the prior.
         """
-        if num_drafts not in self._known:
-            self._known[num_drafts] = self._estimated(num_drafts)
-        return self._known[num_drafts]
+        return self._estimates(num_drafts)[0]
 
-    def _estimated(self, num_drafts: int) -> Numbers:
-        belief = with_chains(self._of_one_chain(), num_drafts)
-        if num_drafts not in self._tried:
-            return np.full(self._longest, min(SUREST, belief))
-        result = []
-        for taken, tried in zip(self._taken[num_drafts].tolist(), self._tried[num_drafts].tolist(), strict=True):
-            # A rarely reached position is estimated like the one before it, because easy texts stay easy for a while.
-            belief = min(SUREST, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
-            result.append(belief)
-        return np.array(result)
+    def _estimates(self, num_drafts: int) -> tuple[Numbers, list[float]]:
+        """Return (the acceptance of each position, sums of the first 0, 1, ... of them)."""
+        if num_drafts not in self._known:
+            belief = with_chains(self._of_one_chain(), num_drafts)
+            by_position = np.full(self._longest, min(SUREST, belief))
+            if num_drafts in self._counts:
+                for position, (taken, tried) in enumerate(self._counts[num_drafts].T.tolist()):
+                    # A rarely reached position is estimated like the one before it, because easy texts stay easy for a
+                    # while.
+                    belief = min(SUREST, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
+                    by_position[position] = belief
+            self._known[num_drafts] = by_position, [0.0, *by_position.cumsum().tolist()]
+        return self._known[num_drafts]
 
     def _of_one_chain(self) -> float:
         total, weight = _BELIEF * _BELIEF_WEIGHT, _BELIEF_WEIGHT
-        for num_drafts, tried in self._tried.items():
-            count = float(tried.sum())
+        for num_drafts, counts in self._counts.items():
+            taken, count = counts.sum(1).tolist()
             if count > 0:
-                mean = min(SUREST, float(self._taken[num_drafts].sum()) / count)
+                mean = min(SUREST, taken / count)
                 total += count * (1.0 - (1.0 - mean) ** (num_drafts**-_GROWTH))
                 weight += count
         return total / weight
