@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,25 +40,19 @@ _BY_LOGITS = ("block", "bv_race")
 """Rules that `Kernels.decide` follows: the race, and block verification, which is its race of one chain."""
 
 
-class _TextVerdict(NamedTuple):
-    """Accepted prefixes of text drafts, computed before the sampled chains are verified."""
+@dataclass(frozen=True)
+class _Task:
+    """Operands of the rules, and the accepted prefixes of text drafts, which are verified first."""
 
+    chains: Chains
+    target: ProbsTable
+    noise: ChainNoise
     origin_C: Ints
     """Index, in the draft's layout, of each chain that the rules see."""
     walks: Mapping[int, Walk]
     """Accepted path through the text drafts of each row, by its number."""
     goes_on_R: Bools
     """Whether a rule still verifies sampled chains of the row, below the accepted tokens of text drafts."""
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Operands of the rules."""
-
-    chains: Chains
-    target: ProbsTable
-    noise: ChainNoise
-    text_verdict: _TextVerdict
 
 
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
@@ -88,11 +81,11 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
         return draft, [Emission((), token, 0) for token in tokens.tolist()], largest_N
     task = _verify_text_drafts(rows, draft, target)
     parts = list(_verdicts(rows, draft, task))
-    draft, verdicts, largest_N = read_verdicts(draft, [part.verdict for part in parts], largest)
+    draft, verdicts, largest_N = read_verdicts(draft, [verdict for *_, verdict in parts], largest)
     found = [
         one
-        for part, verdict in zip(parts, verdicts, strict=True)
-        for one in zip(part.numbers, _emissions(rows, draft, task.text_verdict, verdict, part.chosen), strict=True)
+        for (numbers, chosen, _), verdict in zip(parts, verdicts, strict=True)
+        for one in zip(numbers, _emissions(rows, draft, task, verdict, chosen), strict=True)
     ]
     return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
 
@@ -133,30 +126,21 @@ def _next_tokens(target: ProbsTable, noise: ChainNoise) -> Tensor:
     return target.kernels.draw(target.probs_NV, target.row_CX[:, 0], noise.residual_C)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The verdict of one rule about some rows."""
-
-    numbers: Sequence[int]
-    """Numbers of the rows."""
-    chosen: Ints
-    """Indices of their chains among those of the task."""
-    verdict: ChainVerdict
-
-
-def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
-    """Apply every rule to the rows that ask for it."""
-    probs_NV, request_C = task.target.probs_NV, draft.layout.request_C[task.text_verdict.origin_C]
-    parts = list(verified_together(rows, task.text_verdict.goes_on_R, probs_NV.shape[1], task.target.kernels.by_tiles))
+def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[tuple[Sequence[int], Ints, ChainVerdict]]:
+    """Apply every rule to the rows that ask for it; yield (their numbers, indices of their chains in the task, the
+    verdict).
+    """
+    probs_NV, request_C = task.target.probs_NV, draft.layout.request_C[task.origin_C]
+    parts = list(verified_together(rows, task.goes_on_R, probs_NV.shape[1], task.target.kernels.by_tiles))
     for verify, numbers in parts:
         if len(parts) == 1:
-            yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))
+            yield numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise)
             return
         chosen = np.flatnonzero(np.isin(request_C, numbers))
         index = to_device(chosen, probs_NV.device)
         shape = len(numbers), int(np.bincount(request_C[chosen]).max())
         verdict = verify(task.chains.select(index, shape), task.target.select(index), task.noise.select(index))
-        yield _Part(numbers, chosen, verdict)
+        yield numbers, chosen, verdict
 
 
 def target_distributions(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> ProbsTable:
@@ -209,7 +193,7 @@ def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -
     layout, noise = draft.layout, draft.noise
     goes_on_R = np.array([bool(row.fanout) for row in rows])
     if not any(row.text_drafts for row in rows):
-        return _Task(draft.chains, target, noise, _TextVerdict(np.arange(layout.num_chains), {}, goes_on_R))
+        return _Task(draft.chains, target, noise, np.arange(layout.num_chains), {}, goes_on_R)
     starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
     root_C = draft.starts[layout.request_C]
@@ -223,7 +207,7 @@ def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -
         lives_C[mine], offset_C[mine], root_C[mine] = alive, taken.depth, stop
         goes_on_R[number] = any(alive)
     rest = below(draft.chains, target, noise, offset_C, lives_C, root_C)
-    return _Task(rest.chains, rest.target, rest.noise, _TextVerdict(rest.origin_C, walks, goes_on_R))
+    return _Task(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
 
 
 def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
@@ -249,18 +233,18 @@ def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence
 
 
 def _emissions(
-    rows: Sequence[Row], draft: Draft, text_verdict: _TextVerdict, verdict: HostVerdict, chosen: Ints
+    rows: Sequence[Row], draft: Draft, task: _Task, verdict: HostVerdict, chosen: Ints
 ) -> Iterator[Emission]:
     """Yield the emissions of a rule's verdict, after the tokens of text drafts. chosen: chains that the rule saw."""
-    chain_B = text_verdict.origin_C[chosen[verdict.chains]]
+    chain_B = task.origin_C[chosen[verdict.chains]]
     numbers, ranks = draft.layout.request_C[chain_B].tolist(), draft.layout.rank_C[chain_B].tolist()
     found = zip(numbers, ranks, verdict.accepted, verdict.next_tokens, verdict.shifts, verdict.bias, strict=True)
     for number, rank, accepted, next_token, shifts, bias in found:
-        row, tree, followed = rows[number], draft.trees[number], text_verdict.walks.get(number)
+        row, tree, followed = rows[number], draft.trees[number], task.walks.get(number)
         num_draft_kept = max(0, row.draft_length - 1)  # the draft model never ran on the last token of a chain
         if followed is not None:
             accepted += followed.depth
-            if not text_verdict.goes_on_R[number]:
+            if not task.goes_on_R[number]:
                 rank, num_draft_kept = followed.rank, 0
         text_draft_counts = () if followed is None else _count_text_drafts(row, tree, followed)
         emission = _emission(row, tree, rank, accepted, next_token, min(accepted, num_draft_kept))
