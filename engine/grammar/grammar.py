@@ -45,14 +45,6 @@ _LONGEST_MESSAGE = 1 << 20
 _LEAST_WAIT_S = 0.001
 
 
-class GrammarFailed(RequestError):
-    """A grammar that cannot be followed, or not any further."""
-
-    def __init__(self, reason: str, code: str | None = None) -> None:
-        """code: None if the grammar is the cause."""
-        super().__init__(f"the grammar cannot be used: {reason}", GRAMMAR, code)
-
-
 class GrammarClient:
     """Position of a request's answer in its grammar."""
 
@@ -92,7 +84,7 @@ class GrammarClient:
             )
 
     def is_ready(self) -> bool:
-        """Whether masks can be requested; does not wait. Raise GrammarFailed."""
+        """Whether masks can be requested; does not wait. Raise RequestError for a grammar that cannot be followed."""
         while not self._is_ready and self.failure is None and self._connection.poll():
             self._receive()
         if not self._is_ready and self.failure is None:
@@ -202,7 +194,8 @@ class GrammarClient:
             return 0.0  # it has ended, as its connection will report
 
     def _fail(self, reason: str, code: str | None = None) -> None:
-        self.failure = self.failure or GrammarFailed(reason, code)
+        """Set the failure. code: None if the grammar is the cause."""
+        self.failure = self.failure or RequestError(f"the grammar cannot be used: {reason}", GRAMMAR, code)
 
     def end(self) -> None:
         """Stop following the grammar and end the process, even while it computes."""

@@ -17,33 +17,6 @@ from engine.request import Thinking
 Bools = npt.NDArray[np.bool_]
 
 
-class Thoughts:
-    """Thoughts of one answer, and the positions of drafted paths in them."""
-
-    def __init__(self, thinking: Thinking, answer: Sequence[int]) -> None:
-        self._thinking = thinking
-        self._answer = tuple(answer)
-        self._end = self._end_in(self._answer)
-
-    def _end_in(self, tokens: tuple[int, ...]) -> int | None:
-        """Return the index after the token that closes the thoughts, 0 if there are none, None if they are open or
-        have not begun.
-        """
-        thinking = self._thinking
-        if not thinking.is_begun and tokens[:1] not in ((), (thinking.opens,)):
-            return 0
-        return tokens.index(thinking.closes) + 1 if thinking.closes in tokens else None
-
-    def end(self, path: Sequence[int] = ()) -> int | None:
-        """Return the index in answer and path at which the text after the thoughts begins; None before it."""
-        if self._end is not None:
-            return self._end
-        if not self._answer:
-            return self._end_in(tuple(path))
-        closes = self._thinking.closes
-        return len(self._answer) + path.index(closes) + 1 if closes in path else None
-
-
 class ThinkingGrammar:
     """Thoughts with their budget, and the grammar that holds after them, as one grammar."""
 
@@ -57,31 +30,54 @@ class ThinkingGrammar:
         if not thinking.may_end:
             self._any = np.ones(facts.vocab_size, dtype=bool)
             self._any[[token for token in facts.eos_token_ids if token < facts.vocab_size]] = False
-        self._thoughts = Thoughts(thinking, ())
-        self._num_answered = 0
+        self._begin(())
+
+    def _begin(self, answer: Sequence[int]) -> None:
+        """Continue below this answer."""
+        self._answer = tuple(answer)
+        self._end = self._end_in(self._answer)
+
+    def _end_in(self, tokens: tuple[int, ...]) -> int | None:
+        """Return the index after the token that closes the thoughts, 0 if there are none, None if they are open or
+        have not begun.
+        """
+        thinking = self._thinking
+        if not thinking.is_begun and tokens[:1] not in ((), (thinking.opens,)):
+            return 0
+        return tokens.index(thinking.closes) + 1 if thinking.closes in tokens else None
+
+    def _end_below(self, path: Sequence[int]) -> int | None:
+        """Return the index in answer and path at which the text after the thoughts begins; None before it."""
+        if self._end is not None:
+            return self._end
+        if not self._answer:
+            return self._end_in(tuple(path))
+        closes = self._thinking.closes
+        return len(self._answer) + path.index(closes) + 1 if closes in path else None
 
     def check_answer(self, emitted: Sequence[int]) -> None:
         """Pass the tokens that a step has emitted after the thoughts to the grammar's check."""
-        end = self._thoughts.end(emitted)
+        end = self._end_below(emitted)
         if self._grammar is not None and end is not None:
-            self._grammar.check_answer(emitted[max(0, end - self._num_answered) :])
+            self._grammar.check_answer(emitted[max(0, end - len(self._answer)) :])
 
     def allows(self, emitted: Sequence[int]) -> bool:
         """Whether the masks of thoughts allow the tokens that a step has emitted. If they do not, all masks of the
         request together left no token. `check_answer` checks a first token that may belong to the grammar.
         """
         for depth, token in enumerate(emitted):
-            path, num_tokens = tuple(emitted[:depth]), self._num_answered + depth
+            path, num_tokens = tuple(emitted[:depth]), len(self._answer) + depth
             begins = self._grammar is not None and not (self._thinking.is_begun or num_tokens)
-            mask = None if begins or self._thoughts.end(path) is not None else self._inside(num_tokens)
+            mask = None if begins or self._end_below(path) is not None else self._inside(num_tokens)
             if mask is not None and not mask[token]:
                 return False
         return True
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
         """Ask which tokens may follow an answer and each path below it, as in `plan.Grammar`."""
-        self._thoughts, self._num_answered = thoughts, num_answered = Thoughts(self._thinking, answer), len(answer)
-        ends = [thoughts.end(path) for path in paths]
+        self._begin(answer)
+        num_answered = len(answer)
+        ends = [self._end_below(path) for path in paths]
         # Thoughts are optional: the grammar may begin instead.
         begins = [not (self._thinking.is_begun or answer or path) for path in paths]
         masks = [
@@ -91,7 +87,7 @@ class ThinkingGrammar:
         if self._grammar is None:
             return lambda: masks
         asked = [n for n, end in enumerate(ends) if end is not None or begins[n]]
-        over = thoughts.end()
+        over = self._end
         rests = [paths[n][max(0, (ends[n] or 0) - num_answered) :] for n in asked]
         wait = self._grammar.masks(() if over is None else answer[over:], rests)
 
