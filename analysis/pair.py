@@ -333,10 +333,10 @@ def _measure_runs(
             continue
         answers = answers_of(engine, prompts, shape.speculation, temperature, options.tokens)
         answers = [answer for answer in answers if answer.tokens]
-        tokens, steps = [len(a.tokens) for a in answers], [a.num_steps for a in answers]
+        tokens, steps = [len(a.tokens) for a in answers], [len(a.steps) for a in answers]
         per_pass = ratio_of_sums(tokens, steps)
         found = {"tokens_per_pass": per_pass.ratio, "low": per_pass.low, "high": per_pass.high}
-        nodes = sum(a.num_nodes for a in answers) / sum(steps)
+        nodes = sum(step.num_nodes for a in answers for _, step in a.steps) / sum(steps)
         results.save("runs", key, {**found, "nodes_per_pass": nodes, "tokens": sum(tokens)})
 
 

@@ -54,7 +54,7 @@ def measure(pair: ServedPair, grid: BlocksGrid, progress: Progress) -> dict[str,
                         "chains": shape.num_drafts,
                         "length": shape.draft_length,
                         "tokens": [len(answer.tokens) for answer in answers],
-                        "steps": [answer.num_steps for answer in answers],
+                        "steps": [len(answer.steps) for answer in answers],
                     }
                 )
                 progress(f"{task}, T = {temperature}, {shape.key}")

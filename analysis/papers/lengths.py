@@ -66,12 +66,13 @@ def _lengths(
 ) -> list[tuple[int, float]]:
     """Return (accepted, expected) tokens of the steps of one answer that a whole block follows."""
     length = shape.draft_length
-    steps = [step for step in answer.steps if step.drafted == length and step.start + length <= len(answer.tokens)]
+    room = len(answer.tokens) - length
+    steps = [(start, step) for start, step in answer.steps if step.draft_length == length and start <= room]
     laws = laws_along(pair.engine, prompt, answer.tokens, 1.0)
     log_p, log_q = (log_probs(rows, answer.tokens) for rows in laws)
     lengths = []
-    for step in steps[:1] if is_first else steps:
-        block = slice(step.start, step.start + length)
+    for start, step in steps[:1] if is_first else steps:
+        block = slice(start, start + length)
         expected = bounds.expected_block_length(log_p[None, block], log_q[None, block], shape.num_drafts, verification)
-        lengths.append((step.accepted, float(expected[0])))
+        lengths.append((step.num_accepted, float(expected[0])))
     return lengths

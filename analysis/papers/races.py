@@ -42,9 +42,9 @@ def measure(
             shape = SpeculationSetup.parse(text)
             answers = answers_of(pair.engine, prompts, shape.speculation, temperature, pair.tokens)
             answers = [answer for answer in answers if answer.tokens]
-            steps = [answer.num_steps for answer in answers]
+            steps = [len(answer.steps) for answer in answers]
             found = ratio_of_sums([len(answer.tokens) for answer in answers], steps)
-            nodes = sum(answer.num_nodes for answer in answers) / sum(steps)
+            nodes = sum(step.num_nodes for answer in answers for _, step in answer.steps) / sum(steps)
             row = {"pair": pair.name, "temperature": temperature, "rule": shape.rule, "drafts": shape.method}
             rows.append(
                 row

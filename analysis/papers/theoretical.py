@@ -81,11 +81,11 @@ def verified_and_rejected(answer: CheckedAnswer) -> tuple[list[bool], int]:
     """
     verified = [False] * len(answer.tokens)
     rejections = 0
-    for step in answer.steps:
-        is_rejected = step.accepted < min(step.drafted, step.emitted)
+    for start, step in answer.steps:
+        is_rejected = step.num_accepted < min(step.draft_length, len(step.token_ids))
         rejections += is_rejected
-        end = step.start + step.accepted + is_rejected
-        verified[step.start : end] = [True] * (end - step.start)
+        end = start + step.num_accepted + is_rejected
+        verified[start:end] = [True] * (end - start)
     return verified, rejections
 
 
@@ -215,7 +215,7 @@ def _quality(
         likelihoods.append(float(log_probs(target_NV, answer.tokens).mean()))
     tokens = sum(len(answer.tokens) for answer in answers)
     means = {
-        "tokens_per_pass": tokens / sum(answer.num_steps for answer in answers),
+        "tokens_per_pass": tokens / sum(len(answer.steps) for answer in answers),
         "log_likelihood": float(np.mean(likelihoods)),
         "bias_bound": sum(answer.bias for answer in answers) / tokens,
     }

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
@@ -28,6 +29,7 @@ from engine.models.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.noise import Purpose, uniform
+from engine.scheduling.outcome import Outcome
 from engine.step.engine import Engine
 
 SIGNIFICANCE = 1e-5
@@ -73,34 +75,18 @@ class Check:
         return self.p_value < SIGNIFICANCE
 
 
-@dataclass(frozen=True)
-class AnswerStep:
-    """One step of an answer."""
-
-    start: int
-    """Tokens of the answer before it."""
-    drafted: int
-    """Tokens in its longest chain; 0 in a plain step."""
-    accepted: int
-    emitted: int
-
-
 @dataclass
 class CheckedAnswer:
     """Answer of one request."""
 
     tokens: list[int] = field(default_factory=list)
-    steps: list[AnswerStep] = field(default_factory=list)
-    """Steps in which it emitted tokens."""
-    num_nodes: int = 0
-    """Drafted nodes verified for it."""
-    bias: float = 0.0
-    """Mean bias that lossy acceptance allowed."""
+    steps: list[tuple[int, Outcome]] = field(default_factory=list)
+    """Steps in which it emitted tokens: the number of its tokens before, and what the step did."""
 
     @property
-    def num_steps(self) -> int:
-        """Number of steps, without those that read the prompt alone."""
-        return len(self.steps)
+    def bias(self) -> float:
+        """Return the mean bias that lossy acceptance allowed."""
+        return sum(outcome.bias for _, outcome in self.steps)
 
 
 def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, CheckedAnswer]:
@@ -112,11 +98,8 @@ def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Checked
     while engine.scheduler.has_work:
         for outcome in engine.run_step().outcomes:
             answer = answers[outcome.request_id]
-            emitted = len(outcome.token_ids)
-            answer.steps.append(AnswerStep(len(answer.tokens), outcome.draft_length, outcome.num_accepted, emitted))
+            answer.steps.append((len(answer.tokens), outcome))
             answer.tokens += outcome.token_ids
-            answer.num_nodes += outcome.num_nodes
-            answer.bias += outcome.bias
     return answers
 
 
@@ -242,7 +225,7 @@ def check_distribution(
         Request(
             request_id=str(seed),
             prompt_token_ids=tuple(prompt),
-            sampling=Sampling(temperature=temperature, seed=seed, **filters),
+            sampling=replace(sampling, seed=seed),
             limits=Limits(max_tokens=max_tokens, ignore_eos=True),
             speculation=speculation,
         )
@@ -251,7 +234,7 @@ def check_distribution(
     answers = run_to_end(engine, requests).values()
     for answer in answers:
         counts[cells.of(answer.tokens[0], answer.tokens[1])] += 1
-    tokens_per_step = sum(len(answer.tokens) for answer in answers) / sum(answer.num_steps for answer in answers)
+    tokens_per_step = sum(len(answer.tokens) for answer in answers) / sum(len(answer.steps) for answer in answers)
     p_value, num_cells = g_test(counts, cells.expected)
     bias = sum(answer.bias for answer in answers) / num_answers
     return Check(name, p_value, num_cells, num_answers, tokens_per_step, bias)
