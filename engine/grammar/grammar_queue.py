@@ -152,11 +152,8 @@ class GrammarQueue:
         return len(self._starting) < _READ_AT_ONCE and len(self._starting) + len(self._followed) < self._most
 
     def failed(self) -> list[tuple[str, RequestError]]:
-        """Return running requests whose grammar cannot be followed any further, and remove them."""
-        failed = [(name, state.failure) for name, state in self._followed.items() if state.failure is not None]
-        for request_id, _ in failed:
-            self.end(request_id)
-        return failed
+        """Return running requests whose grammar cannot be followed any further."""
+        return [(name, state.failure) for name, state in self._followed.items() if state.failure is not None]
 
     def end(self, request_id: str) -> bool:
         """Remove a request that has ended or will not start; return whether it had not started yet."""

@@ -131,8 +131,8 @@ class Engine:
             outcomes = self.step()
         finally:
             self._meanwhile = None
-        failed = [*self._end_followed(outcomes), *self._ended]
-        self._ended = []
+        self._end_followed(outcomes)
+        failed, self._ended = self._ended, []
         learn = self.telemetry.end_step(self.grammar_queue.num_waiting)
         gone = {request_id for request_id, _ in failed}
         result = StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], learn, failed)
@@ -215,15 +215,13 @@ class Engine:
         self._ended.append((request_id, error))
         self.abort(request_id)
 
-    def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
-        """Return the requests whose grammars failed in this step; stop following these and those that ended."""
-        failed = self.grammar_queue.failed()
-        for request_id, _ in failed:
-            self.scheduler.abort(request_id)
+    def _end_followed(self, outcomes: Sequence[Outcome]) -> None:
+        """End the requests whose grammars failed in this step, and stop following those that have ended."""
+        for request_id, error in self.grammar_queue.failed():
+            self._end(request_id, error)
         for outcome in outcomes:
             if outcome.finish_reason is not None:
                 self.grammar_queue.end(outcome.request_id)
-        return failed
 
 
 def target_moves(plan: Plan, draft: Draft | None, emissions: Sequence[Emission], block_size: int) -> list[KVMoves]:
