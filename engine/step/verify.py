@@ -28,8 +28,9 @@ from engine.request import DrafterCount
 from engine.sampling.node_distributions import NodePaths, node_distributions
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
+from engine.speculation.verification import RULES, OverAcceptance, Verify
+from engine.speculation.verification.chain_rules import verify_certain
 from engine.speculation.verification.text_drafts import Walk, below, refuse, walk
-from engine.step.parts import verified_together
 from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
 Ints = npt.NDArray[np.int64]
@@ -38,6 +39,8 @@ Floats = npt.NDArray[np.float64]
 
 _BY_LOGITS = ("block", "bv_race")
 """Rules that `Kernels.decide` follows: the race, and block verification, which is its race of one chain."""
+_BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
+"""Rules that on CUDA store a sum for each tile of the vocabulary, instead of arrays [chains, vocabulary]."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,58 @@ def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[tuple[
         shape = len(numbers), int(np.bincount(request_C[chosen]).max())
         verdict = verify(task.chains.select(index, shape), task.target.select(index), task.noise.select(index))
         yield numbers, chosen, verdict
+
+
+def verified_together(
+    rows: Sequence[Row],
+    goes_on_R: Bools,
+    vocab_size: int,
+    by_tiles: bool,
+    most_bytes: int = 64 << 20,
+    chain_bytes: int = 32,
+) -> Iterator[tuple[Verify, list[int]]]:
+    """Yield (rule, row numbers) of rows that are verified together: they share a rule, and fit into its memory.
+
+    goes_on_R: whether chains of the row are still verified. by_tiles: whether the kernels store one sum for each tile
+    of the vocabulary, where a rule allows it. most_bytes: working memory of a verification; one row is always taken.
+    chain_bytes: what a rule needs of it for each chain and token of the vocabulary, about.
+    """
+    by_rule: dict[Verify, list[int]] = {}
+    going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on and not row.sampling.is_certain]
+    races = any(row.num_drafts > 1 and row.speculation.rule == "bv_race" for row in going_on)
+    of_one_chain = RULES["bv_race" if races else "block"].verify
+    for number, row in enumerate(rows):
+        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number]), of_one_chain), []).append(number)
+    for verify, numbers in by_rule.items():
+        part: list[int] = []
+        size = 0
+        token_bytes = 1 if by_tiles and verify in _BY_TILES else chain_bytes
+        for number in numbers:
+            chains_bytes = max(1, rows[number].num_drafts) * vocab_size * token_bytes
+            if part and size + chains_bytes > most_bytes:
+                yield verify, part
+                part, size = [], 0
+            part.append(number)
+            size += chains_bytes
+        yield verify, part
+
+
+def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
+    """Return the rule that verifies the row's sampled chains.
+
+    A race of one chain is block verification, with the same tokens. If no chain is left, any rule is right. Such rows
+    take part in the step's race, if there is one, which saves a verification.
+    """
+    speculation = row.speculation
+    if not goes_on:
+        return of_one_chain
+    if speculation.over_acceptance > 0:
+        return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
+    if row.sampling.is_certain:
+        return verify_certain
+    if row.num_drafts == 1 and speculation.rule in ("block", "bv_race"):
+        return of_one_chain
+    return RULES[speculation.rule].verify
 
 
 def target_distributions(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> ProbsTable:

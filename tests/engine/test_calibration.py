@@ -19,9 +19,8 @@ from engine.control.step_work import PLAIN, StepWork
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.step import calibration
-from engine.step.calibration import measure, measure_points, middle_steps
+from engine.step.calibration import measure, measure_points, middle_steps, read_profile
 from engine.step.engine import Engine
-from engine.step.profile_cache import read_profile
 from engine.step.recorded.inputs import DISTRIBUTIONS, StepShape
 from engine.step.telemetry import Stopwatch
 from tests.engine import tiny

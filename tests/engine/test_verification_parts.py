@@ -14,7 +14,7 @@ from engine.plan import Row
 from engine.request import Request, Sampling, Speculation
 from engine.speculation.verification import RULES, OverAcceptance
 from engine.speculation.verification.chain_rules import verify_certain
-from engine.step.parts import verified_together
+from engine.step.verify import verified_together
 from tests.engine import tiny
 from tests.wrong import by_distributions, instead
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.models import host
-from engine.step.profile_cache import profile_file
+from engine.step.calibration import profile_file
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from engine.api import ConfigError
 from engine.models.files import read_object
 from engine.models.weight_files import _size_fault
-from engine.step.profile_cache import read_profile
+from engine.step.calibration import read_profile
 from server.cli import main
 from server.openai.generation_defaults import generation_defaults
 from server.serving.socket_folder import SocketFolder
