@@ -1,1 +1,1 @@
-"""Scheduling: which requests run, how many tokens each computes in a step, and when an answer ends. Pure Python."""
+"""Scheduling: which requests run, how many tokens each computes in a step, and when an answer ends. No torch."""

@@ -29,7 +29,7 @@ from engine.sampling.node_distributions import NodePaths, node_distributions
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, OverAcceptance, Verify
-from engine.speculation.verification.chain_rules import verify_certain
+from engine.speculation.verification.chain_rules import verify_certain, verify_race
 from engine.speculation.verification.text_drafts import Walk, below, refuse, walk
 from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
@@ -161,11 +161,8 @@ def verified_together(
     chain_bytes: what a rule needs of it for each chain and token of the vocabulary, about.
     """
     by_rule: dict[Verify, list[int]] = {}
-    going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on and not row.sampling.is_certain]
-    races = any(row.num_drafts > 1 and row.speculation.rule == "bv_race" for row in going_on)
-    of_one_chain = RULES["bv_race" if races else "block"].verify
     for number, row in enumerate(rows):
-        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number]), of_one_chain), []).append(number)
+        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number])), []).append(number)
     for verify, numbers in by_rule.items():
         part: list[int] = []
         size = 0
@@ -180,21 +177,18 @@ def verified_together(
         yield verify, part
 
 
-def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
+def _rule_of(row: Row, goes_on: bool) -> Verify:
     """Return the rule that verifies the row's sampled chains.
 
-    A race of one chain is block verification, with the same tokens. If no chain is left, any rule is right. Such rows
-    take part in the step's race, if there is one, which saves a verification.
+    If no chain is left, any rule is right. The race is usual, and rules that are alike share a verification.
     """
     speculation = row.speculation
     if not goes_on:
-        return of_one_chain
+        return verify_race
     if speculation.over_acceptance > 0:
         return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
     if row.sampling.is_certain:
         return verify_certain
-    if row.num_drafts == 1 and speculation.rule in ("block", "bv_race"):
-        return of_one_chain
     return RULES[speculation.rule].verify
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.attention.tensors import KVShape, KVTensors
-from engine.scheduling.blocks import BlockPool
+from engine.scheduling.store import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):
