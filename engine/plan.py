@@ -86,14 +86,12 @@ class LogitContext:
     tokens: tuple[int, ...]
     """Prompt and answer so far."""
     num_prompt: int
+    fixed: FixedEdits
+    """Edits of the request that are the same in every step; they mask end tokens before `min_tokens`."""
+    counts: TextCounts
+    """Counts of the text, carried from step to step."""
     min_tokens: int = 0
-    ends: tuple[int, ...] = ()
-    """Tokens that would end the answer; they are masked before `min_tokens`."""
     grammar: Grammar | None = None
-    fixed: FixedEdits | None = None
-    """Edits of the request that are the same in every step; None if they are not prepared."""
-    counts: TextCounts | None = None
-    """Counts of the text; None if they are not carried from step to step."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,6 @@ from engine.fixed_edits import FixedEdits
 from engine.kernels.transfer import to_device
 from engine.plan import LogitContext
 from engine.request import Sampling
-from engine.text_counts import TextCounts
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float32]
@@ -70,7 +69,7 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
         return logits_NV
     device, vocab_size = logits_NV.device, logits_NV.shape[1]
     edited_NV = logits_NV.float().clone()
-    fixed = {row: _fixed(context) for row, context in enumerate(contexts) if context}
+    fixed = {row: context.text.fixed for row, context in enumerate(contexts) if context}
     for edits, rows in _by_identity(fixed):
         if len(edits.bias_tokens):
             index = (to_device(np.array(rows), device).unsqueeze(1), to_device(edits.bias_tokens, device))
@@ -99,7 +98,6 @@ def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) ->
 
     Dead ends of the grammar itself are detected by the grammar (`engine.grammar`).
     """
-    assert text.fixed is not None
     num_held = 0 if text.grammar else text.min_tokens - (len(text.tokens) - text.num_prompt)
     return text.fixed.has_dead_end(text.tokens, emitted, num_held, vocab_size)
 
@@ -116,7 +114,7 @@ def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], p
     text_P = np.array([number_of[id(context.text)] for _, context in penalised])
     strength_P3 = to_device(np.array([_strength(context.sampling) for _, context in penalised], np.float32), device)
 
-    counts = [(text.counts or TextCounts(text.num_prompt)).of(text.tokens) for text in texts]
+    counts = [text.counts.of(text.tokens) for text in texts]
     place_E = np.repeat(np.arange(len(penalised)), [len(counts[text][0]) for text in text_P])
     token_E, count_E = (np.concatenate([counts[text][part] for text in text_P]) for part in (0, 1))
     of_text = (to_device(row_P[place_E], device), to_device(token_E, device))
@@ -159,10 +157,6 @@ def _table(counts: Sequence[tuple[Ints, Numbers]], vocab_size: int, device: torc
 
 def _strength(sampling: Sampling) -> tuple[float, float, float]:
     return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-
-
-def _fixed(context: NodeContext) -> FixedEdits:
-    return context.text.fixed or FixedEdits(context.sampling, context.text.ends)
 
 
 def _by_identity(fixed: dict[int, FixedEdits]) -> list[tuple[FixedEdits, list[int]]]:

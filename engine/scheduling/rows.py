@@ -113,13 +113,10 @@ def plan_row(
 
 def text_of(sequence: Sequence) -> LogitContext | None:
     """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
-    request, least = sequence.request, sequence.request.limits.min_tokens
     if not sequence.edits_logits and not sequence.holds_back:
         return None
-    ends = sequence.ends if sequence.holds_back else ()
-    num_prompt = len(request.prompt_token_ids)
-    tokens, grammar, fixed = tuple(sequence.tokens), sequence.grammar, sequence.fixed_edits
-    return LogitContext(tokens, num_prompt, least, ends, grammar, fixed, sequence.counts)
+    of_request = sequence.num_prompt, sequence.fixed_edits, sequence.counts, sequence.request.limits.min_tokens
+    return LogitContext(tuple(sequence.tokens), *of_request, sequence.grammar)
 
 
 def row_of(part: PlannedRow) -> Row:

@@ -69,9 +69,8 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.edits_logits = request.sampling.edits_logits  # computed once: every step asks
         self._stops = frozenset(limits.stop_token_ids) | (frozenset() if limits.ignore_eos else eos_token_ids)
-        self.ends = tuple(sorted(self._stops)) if limits.min_tokens else ()
-        """Tokens that would end the answer, masked until min_tokens; empty without min_tokens."""
-        self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
+        ends = tuple(sorted(self._stops)) if limits.min_tokens else ()
+        self.fixed_edits = (edits or SharedEdits()).of(request.sampling, ends)
         self.counts = TextCounts(self.num_prompt)
         """Counts of the tokens of the text, for penalties."""
         self.text_draft_finder = TextDraftFinder(request)  # false if the request uses no text drafts

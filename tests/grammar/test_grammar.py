@@ -20,11 +20,13 @@ from llguidance import LLMatcher
 
 from engine.config import GrammarConfig
 from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
+from engine.fixed_edits import FixedEdits
 from engine.grammar.grammar import GrammarClient, GrammarPool
 from engine.grammar.grammar_process import Begun, Masks, Vocabulary, _brief, follow, read_vocabulary
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.sampling.edits import NodeContext, edit
+from engine.text_counts import TextCounts
 from tests.server.tiny_models import write_pair
 
 OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}]})
@@ -245,7 +247,9 @@ def test_a_grammar_that_fails_later_harms_nobody_else(grammars: GrammarPool, voc
     bad, good = started(grammars, OBJECT), started(grammars, OBJECT)
 
     def masked() -> list[bool]:
-        places = [NodeContext(Sampling(grammar="any"), LogitContext((1,), 1, grammar=state)) for state in (bad, good)]
+        sampling = Sampling(grammar="any")
+        fixed = FixedEdits(sampling, ())
+        places = [NodeContext(sampling, LogitContext((1,), 1, fixed, TextCounts(1), 0, one)) for one in (bad, good)]
         masked_N: list[bool] = torch.isinf(edit(torch.zeros(2, vocabulary.vocab_size), places)).any(1).tolist()
         return masked_N
 

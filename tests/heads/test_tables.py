@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.drafting import one_pass, tables
 from engine.drafting.draft import ChainShape, Draft, layout_of
 from engine.drafting.levels import Levels
+from engine.fixed_edits import FixedEdits
 from engine.kernels.torch_kernels import TORCH
 from engine.models.heads.samplers import Tables
 from engine.plan import LogitContext, Plan, Row
@@ -25,6 +26,7 @@ from engine.sampling.distribution import DistributionParameters
 from engine.step import building
 from engine.step.calibration import synthetic_plan
 from engine.step.engine import Engine
+from engine.text_counts import TextCounts
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
@@ -32,6 +34,8 @@ from tests.heads import folders
 from tests.sampling.test_distribution import reference
 from tests.speculation import test_served_steps as served
 from tests.wrong import instead
+
+TEXT = LogitContext((1,), 1, FixedEdits(Sampling(), ()), TextCounts(1))
 
 KINDS: dict[str, Callable[..., folders.Written]] = {
     "peagle": lambda *of, **more: folders.write_eagle(*of, kind="peagle", **more),
@@ -155,7 +159,7 @@ def test_tokens_and_distributions_are_those_of_the_draft_rows(few: bool, with_tr
         ([served.drafts("bv_race", 3, 1)], True),
         ([served.OFF, served.drafts("block", 1)], True),
         ([served.OFF], False),
-        ([served.drafts("bv_race", 3, 1), {**served.OFF, "text": LogitContext((1,), 1)}], False),
+        ([served.drafts("bv_race", 3, 1), {**served.OFF, "text": TEXT}], False),
         ([served.drafts("bv_race", 3, 1), {**served.OFF, "sampling": {"seed_stable": True}}], False),
         ([served.drafts("bv_race", 3, 1), served.drafts("spechub", 2, 1)], False),
     ],

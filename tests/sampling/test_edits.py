@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from engine.text_counts import TextCounts
 from tests.wrong import calls_of
 
 VOCABULARY = 12
+NOTHING = Sampling()
 
 
 class Odd:
@@ -83,19 +85,40 @@ SAMPLINGS = [
     Sampling(allowed_token_ids=(4,), bad_words=((4,),)),
     Sampling(allowed_token_ids=(2, 4)),
 ]
+
+
+@dataclass(frozen=True)
+class Text(LogitContext):
+    """A text that knows the tokens that would end it."""
+
+    ends: tuple[int, ...] = ()
+
+
+def text_of(
+    tokens: tuple[int, ...], num_prompt: int, min_tokens: int = 0, ends: tuple[int, ...] = (), sampling: Any = NOTHING
+) -> Text:
+    return Text(tokens, num_prompt, FixedEdits(sampling, ends), TextCounts(num_prompt), min_tokens, None, ends)
+
+
+def with_edits(text: Any, sampling: Sampling) -> Any:
+    """The same text of a request with these edits, which has counted nothing yet."""
+    return replace(text, fixed=FixedEdits(sampling, text.ends), counts=TextCounts(text.num_prompt))
+
+
 TEXTS = [
-    LogitContext((3, 4, 5, 3), 2),
-    LogitContext((3, 3, 3, 4), 4),
-    LogitContext((9, 1, 4, 3), 1, min_tokens=4, ends=(6, -1, 2**62, 0, VOCABULARY)),
-    LogitContext((2,), 1, min_tokens=1, ends=(0,)),
-    LogitContext((2, 3), 1, min_tokens=3),
-    LogitContext((9, 1, 4, 3), 1, min_tokens=5, ends=(1, 3, 5, 7, 9, 11)),
+    text_of((3, 4, 5, 3), 2),
+    text_of((3, 3, 3, 4), 4),
+    text_of((9, 1, 4, 3), 1, min_tokens=4, ends=(6, -1, 2**62, 0, VOCABULARY)),
+    text_of((2,), 1, min_tokens=1, ends=(0,)),
+    text_of((2, 3), 1, min_tokens=3),
+    text_of((9, 1, 4, 3), 1, min_tokens=5, ends=(1, 3, 5, 7, 9, 11)),
 ]
 PATHS: list[tuple[int, ...]] = [(), (3,), (4, 3), (9, 9, 1), (7, 7, 7)]
 
 
 def every_place(texts: Sequence[LogitContext]) -> list[NodeContext]:
-    return [NodeContext(sampling, text, len(path), path) for text in texts for sampling in SAMPLINGS for path in PATHS]
+    whole = [(sampling, with_edits(text, sampling)) for text in texts for sampling in SAMPLINGS]
+    return [NodeContext(sampling, text, len(path), path) for sampling, text in whole for path in PATHS]
 
 
 def paths_of(places: Sequence[NodeContext | None]) -> torch.Tensor:
@@ -105,7 +128,7 @@ def paths_of(places: Sequence[NodeContext | None]) -> torch.Tensor:
 
 
 def with_odd(text: LogitContext) -> LogitContext:
-    return LogitContext(text.tokens, text.num_prompt, min_tokens=text.min_tokens, ends=text.ends, grammar=Odd())  # type: ignore[arg-type]
+    return replace(text, grammar=Odd())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,8 +165,8 @@ def test_extreme_values_leave_a_distribution() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 1e37
     sampling = Sampling(repetition_penalty=0.01, logit_bias=((3, 100.0), (4, -100.0)), frequency_penalty=-2)
     nothing = Sampling(allowed_token_ids=(7,), bad_words=((7,),))
-    text = LogitContext((3, 4, 5, 3), 2, min_tokens=9, ends=(6, -1, 2**62))
-    edited = edit(logits, [NodeContext(sampling, text), NodeContext(nothing, text, 2, (1, 2)), None])
+    text, other = (text_of((3, 4, 5, 3), 2, 9, (6, -1, 2**62), sampling=one) for one in (sampling, nothing))
+    edited = edit(logits, [NodeContext(sampling, text), NodeContext(nothing, other, 2, (1, 2)), None])
     rows = distribution(edited, DistributionParameters.of([sampling, nothing, Sampling()], logits.device, TORCH))
     assert torch.isfinite(rows).all()
     torch.testing.assert_close(rows.sum(1), torch.ones(3))
@@ -156,22 +179,18 @@ def test_what_is_prepared_for_a_request_edits_as_what_is_made_anew() -> None:
     chance = np.random.default_rng(8)
     places = every_place([*TEXTS, *(with_odd(text) for text in TEXTS)])
     logits = torch.from_numpy(chance.normal(size=(len(places), VOCABULARY)) * 2).float()
-    prepared = {(id(p.sampling), p.text.ends): FixedEdits(p.sampling, p.text.ends) for p in places}
-    with_fixed = [
-        replace(place, text=replace(place.text, fixed=prepared[id(place.sampling), place.text.ends]))
-        for place in places
-    ]
+    anew = [replace(place, text=with_edits(place.text, place.sampling)) for place in places]
     paths = paths_of(places)
-    expected = edit(logits, places, paths)
+    expected = edit(logits, anew, paths)
     for _ in range(2):
-        assert torch.equal(edit(logits, with_fixed, paths), expected)
-    one_by_one = [edit(logits[i : i + 1], [place], paths[i : i + 1]) for i, place in enumerate(with_fixed)]
+        assert torch.equal(edit(logits, places, paths), expected)
+    one_by_one = [edit(logits[i : i + 1], [place], paths[i : i + 1]) for i, place in enumerate(places)]
     assert torch.equal(torch.cat(one_by_one), expected)
 
 
 def test_masks_of_a_request_are_made_once() -> None:
     sampling = Sampling(allowed_token_ids=(2, 3, 5), bad_words=((5,), (3, 4)))
-    text = replace(TEXTS[0], fixed=FixedEdits(sampling, ()))
+    text = with_edits(TEXTS[0], sampling)
     places = [NodeContext(sampling, text, len(path), path) for path in PATHS]
     with calls_of(FixedEdits, "_new_mask") as calls:
         for _ in range(3):
@@ -222,8 +241,7 @@ def test_a_masked_token_was_emitted_at_a_dead_end(emitted: tuple[int, ...], num_
 
 def test_ends_are_held_back_for_the_rest_of_min_tokens() -> None:
     """Ends of an answer that has begun are masked; a grammar may demand its end before."""
-    sampling = Sampling()
-    text = LogitContext((1, 2, 3, 4), 2, min_tokens=4, ends=(5,), fixed=FixedEdits(sampling, (5,)))
+    text = text_of((1, 2, 3, 4), 2, min_tokens=4, ends=(5,))
     assert not has_dead_end(text, (3, 3, 5), VOCABULARY)
     assert has_dead_end(text, (3, 5), VOCABULARY)
     assert has_dead_end(text, (5,), VOCABULARY)

@@ -56,7 +56,6 @@ def test_end_tokens_end_the_answer_and_are_masked_before_its_least_length(
 ) -> None:
     edits = SharedEdits()
     one, other = (sequence(limits=limits, eos_token_ids=frozenset({END}), edits=edits) for _ in range(2))
-    assert one.ends == masked
     assert one.fixed_edits is edits.of(one.request.sampling, masked)
     assert one.cut([END, 2]) == (cut, "stop" if len(cut) == 1 else None)
     assert other.cut([2, STOP, 2]) == ([2, STOP], "stop")
