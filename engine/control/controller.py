@@ -66,15 +66,10 @@ class Drafting(Protocol):
     tokens: list[int]
 
     @property
-    def acceptance_ratio(self) -> float:
-        """Return the number of accepted drafts over the expected number."""
-
+    def acceptance_ratio(self) -> float: ...
     @property
-    def num_remaining(self) -> int:
-        """Return the number of tokens that its answer may still get."""
-
-    def note_drafts(self, num_taken: int, expected: float) -> None:
-        """Record accepted drafts and the number that was expected."""
+    def num_remaining(self) -> int: ...
+    def note_drafts(self, num_taken: int, expected: float) -> None: ...
 
 
 class ShapeChoice(NamedTuple):
@@ -136,8 +131,8 @@ class _Options:
 class Controller:
     """Chooses the shape of every adaptive row."""
 
-    def __init__(self, times: StepTimes, longest: int, trial_share: float = _TRIAL_SHARE, seed: int = 0) -> None:
-        """longest: most tokens of a chain; trial_share: share of the steps for trials; seed: of the trials."""
+    def __init__(self, times: StepTimes, longest: int) -> None:
+        """longest: most tokens of a chain."""
         self.times = times
         self.acceptance = Acceptance(longest)
         self.choice = ShapeChoice()
@@ -148,8 +143,7 @@ class Controller:
         self.spent_s = 0.0
         """Time spent on choices since the start."""
         self._longest = longest
-        self._trial_share = trial_share
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)
         self._step = self._learned = self._next = self._num_tried = self._num_plain_tried = 0
         self._interval = _CHOOSE_EVERY
         self._trial: Shape | None = None
@@ -185,7 +179,8 @@ class Controller:
         self._step += 1
         ids, other_shapes = frozenset(one.sequence_id for one in adaptive), tuple(others)
         if adaptive and (self._step >= self._next or self._has_changed(ids, other_shapes)):
-            self._learn()
+            self.acceptance.fade(self._step - self._learned)
+            self._learned = self._step
             text = other_text + sum(len(one.tokens) for one in adaptive)
             draws_eagerly = not all(are_recorded(one.request.speculation, (1,)) for one in adaptive)
             catch_up_s = self._catch_up_s(adaptive, lags)
@@ -234,9 +229,7 @@ class Controller:
         Plain steps, needed to report the speedup, have half of the budget while they are uncertain; samples have the
         rest (Thompson sampling).
         """
-        early, share = math.sqrt(self._step), self._step * self._trial_share
-        if not share or len(options.shapes) == 1:
-            return best, 0
+        early, share = math.sqrt(self._step), self._step * _TRIAL_SHARE
         room = max(early, share - min(self._num_plain_tried, share / 2)) - self._num_tried
         room_for_plain = max(early * (2 if self._num_plain_tried else 1), share / 2) - self._num_plain_tried
         if max(room, room_for_plain) < _TRIAL_STEPS:
@@ -292,7 +285,8 @@ class Controller:
 
         emitted = np.where(drafting, tokens, 1.0).sum(1)
         # A drafting shape also pays for the draft model's reading, of lagging texts or of prompts to come.
-        reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * self._prompt_s())
+        prompt_s = self.times.read_s(1) * self.acceptance.prompt_share
+        reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * prompt_s)
         rates = (emitted + other_tokens) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
         return _Options(shapes, works, rates, emitted + other_tokens, drafting)
 
@@ -354,16 +348,7 @@ class Controller:
         result: Numbers = np.array([self.times.read_s(lag) for lag in lags or [0] * len(adaptive)]) / np.array(left)
         return result
 
-    def _prompt_s(self) -> float:
-        """Return the draft model's cost of prompts per emitted token; it must read prompts only if it drafts."""
-        return self.times.read_s(1) * self.acceptance.prompt_share
-
     # -- learning -----------------------------------------------------------------------------------------------------
-
-    def _learn(self) -> None:
-        """Apply the results of drafts that `observe` has recorded since the last choice."""
-        self.acceptance.fade(self._step - self._learned)
-        self._learned = self._step
 
     def observe(self, sequence: Drafting, num_drafts: int, draft_length: int, num_accepted: int) -> None:
         """Record the verification of a row's drafts."""

@@ -154,22 +154,17 @@ class StepTimes:
         self,
         points: Sequence[Point],
         window: int = 0,
-        drift: float = _MACHINE_DRIFT,
-        cold_std: float = _COLD_STD,
         rates: Sequence[float] = (),
         is_eager: Callable[[StepWork], bool] = lambda _: False,
     ) -> None:
-        """points: measurements of calibration; window: tokens that the draft model sees, 0 is all; drift: standard
-        deviation that a second adds to the logarithm of the machine's factor; cold_std: noise of the first steps
-        after drafting began or stopped; rates: fitted to these points before; is_eager: predicts whether the
-        operations of such a step are launched one by one, although other steps are recorded.
+        """points: measurements of calibration; window: tokens that the draft model sees, 0 is all; rates: fitted to
+        these points before; is_eager: predicts whether the operations of such a step are launched one by one, although
+        other steps are recorded.
         """
         self.points = points
         self.host = HostTime()
         self._window = window
         self._is_eager = is_eager
-        self._drift = drift
-        self._cold_std = cold_std
         self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}  # indices of the shapes' factors in the state
         self._started: float | None = None
         self._unaged_s = 0.0  # seconds whose forgetting is pending
@@ -294,7 +289,7 @@ class StepTimes:
             self.host.observe(work, host_s)
         # A fast cold step is informative, because nothing makes a cold step fast.
         tells_little = cold_s and draft_s + rest_s >= _MUCH_FASTER * cold_s
-        self._learn(work, draft_s, rest_s, self._cold_std if tells_little else _STEP_STD)
+        self._learn(work, draft_s, rest_s, _COLD_STD if tells_little else _STEP_STD)
 
     def _cold_s(self, work: StepWork) -> float:
         """Return the predicted seconds of a step during which the processor's caches still held other weights; 0 if
@@ -310,7 +305,7 @@ class StepTimes:
 
     def _pass_time(self, seconds: float) -> None:
         """Let the machine's factor drift, and the rest of the state return towards calibration, in whole seconds."""
-        self._variance[0, 0] += self._drift**2 * seconds
+        self._variance[0, 0] += _MACHINE_DRIFT**2 * seconds
         self._unaged_s += seconds
         if self._unaged_s < 1.0:
             return

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.control import step_time
 from engine.control.controller import Controller, ShapeChoice, menu
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN, Shape
 from tests.grid import grid
 from tests.scheduling.machine import Machine, Server, rate_of, sequence
+from tests.wrong import instead
 
 FREE = {"node_s": 1e-6, "pass_s": 1e-5}
 DEAR = {"node_s": 0.05, "pass_s": 0.01}
@@ -81,33 +85,37 @@ def test_many_requests_draft_less_than_few() -> None:
 # -- what is tried ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trial_share", [1 / 32, 0.0])
-def test_plain_steps_show_that_plain_decoding_is_faster_than_it_was(trial_share: float) -> None:
+def without_trials() -> contextlib.AbstractContextManager[Any]:
+    return instead(Controller, "_next_trial", lambda _right, _controller, _options, best: (best, 0))
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_plain_steps_show_that_plain_decoding_is_faster_than_it_was(tries: bool) -> None:
     """All was measured on a busy machine, plain decoding most of all: speculation looked like a gain and is a loss.
 
     The wrong variant trusts what was measured, as nothing contradicts it while it drafts.
     """
     machine = Machine(shape_times={PLAIN: 2.0}, **SMALL_GAIN)
-    controller = Controller(StepTimes(machine.points()), 16, trial_share=trial_share)
-    server = Server(machine, {1: 0.5}, controller)
+    server = Server(machine, {1: 0.5})
     machine.shape_times = {}
     machine.drafting_times = 1.3
-    server.run(1000)
-    assert (mostly(server.run(400)) == PLAIN) == (trial_share > 0)
+    with contextlib.nullcontext() if tries else without_trials():
+        server.run(1000)
+        assert (mostly(server.run(400)) == PLAIN) == tries
 
 
-@pytest.mark.parametrize("trial_share", [1 / 32, 0.0])
-def test_a_shape_that_met_a_busy_machine_is_tried_again(trial_share: float) -> None:
+@pytest.mark.parametrize("tries", [True, False])
+def test_a_shape_that_met_a_busy_machine_is_tried_again(tries: bool) -> None:
     """The wrong variant never tries another shape than the one it takes for the best."""
     machine = Machine()
-    controller = Controller(StepTimes(machine.points()), 16, trial_share=trial_share)
-    server = Server(machine, {1: 0.8}, controller)
-    best = mostly(server.run(100))
-    machine.shape_times = {best: 1.25}
-    assert mostly(server.run(300)[200:]) != best
-    machine.shape_times = {best: 0.85}
-    server.run(12000)
-    assert (mostly(server.run(400)) == best) == (trial_share > 0)
+    server = Server(machine, {1: 0.8})
+    with contextlib.nullcontext() if tries else without_trials():
+        best = mostly(server.run(100))
+        machine.shape_times = {best: 1.25}
+        assert mostly(server.run(300)[200:]) != best
+        machine.shape_times = {best: 0.85}
+        server.run(12000)
+        assert (mostly(server.run(400)) == best) == tries
 
 
 def test_trials_are_few_and_short() -> None:
@@ -234,17 +242,21 @@ def test_a_shape_that_is_slower_than_measured_gives_way_to_another_not_to_plain_
     assert mostly(server.run(200)) not in (best, PLAIN)
 
 
-def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long() -> None:
+def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Plain decoding seems faster at first, because its steps were measured before. The wrong variant assumes that
     only drafting has become slower.
     """
     num_plain = {}
     for drift in (0.03, 0.0):
         machine = Machine(node_s=0.003)
-        server = Server(machine, {1: 0.8}, Controller(StepTimes(machine.points(), drift=drift), 16, 0.0))
-        server.run(200)
-        machine.times = 2.5
-        num_plain[drift] = server.run(300).count(PLAIN)
+        monkeypatch.setattr(step_time, "_MACHINE_DRIFT", drift)
+        server = Server(machine, {1: 0.8})
+        with without_trials():
+            server.run(200)
+            machine.times = 2.5
+            num_plain[drift] = server.run(300).count(PLAIN)
     assert num_plain[0.03] < 30
     assert num_plain[0.03] <= num_plain[0.0] / 2
 

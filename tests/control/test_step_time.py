@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from engine.control import step_time
 from engine.control.step_time import Point, StepTimes
 from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
 from engine.plan import Plan, Row
@@ -204,10 +205,11 @@ def test_a_start_that_finds_all_steps_slower_scales_them() -> None:
 
 
 @pytest.mark.parametrize("drift", [0.03, 0.0])
-def test_steps_with_drafts_tell_that_the_machine_is_slower_now(drift: float) -> None:
+def test_steps_with_drafts_tell_that_the_machine_is_slower_now(drift: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slower machine is seen without a plain step. The wrong variant takes the machine to be as it was."""
     machine = Machine(noise=0.08)
-    times = StepTimes(machine.points(), drift=drift)
+    monkeypatch.setattr(step_time, "_MACHINE_DRIFT", drift)
+    times = StepTimes(machine.points())
     serve(times, machine, [USUAL, StepWork(rows=1, text=1)], 400)
     machine.times = 1.5
     serve(times, machine, [USUAL], 1500)
@@ -259,13 +261,15 @@ def test_the_first_step_of_a_shape_behind_others_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize("believed", [False, True])
-def test_a_plain_step_takes_what_it_takes_among_plain_steps(believed: bool) -> None:
+def test_a_plain_step_takes_what_it_takes_among_plain_steps(believed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of plain decoding begin with slow steps, as drafting ones have left other weights in the caches.
 
     The wrong variant believes these steps as much as the later ones.
     """
     machine = Machine(noise=0.05)
-    times = StepTimes(machine.points(), **({"cold_std": 0.15} if believed else {}))
+    if believed:
+        monkeypatch.setattr(step_time, "_COLD_STD", 0.15)
+    times = StepTimes(machine.points())
     slower = (1.2, 1.15, *(1.1,) * 16, *(1.0,) * 12)
     for number in range(16000):
         behind = number % 640
