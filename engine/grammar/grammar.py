@@ -207,27 +207,9 @@ class GrammarClient:
 class GrammarPool:
     """Starts grammars over one model's vocabulary."""
 
-    def __init__(
-        self,
-        tokenizer: str,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        revision: str | None = None,
-        limits: GrammarConfig | None = None,
-    ) -> None:
-        """tokenizer: a folder with tokenizer.json, or a hub name; read when the first grammar is started.
-
-        revision: of the hub's repository.
-        """
-        self._limits = limits or GrammarConfig()
-        self._vocabulary = Vocabulary(
-            tokenizer,
-            revision,
-            vocab_size,
-            list(eos_token_ids),
-            self._limits.memory_bytes,
-            self._limits.start_timeout_s,
-        )
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """vocabulary: read when the first grammar is started."""
+        self._vocabulary = vocabulary
         self.process: subprocess.Popen[bytes] | None = None
         """Process that starts the others; None until the first grammar."""
         self._control: socket.socket | None = None
@@ -240,8 +222,8 @@ class GrammarPool:
             socket.send_fds(control, [START], [theirs.fileno()])
         # The child reads the grammar after the fork; the engine does not wait for it.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_MESSAGE)
-        size = self._vocabulary.vocab_size
-        return GrammarClient(Connection(ours.detach()), grammar, size, self._limits, self._kill)
+        size, limits = self._vocabulary.vocab_size, self._vocabulary.limits
+        return GrammarClient(Connection(ours.detach()), grammar, size, limits, self._kill)
 
     def _kill(self, process_id: int) -> None:
         if self._control is not None:

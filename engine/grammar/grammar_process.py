@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.config import GrammarConfig
 from engine.errors import GRAMMAR_UNAVAILABLE
 from engine.models.files import model_file
 
@@ -52,10 +53,10 @@ class Vocabulary(msgspec.Struct, frozen=True):
     """Revision of the hub's repository."""
     vocab_size: int
     eos_token_ids: list[int]
-    memory_bytes: int
-    """Memory that a child may use in addition to what it shares."""
-    start_timeout_s: float
-    """CPU time after which a child that still reads its grammar exits, even if the engine no longer waits for it."""
+    limits: GrammarConfig
+    """Limits of each child. One that still reads its grammar after the CPU time for this exits, even if the engine no
+    longer waits for it.
+    """
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -254,8 +255,8 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
             # Steps have priority over grammars that are being read; a step that waits for masks leaves its core free.
             os.nice(_NICENESS)
             _go_first()
-            _limit_memory(vocabulary.memory_bytes)
-            _limit_time(vocabulary.start_timeout_s)
+            _limit_memory(vocabulary.limits.memory_bytes)
+            _limit_time(vocabulary.limits.start_timeout_s)
             # The library's panic messages may quote the client's grammar.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             follow(connection, tokenizer)

@@ -26,6 +26,7 @@ from engine.drafting.model import ModelDrafter
 from engine.drafting.one_pass import BlockDrafter, MaskDrafter
 from engine.errors import ConfigError
 from engine.grammar.grammar import GrammarPool
+from engine.grammar.grammar_process import Vocabulary
 from engine.kernels.choosing import choose
 from engine.kernels.torch_kernels import Kernels
 from engine.models.heads.head import Head
@@ -130,8 +131,8 @@ def assemble(
     facts = _completed(facts, target, memory, [part.weight_bytes for part in parts])
     check_defaults(facts, config.speculation)
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
-    tokenizer, revision = config.model.tokenizer_source
-    grammars = GrammarPool(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
+    tokens = target.vocab_size, facts.eos_token_ids
+    grammars = GrammarPool(Vocabulary(*config.model.tokenizer_source, *tokens, config.grammars))
     scheduler = _scheduler(config, target, memory, is_head, has_draft_pool)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
     if recordings.shapes:

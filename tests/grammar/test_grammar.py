@@ -39,12 +39,12 @@ LIMITS = GrammarConfig(start_timeout_s=0.5, mask_timeout_s=0.2, memory_bytes=1 <
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     folder = write_pair(tmp_path_factory.mktemp("models")).target
     size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-    return Vocabulary(str(folder), None, size, [2], LIMITS.memory_bytes, LIMITS.start_timeout_s)
+    return Vocabulary(str(folder), None, size, [2], LIMITS)
 
 
 @pytest.fixture
 def grammars(vocabulary: Vocabulary) -> Iterator[GrammarPool]:
-    pool = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=LIMITS)
+    pool = GrammarPool(vocabulary)
     yield pool
     pool.close()
 
@@ -123,7 +123,7 @@ def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabu
     """The library gives up on a token that its own mask has allowed: below it the answer must not seem complete."""
     tokenizer = read_vocabulary(vocabulary)
     patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
-    grammars = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=patient)
+    grammars = GrammarPool(msgspec.structs.replace(vocabulary, limits=patient))
     grammar = 'start: "[" inner "]"\ninner: a{0,400}\na: b{0,400}\nb: "x" | "xx"'
     (token,) = tokenizer.tokenize_str("x")
     state = followed_here(vocabulary, grammar) if here else started(grammars, grammar)
@@ -168,12 +168,12 @@ def test_what_the_server_cannot_follow_is_its_own_fault(
         lost.masks((), [()])()
     failures.append(lost.failure)
     hasty = msgspec.structs.replace(LIMITS, patience_s=0.0)
-    waits = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
+    waits = GrammarPool(msgspec.structs.replace(vocabulary, limits=hasty))
     with pytest.raises(RequestError) as refused:
         waits.start(OBJECT).is_ready()
     waits.close()
     failures.append(refused.value)
-    empty = GrammarPool(str(tmp_path), 16, [2], limits=LIMITS)
+    empty = GrammarPool(Vocabulary(str(tmp_path), None, 16, [2], LIMITS))
     with pytest.raises(RequestError, match=r"tokenizer\.json") as refused:
         started(empty, OBJECT)
     empty.close()
@@ -228,7 +228,7 @@ def test_a_reason_names_the_cause_of_a_refused_expression(vocabulary: Vocabulary
 
 def test_masks_that_take_too_long_end_their_grammar(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
     hasty = msgspec.structs.replace(LIMITS, mask_timeout_s=0.001)
-    other = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
+    other = GrammarPool(msgspec.structs.replace(vocabulary, limits=hasty))
     try:
         slow, quick = started(other, OBJECT), started(grammars, OBJECT)
         of_slow, of_quick = slow.masks((), [()] * 5000), quick.masks((), [()])
@@ -269,7 +269,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
     large = json.dumps({"grammars": [{"json_schema": {"enum": words}}]})
     for memory_bytes, is_enough in ((4 << 20, False), (1 << 29, True)):
         limits = GrammarConfig(start_timeout_s=60.0, memory_bytes=memory_bytes)
-        grammars = GrammarPool(vocabulary.tokenizer, vocabulary.vocab_size, [2], limits=limits)
+        grammars = GrammarPool(msgspec.structs.replace(vocabulary, eos_token_ids=[2], limits=limits))
         try:
             if is_enough:
                 started(grammars, large)

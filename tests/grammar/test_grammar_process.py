@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.config import GrammarConfig
 from engine.errors import GRAMMAR_UNAVAILABLE
 from engine.grammar.grammar_process import (
     KILL,
@@ -46,7 +47,7 @@ INFINITE = resource.RLIM_INFINITY
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     folder = write_pair(tmp_path_factory.mktemp("models")).target
     size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-    return Vocabulary(str(folder), None, size, [2], MEMORY_BYTES, 6.5)
+    return Vocabulary(str(folder), None, size, [2], GrammarConfig(memory_bytes=MEMORY_BYTES, start_timeout_s=6.5))
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,7 @@ def test_children_end_with_the_engine_and_with_their_parent(vocabulary: Vocabula
 
 
 def test_without_a_vocabulary_every_grammar_is_given_up(tmp_path: Path) -> None:
-    served = Served(Vocabulary(str(tmp_path), None, 16, [2], MEMORY_BYTES, 5.0))
+    served = Served(Vocabulary(str(tmp_path), None, 16, [2], GrammarConfig(memory_bytes=MEMORY_BYTES)))
     for _ in range(2):
         child = served.begin()
         reason = "structured output needs the model's tokenizer.json; it cannot be read: there is none"
