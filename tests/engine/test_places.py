@@ -20,6 +20,7 @@ from engine.speculation.verification import RULES, node
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution, tiny
 from tests.engine.test_output_distribution import ALPHA, drafts, exact_distribution, g_test
+from tests.grid import grid
 from tests.wrong import instead
 
 VOCABULARY = 8
@@ -69,26 +70,19 @@ def test_a_node_of_a_tree_finds_its_own_children(pair: tuple[LoadedModel, Loaded
         assert p_value(pair, SPECHUB_TREE) < ALPHA
 
 
-@pytest.mark.parametrize(
-    ("speculation", "sampling"),
-    [
-        pytest.param(drafts("greedy", 3), {"top_k": 2, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow),
-        pytest.param(drafts("greedy", 6, tree=(3, 2)), {"top_k": 2, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow),
-        pytest.param(drafts("spechub", 2), {"top_p": 0.55, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow),
-        pytest.param(
-            drafts("spechub", 4, tree=(2, 2)), {"top_p": 0.55, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            drafts("rrs_without_replacement", 3), {"top_k": 2, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            drafts("rrs_without_replacement", 6, tree=(3, 2)),
-            {"top_k": 2, "logit_bias": ((0, 3.0),)},
-            marks=pytest.mark.slow,
-        ),
-        (drafts("traversal", 6, tree=(3, 2)), {"top_k": 2, "logit_bias": ((0, 3.0),)}),
-    ],
-)
+TOP_2, NUCLEUS = ({name: value, "logit_bias": ((0, 3.0),)} for name, value in (("top_k", 2), ("top_p", 0.55)))
+FEWER = [
+    (drafts("greedy", 3), TOP_2),
+    (drafts("greedy", 6, tree=(3, 2)), TOP_2),
+    (drafts("spechub", 2), NUCLEUS),
+    (SPECHUB_TREE, NUCLEUS),
+    (drafts("rrs_without_replacement", 3), TOP_2),
+    (drafts("rrs_without_replacement", 6, tree=(3, 2)), TOP_2),
+    (drafts("traversal", 6, tree=(3, 2)), TOP_2),
+]
+
+
+@pytest.mark.parametrize(("speculation", "sampling"), grid(FEWER, FEWER[-1:]))
 def test_fewer_likely_tokens_than_drafts(
     pair: tuple[LoadedModel, LoadedModel], speculation: Speculation, sampling: dict[str, Any]
 ) -> None:
@@ -104,7 +98,7 @@ def test_equal_greedy_children_are_rejected(pair: tuple[LoadedModel, LoadedModel
         return categorical(weights_NV, uniform_N).unsqueeze(1)
 
     with instead(drafting, "_drawn_or", drawn):
-        assert p_value(pair, drafts("greedy", 3), top_k=2, logit_bias=((0, 3.0),)) < ALPHA
+        assert p_value(pair, drafts("greedy", 3), **TOP_2) < ALPHA
 
 
 @pytest.mark.parametrize(
