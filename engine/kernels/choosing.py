@@ -168,8 +168,8 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
     return {
         "softmax": logits,
         "truncated": [
-            (*one, *filters, 40)
-            for one, filters in zip(
+            (*one, Filters(*edges, most_k=40))
+            for one, edges in zip(
                 (*logits, logits[0]), ((min_p_N, top_k_N), (None, top_k_N), (min_p_N, None)), strict=True
             )
         ],

@@ -149,13 +149,6 @@ def score_bounds(
     return torch.where(accepted_C < chains.length_C, lower_C, 0.0), upper_C
 
 
-def first_per_request(score_C: Tensor, chains: Chains) -> Tensor:
-    """Return [B] the chain with the smallest score among each request's (ties: the first)."""
-    chain_BK, exists_BK = chain_table(chains)
-    score_BK = torch.where(exists_BK, score_C[chain_BK], torch.inf)
-    return chain_BK.gather(1, score_BK.argmin(1, keepdim=True)).squeeze(1)
-
-
 def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """Race the chains of each request; the winner's accepted prefix and next token are emitted."""
     known = blocks(chains, target)
@@ -177,5 +170,7 @@ def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: T
     """Return each request's chain with the smallest score (ties: the first), with its accepted length and next
     token.
     """
-    winner_B = first_per_request(score_C, chains)
+    chain_BK, exists_BK = chain_table(chains)
+    score_BK = torch.where(exists_BK, score_C[chain_BK], torch.inf)
+    winner_B = chain_BK.gather(1, score_BK.argmin(1, keepdim=True)).squeeze(1)
     return ChainVerdict(winner_B, accepted_C[winner_B], next_token_C[winner_B])

@@ -47,14 +47,13 @@ class Kernels:
         """
         return torch.softmax(_scaled(logits_NV, temperature_N), -1, out=probs_NV)
 
-    def truncated(
-        self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
-    ) -> Tensor:
+    def truncated(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Tensor:
         """Return [N, V] float32 distributions of the tokens that min-p and top-k keep, with ties at their edges.
 
         min-p drops tokens below this share of the most likely token's probability, at the temperature; 0 keeps all.
-        top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter. most_k: no top-k is larger.
+        top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter.
         """
+        min_p_N, top_k_N, _, most_k = filters
         scaled_NV = _scaled(logits_NV, temperature_N)
         if min_p_N is not None:
             scaled_NV = scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
@@ -78,8 +77,7 @@ class Kernels:
         if filters.min_p_N is None and filters.top_k_N is None:
             found_NV = self.softmax(logits_NV, temperature_N, probs_NV)
         else:
-            of_logits = filters.min_p_N, filters.top_k_N, filters.most_k
-            found_NV = self.truncated(logits_NV, temperature_N, *of_logits)
+            found_NV = self.truncated(logits_NV, temperature_N, filters)
         return found_NV if filters.top_p_N is None else self.nucleus(found_NV, filters.top_p_N)
 
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:

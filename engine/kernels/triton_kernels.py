@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import triton_block, triton_keep, triton_nucleus, triton_rows
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, KVMoves, ProbsTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, KVMoves, ProbsTable
 from engine.kernels.torch_kernels import Kernels
 from engine.kernels.triton_rows import Subtracted
 
@@ -28,10 +28,8 @@ class TritonKernels(Kernels):
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
         return triton_rows.softmax(logits_NV, temperature_N, probs_NV)
 
-    def truncated(
-        self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
-    ) -> Tensor:
-        return triton_nucleus.truncated(logits_NV, temperature_N, min_p_N, top_k_N, most_k)
+    def truncated(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Tensor:
+        return triton_nucleus.truncated(logits_NV, temperature_N, filters)
 
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         if probs_NV.is_contiguous():

@@ -15,14 +15,13 @@ Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `torch_kern
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import triton_rows
+from engine.kernels.protocol import Filters
 from engine.kernels.triton_rows import ANYWHERE, scaled_of
 
 TILE = 2048
@@ -142,30 +141,24 @@ def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
     return kept_NV
 
 
-def truncated(
-    logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, _most_k: int
-) -> Tensor:
+def truncated(logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Tensor:
     """Return `Kernels.truncated`."""
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
-    operands = logits_NV, temperature_N.contiguous(), min_p_N, top_k_N
-    return triton_rows.softmax(logits_NV, temperature_N, edges_of=partial(_edges, *operands))
+    temperature_N = temperature_N.contiguous()
 
+    def edges_of(largest_NT: Tensor) -> Tensor:
+        """Return [N] the least logit over temperature, with maximum 0, that both filters keep."""
+        edge_N = torch.full_like(temperature_N, -torch.inf) if filters.min_p_N is None else filters.min_p_N.log()
+        if filters.top_k_N is not None:
+            top_k_N = filters.top_k_N.contiguous()
+            lowest, sums = _searched(logits_NV, largest_NT, temperature_N, top_k_N, by_count=True)
+            num_rows, num_tiles = sums.shape[1:3]
+            _edge[(num_rows,)](
+                top_k_N, lowest, sums, edge_N, num_rows, num_tiles, _ROUNDS, tiles=triton.next_power_of_2(num_tiles)
+            )
+        return edge_N
 
-def _edges(
-    logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, largest_NT: Tensor
-) -> Tensor:
-    """Return [N] the least logit over temperature, with maximum 0, that both filters keep; parameters as in
-    `truncated`.
-    """
-    edge_N = torch.full_like(temperature_N, -torch.inf) if min_p_N is None else min_p_N.log()
-    if top_k_N is not None:
-        top_k_N = top_k_N.contiguous()
-        lowest, sums = _searched(logits_NV, largest_NT, temperature_N, top_k_N, by_count=True)
-        num_rows, num_tiles = sums.shape[1:3]
-        _edge[(num_rows,)](
-            top_k_N, lowest, sums, edge_N, num_rows, num_tiles, _ROUNDS, tiles=triton.next_power_of_2(num_tiles)
-        )
-    return edge_N
+    return triton_rows.softmax(logits_NV, temperature_N, edges_of=edges_of)
 
 
 def _searched(

@@ -21,7 +21,7 @@ from scipy.stats import chi2
 from engine.attention.attention import HOOK
 from engine.drafting.drafter import DrafterKind
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
-from engine.kernels.torch_block import blocks, first_per_request, stop_chains
+from engine.kernels.torch_block import blocks, stop_chains, winners
 from engine.kernels.torch_kernels import TORCH
 from engine.models.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
@@ -274,8 +274,7 @@ def test_the_distribution_is_the_same_where_equal_nodes_stay_apart(
 def always_longest(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     """A wrong rule: race by acceptance length, which looks at the tokens it chooses between."""
     accepted_C, next_token_C = stop_chains(chains, target, blocks(chains, target), noise)
-    winner_B = first_per_request(-accepted_C.double(), chains)
-    return ChainVerdict(winner_B, accepted_C[winner_B], next_token_C[winner_B])
+    return winners(chains, -accepted_C.double(), accepted_C, next_token_C)
 
 
 def reused_uniform(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:

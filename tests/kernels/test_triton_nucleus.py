@@ -11,6 +11,7 @@ import torch
 
 triton_nucleus = pytest.importorskip("engine.kernels.triton_nucleus")
 
+from engine.kernels.protocol import Filters  # noqa: E402
 from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
 from engine.kernels.triton_rows import SOFTMAX_TILE  # noqa: E402
@@ -118,9 +119,9 @@ def every_k(step: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
     """All k of rows of nine tokens, with ties (or every fourth)."""
     logits_NV, temperature_N, min_p_N, top_k_N = every_k(step)
-    expected = TORCH.truncated(logits_NV, temperature_N, min_p_N, top_k_N, 99)
-    operands = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
-    found = triton_nucleus.truncated(*operands, 99).cpu()
+    expected = TORCH.truncated(logits_NV, temperature_N, Filters(min_p_N, top_k_N, most_k=99))
+    logits_NV, temperature_N, *edges = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
+    found = triton_nucleus.truncated(logits_NV, temperature_N, Filters(*edges, most_k=99)).cpu()
     assert torch.equal(found > 0, expected > 0)
     assert torch.allclose(found, expected, rtol=1e-6)
     kept = (expected > 0).sum(1)
@@ -144,14 +145,14 @@ def test_all_filters_of_a_request_together() -> None:
 )
 def test_wrong_edges_are_found_out(wrong: str) -> None:
     logits_NV, temperature_N, min_p_N, top_k_N = every_k(step=4)
-    expected = TORCH.truncated(logits_NV, temperature_N, min_p_N, top_k_N, 99)
+    expected = TORCH.truncated(logits_NV, temperature_N, Filters(min_p_N, top_k_N, most_k=99))
     if wrong == "distances are approximate":
         logits_NV = logits_NV.half().float()
     elif wrong == "one token more":
         top_k_N = torch.where(top_k_N > 0, top_k_N + 1, 0)
-    operands = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
+    logits_NV, temperature_N, *edges = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
     with fewer_digits(5) if wrong == "fewer digits" else nullcontext():
-        found = triton_nucleus.truncated(*operands, 99).cpu()
+        found = triton_nucleus.truncated(logits_NV, temperature_N, Filters(*edges, most_k=99)).cpu()
     assert not torch.equal(found > 0, expected > 0)
 
 
@@ -159,7 +160,7 @@ def test_rows_that_ask_for_nothing_are_softmax_to_the_bit() -> None:
     """Their distribution must not depend on what another request of the step asks for."""
     logits_NV = torch.randn(3, 300, generator=torch.Generator().manual_seed(3)).to(tiny.DEVICE)
     temperature_N, top_k_N = (torch.tensor(one, device=tiny.DEVICE) for one in ([0.7, 1.0, 1.3], [0, 5, 0]))
-    found = triton_nucleus.truncated(logits_NV, temperature_N, None, top_k_N, 5)
+    found = triton_nucleus.truncated(logits_NV, temperature_N, Filters(None, top_k_N, most_k=5))
     alone = TritonKernels().softmax(logits_NV, temperature_N)
     assert torch.equal(found[[0, 2]], alone[[0, 2]])
     assert int((found[1] > 0).sum()) == 5
