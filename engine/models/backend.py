@@ -7,7 +7,7 @@ Each is compared with plain transformers at every start; if it computes other nu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +17,24 @@ from engine.models.packing import pack, take_over
 from engine.models.taps import storing
 
 
-class Backend(Protocol):
-    """Runs the passes of one model."""
+class Backend:
+    """Runs the passes of one model, with the model's own weights if methods are not overridden."""
 
-    reads_pages: bool
+    reads_pages = False
     """Whether it computes attention itself, from `AttentionMetadata.layout`."""
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """Return the type of the K/V that it writes."""
+    kv_dtype: torch.dtype
+    """Type of the K/V that it writes."""
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
 
         `metadata` determines where K/V is stored, and `metadata.storage.taps` the stored hidden states.
         """
+        raise NotImplementedError
 
     def weight_used(self, weight: Tensor) -> Tensor:
         """Return the numbers that represent a weight of the model, in the type of the arithmetic."""
+        return weight
 
     def prepare(self, works: Callable[[], bool]) -> int:
         """Drop the model's own weights if they are stored in another layout; return the memory that this backend takes
@@ -42,51 +42,34 @@ class Backend(Protocol):
 
         works: whether the changed model still computes its numbers.
         """
+        raise NotImplementedError
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Measure on how many cores passes are fastest; run: runs a pass of this many rows."""
+        """Measure on how many cores passes are fastest, if torch does not manage the threads; run: runs a pass of this
+        many rows.
+        """
 
 
-class TransformersBackend:
+class TransformersBackend(Backend):
     """An unchanged transformers model with the attention hook."""
-
-    reads_pages = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """Return the model's own type."""
-        dtype: torch.dtype = self._model.dtype
-        return dtype
+        self.kv_dtype = model.dtype
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """Return [N, V] logits at the wanted tokens of a flat pass."""
         with storing(self._model, metadata):
-            return self._logits(token_ids_T, positions_T, metadata, wanted_N)
-
-    def _logits(
-        self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
-    ) -> Tensor:
-        output = self._model(
-            input_ids=token_ids_T.unsqueeze(0),
-            position_ids=positions_T.unsqueeze(0),
-            past_key_values=None,
-            use_cache=False,
-            metadata=metadata,
-            logits_to_keep=wanted_N,
-        )
+            output = self._model(
+                input_ids=token_ids_T.unsqueeze(0),
+                position_ids=positions_T.unsqueeze(0),
+                past_key_values=None,
+                use_cache=False,
+                metadata=metadata,
+                logits_to_keep=wanted_N,
+            )
         logits_NV: Tensor = output.logits[0]
         return logits_NV
-
-    def weight_used(self, weight: Tensor) -> Tensor:
-        """Return the model's own weight."""
-        return weight
 
     def prepare(self, works: Callable[[], bool]) -> int:
         """Pack the weights of its linear layers; the code of some models reads weights that a packed layer lacks."""
         return pack(take_over(self._model), works)
-
-    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Do nothing: torch manages its threads."""

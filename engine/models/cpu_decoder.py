@@ -22,6 +22,7 @@ from engine.attention.tensors import NORMED, KVTensors
 from engine.models import cpu_weights
 from engine.models import numba_decoder as nd
 from engine.models import numba_table as nt
+from engine.models.backend import Backend
 from engine.models.cpu_weights import Array, Product, dequantised, stored_types
 from engine.models.kinds import window_of
 from engine.models.numba_product import BLOCK
@@ -64,7 +65,7 @@ class _Shape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-class CpuDecoder:
+class CpuDecoder(Backend):
     """Runs the passes of one model."""
 
     reads_pages = True
@@ -259,7 +260,6 @@ class CpuDecoder:
         self._put(nt.ROTATION, cpu_weights.aligned((2, rows, shape.head_dim // 2), np.dtype(np.float32)))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """Return [N, V] logits at the wanted tokens of a flat pass."""
         return self.passed(token_ids_T, positions_T, metadata, wanted_N)[1]
 
     def passed(

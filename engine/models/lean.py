@@ -22,6 +22,7 @@ from engine.attention.attention import AttentionMetadata, attend
 from engine.attention.groups import ScoreOptions
 from engine.attention.paged import Paged
 from engine.attention.tensors import NORMED
+from engine.models.backend import Backend
 from engine.models.checkpoint import context_length
 from engine.models.fused_layer import use_kernels
 from engine.models.products import RowProduct, product
@@ -42,7 +43,7 @@ class _Layer:
     down: RowProduct
 
 
-class LeanDecoder:
+class LeanDecoder(Backend):
     """Runs the passes of one model."""
 
     def __init__(self, model: Any, longest: int = 0) -> None:
@@ -54,7 +55,7 @@ class LeanDecoder:
         """
         config, body = model.config, model.model
         self._body = body
-        self._dtype: torch.dtype = body.embed_tokens.weight.dtype
+        self.kv_dtype = body.embed_tokens.weight.dtype
         self._eps = float(config.rms_norm_eps)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._num_heads = int(config.num_attention_heads)
@@ -70,23 +71,9 @@ class LeanDecoder:
         self._head = self._product([model.lm_head])
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
-    reads_pages = False
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        """Return the model's own type."""
-        return self._dtype
-
-    def weight_used(self, weight: Tensor) -> Tensor:
-        """Return the model's own weight."""
-        return weight
-
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
         """Return the memory of the angles: products on a device read weights unchanged."""
         return sum(part_PD.nbytes for part_PD in self._rotation_PD)
-
-    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Do nothing: torch manages its threads."""
 
     def _layer(self, number: int, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -104,7 +91,6 @@ class LeanDecoder:
         )
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """Return [N, V] logits at the wanted tokens of a flat pass."""
         storage, slots = metadata.storage, metadata.slots_T
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         if metadata.paged is not None and self.use_kernels:

@@ -39,7 +39,7 @@ _TOLERANCE = 1e-3
 """Largest difference of a number, as a share of the largest one."""
 
 
-class HeadDecoder(CpuDecoder):
+class HeadDecoder(CpuDecoder, HeadBackend):
     """Runs the passes of one head."""
 
     def __init__(self, head: Any, target: Backend, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class Reading(NamedTuple):
     """The target's states before its rows; a backend may overwrite them."""
 
 
-class HeadBackend(Backend, Protocol):
+class HeadBackend(Backend):
     """Runs the passes of a head, whose rows read states in addition to their tokens."""
 
     def passed(
@@ -43,15 +43,17 @@ class HeadBackend(Backend, Protocol):
 
         of_target: whether the rows' states are the target's, which the head projects; a backend may overwrite them.
         """
+        raise NotImplementedError
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
         """Read texts and compute whole blocks after them; return the fields of a `HeadOutput` at some of their rows.
 
         Only heads of the DFlash types. blocks: a pass for each of `BlockConfig.causalities`, or none.
         """
+        raise NotImplementedError
 
 
-class TorchHead(TransformersBackend):
+class TorchHead(TransformersBackend, HeadBackend):
     """A head's own modules: every type, on any device. The oracle of the CPU's decoder."""
 
     def passed(
@@ -63,12 +65,10 @@ class TorchHead(TransformersBackend):
         state_TX: Tensor | None,
         of_target: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Run a flat pass."""
         state_TH = self._model.project(state_TX) if of_target else state_TX
         return self._output(self._model(token_ids_T, state_TH, positions_T, metadata)[wanted_N])
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
-        """Read texts and compute whole blocks after them."""
         head = self._model
         if reading is not None:
             one, taps_TX = reading
