@@ -21,7 +21,7 @@ from engine.kernels.numba_rows import draw_from, filtered_distribution, likelies
 from engine.models import numba_decoder, numba_table
 from engine.models.numba_decoder import c_function
 from engine.models.numba_table import array1, array2, put1, put2, table_at
-from engine.models.numba_work import call, claim, finish
+from engine.models.numba_work import call, claimed
 from engine.models.numba_work import together as share
 
 _PROBS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(numba_table.OWN, numba_table.OWN + 6)
@@ -46,8 +46,7 @@ def _draw(address, phase):
     first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
     tokens, target_ids = array1(table, _TOKENS, np.int64), array1(table, _TARGET_IDS, np.int64)
     spread = array2(table, _SPREAD, np.float32)
-    count, node = 0, claim(counters, phase, len(distributions))
-    while node >= 0:
+    for node in claimed(counters, phase, len(distributions)):
         distribution, of_node = distributions[node], logits[node, : distributions.shape[1]]
         if len(target_ids) > 0:
             of_node = spread[node]
@@ -70,8 +69,6 @@ def _draw(address, phase):
                 tokens[chain] = most_likely
             else:
                 tokens[chain] = draw_from(distribution, distribution, np.float32(1), False, uniforms[chain])
-        count, node = count + 1, claim(counters, phase, len(distributions))
-    finish(counters, phase, count, len(distributions))
 
 
 @cache
@@ -205,12 +202,9 @@ def _add_base(address, phase):
     table = table_at(address)
     counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
     base, draft_rows = array2(table, _BASE, np.float32), array1(table, _DRAFT_ROWS, np.int64)
-    count, node = 0, claim(counters, phase, len(draft_rows))
-    while node >= 0:
+    for node in claimed(counters, phase, len(draft_rows)):
         for token in range(base.shape[1]):
             logits[node, token] += base[draft_rows[node], token]
-        count, node = count + 1, claim(counters, phase, len(draft_rows))
-    finish(counters, phase, count, len(draft_rows))
 
 
 @compiled_for_cpu()

@@ -25,7 +25,7 @@ from engine.models.numba_head import convolve, normalise
 from engine.models.numba_layer import embed, gate, norm, store, turn_and_store
 from engine.models.numba_product import BLOCK, product
 from engine.models.numba_table import array1, array2, array3, array4, put1, put2, table_at
-from engine.models.numba_work import call, claim, finish
+from engine.models.numba_work import call, claimed
 from engine.models.numba_work import together as share
 
 _ROWS = 8
@@ -61,9 +61,7 @@ def _begin(address, phase, weight_type):
     states, entering = array2(table, nt.STATES, np.float32), array2(table, nt.ENTERING, np.float32)
     norms, eps, factor = array2(table, nt.NORMS, np.float32), constants[0], constants[2]
     normed_all, width = array2(table, nt.NORMED_ALL, np.float32), hidden.shape[1]
-    count, num_parts = 0, _num_parts_of_rows(num_rows)
-    part = claim(counters, phase, num_parts)
-    while part >= 0:
+    for part in claimed(counters, phase, _num_parts_of_rows(num_rows)):
         for row in range(part * _ROWS, min(num_rows, (part + 1) * _ROWS)):
             for number in range(len(frequencies)):
                 angle = np.float32(positions[row]) * frequencies[number]
@@ -80,8 +78,6 @@ def _begin(address, phase, weight_type):
                 reads_normed = array1(table, nt.NORM_FLAGS, np.int64)[0]
                 for column in range(width):
                     hidden[row, column] = entering[row, width + column] if reads_normed else states[row, column]
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu(**FAST)
@@ -98,8 +94,7 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
     taps, tapped = array1(table, nt.TAPS, np.int64), array2(table, nt.TAPPED, kv_type)
     eps, weight = array1(table, nt.CONSTANTS, np.float32)[0], array2(table, nt.NORMS, np.float32)[number]
     width, layer = hidden.shape[1], number // 2 if number % 2 == 0 else -1
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
+    for part in claimed(counters, phase, num_parts):
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
             if has_summand:
                 for column in range(width):
@@ -109,8 +104,6 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
                 store(hidden[row], tapped[slots[row], taps[layer] * width : (taps[layer] + 1) * width])
             if layer == len(taps) - 2 and taps[layer + 1] >= 0:
                 store(normed[row], tapped[slots[row], taps[layer + 1] * width : (taps[layer + 1] + 1) * width])
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu()
@@ -126,14 +119,11 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
     together = 2 if field == nt.GATE_UP else 1  # a block of gate, and the same of up
     num_blocks = len(weights) // together
     num_parts = _num_parts_of_blocks(table, num_blocks)
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
+    for part in claimed(counters, phase, num_parts):
         first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
         product(rows, weights, scales, bias, result, together * first, together * last)
         if field == nt.GATE_UP:
             gate(result, array2(table, nt.GATED, np.float32), first, last)
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu(**FAST)
@@ -147,13 +137,10 @@ def _rotate(address, phase, layer, kv_type):
     slots, num_heads = array1(table, nt.SLOTS, np.int64), table[nt.ATTENDED, 2] // keys.shape[2]
     has_norms = len(norms) > 0
     of_head = norms[layer if has_norms else 0]
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
+    for part in claimed(counters, phase, num_parts):
         for row in range(part * _ROWS, min(len(joined), (part + 1) * _ROWS)):
             slot, cosines, sines = slots[row], rotation[0, row], rotation[1, row]
             turn_and_store(joined[row], num_heads, of_head, has_norms, eps, cosines, sines, keys[slot], values[slot])
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu(**FAST)
@@ -171,8 +158,7 @@ def _attend(address, phase, layer, kv_type):
     words = array2(table, words_of[layer], np.int64)
     page_size = array1(table, nt.SIZES, np.int64)[0]
     num_parts = len(parts) * keys.shape[1]
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
+    for part in claimed(counters, phase, num_parts):
         of_part = part // keys.shape[1]
         sequence = parts[of_part, 0]
         attend(
@@ -195,8 +181,6 @@ def _attend(address, phase, layer, kv_type):
             node_positions[sequence],
             attended,
         )
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu(**FAST)
@@ -206,8 +190,7 @@ def _choose(address, phase):
     counters, wanted = array2(table, nt.COUNTERS, np.int64), array1(table, nt.WANTED, np.int64)
     normed, chosen = array2(table, nt.NORMED, np.float32), array2(table, nt.CHOSEN, np.float32)
     hidden, leaving = array2(table, nt.HIDDEN, np.float32), array2(table, nt.LEAVING, np.float32)
-    count, part = 0, claim(counters, phase, 1)
-    while part >= 0:
+    for _ in claimed(counters, phase, 1):
         for number in range(len(wanted)):
             for column in range(normed.shape[1]):
                 chosen[number, column] = normed[wanted[number], column]
@@ -215,8 +198,6 @@ def _choose(address, phase):
                 source = normed if array1(table, nt.NORM_FLAGS, np.int64)[1] else hidden
                 for column in range(leaving.shape[1]):
                     leaving[number, column] = source[wanted[number], column]
-        count, part = count + 1, claim(counters, phase, 1)
-    finish(counters, phase, count, 1)
 
 
 @compiled_for_cpu()

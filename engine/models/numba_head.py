@@ -12,7 +12,7 @@ from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_layer import norm
 from engine.models.numba_table import array1, array2, array4, table_at
-from engine.models.numba_work import claim, finish
+from engine.models.numba_work import claimed
 
 
 @compiled_for_cpu(**FAST)
@@ -22,13 +22,10 @@ def normalise(address, phase):
     counters, eps = array2(table, nt.COUNTERS, np.int64), array1(table, nt.CONSTANTS, np.float32)[0]
     rows, norms = array2(table, nt.TARGET_STATES, np.float32), array2(table, nt.TARGET_NORMS, np.float32)
     num_parts, width = len(norms), norms.shape[1]
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
+    for part in claimed(counters, phase, num_parts):
         for row in range(len(rows)):
             of_part = rows[row, part * width : (part + 1) * width]
             norm(of_part, norms[part], eps, of_part)
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu(**FAST)
@@ -43,8 +40,7 @@ def convolve(address, phase, number, side, field):
     own, sizes = array2(table, nt.OWN_KERNELS, np.float32), array1(table, nt.BLOCK_SIZES, np.int64)
     size, group, num_taps, width = sizes[0], sizes[1], kernels.shape[0], kernels.shape[1]
     num_parts = (len(rows) + size - 1) // size
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
+    for part in claimed(counters, phase, num_parts):
         first = part * size
         # From the last row on: a row's own numbers are read last when the rows after it are done.
         for row in range(min(len(rows), first + size) - 1, first - 1, -1):
@@ -54,5 +50,3 @@ def convolve(address, phase, number, side, field):
                     kernel = kernels[tap, column] + own[row, start + column // group]
                     added = kernel * rows[row - tap, column]
                     rows[row, column] = added if tap == 0 else rows[row, column] + added
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)

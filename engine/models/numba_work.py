@@ -19,7 +19,7 @@ import threading
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from engine.kernels import compiled_for_cpu
@@ -128,24 +128,20 @@ def pointer_to(_context, address):
     return types.voidptr(types.int64), build
 
 
-@compiled_for_cpu()
-def claim(counters, phase, num_parts):
-    """Claim the next part of a phase; return its number, or -1 if none is left.
+@njit  # not from Numba's cache: a generator that it loads cannot be used in code that it compiles
+def claimed(counters, phase, num_parts):
+    """Yield the parts of a phase that are claimed here, one by one; end when all parts are done, here and elsewhere.
 
     counters: [phases, `ROW`] int64, all 0 before the first phase.
     """
-    part = _add(np.int64(counters.ctypes.data) + (phase * ROW + _NEXT) * 8, 1)
-    return part if part < num_parts else -1
-
-
-@compiled_for_cpu()
-def finish(counters, phase, count, num_parts):
-    """Report that `count` parts of a phase are done here, and wait until all are."""
-    address = np.int64(counters.ctypes.data) + (phase * ROW + _DONE) * 8
-    if count > 0:
-        _add(address, count)
+    of_phase = np.int64(counters.ctypes.data) + phase * ROW * 8
+    count, part = 0, _add(of_phase + _NEXT * 8, 1)
+    while part < num_parts:
+        yield part
+        count, part = count + 1, _add(of_phase + _NEXT * 8, 1)
+    _add(of_phase + _DONE * 8, count)
     looks = 0
-    while _look(address) < num_parts:
+    while _look(of_phase + _DONE * 8) < num_parts:
         looks = _wait(looks)
 
 

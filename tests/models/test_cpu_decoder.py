@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from numba.core.caching import NullCache
 from torch import Tensor
 
 from engine.attention.inputs import NO_NODES, SequenceInput, StepLayout
@@ -196,14 +197,19 @@ def test_tokens_without_an_embedding_are_refused(token: int) -> None:
         runs.forward([SequenceInput([token], 0, [0], NO_NODES, slice(0, 1))])
 
 
+def test_the_generator_of_parts_is_not_cached() -> None:
+    """Code that is compiled in a later process, such as that for another type of weights, could not use it."""
+    assert isinstance(numba_work.claimed._cache, NullCache)
+
+
 def test_helpers_take_part() -> None:
     """A pass of many rows gives them the time to wake up; without them the test above would show nothing."""
     if TEAM.grow(1) < 1:
         pytest.skip("this system has no helpers")
     counts = np.zeros(1, dtype=np.int64)
 
-    @numba.cfunc(numba.types.void(numba.types.int64))
-    def waits_for_another(address):  # type: ignore[no-untyped-def]
+    @numba.cfunc(numba.types.void(*[numba.types.int64] * 6))
+    def waits_for_another(address, _1, _2, _3, _4, _5):  # type: ignore[no-untyped-def]
         numba_work._add(address, 1)
         looks = 0
         while numba_work._look(address) < 2 and looks < 10**9:
