@@ -197,9 +197,7 @@ class Levels:
         whole = build([sequence for one in passes for sequence in one], runner.block_size)
         bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
         draws = self._draws(layout, parameters, uniform_LC, probs_NV, bounds.most_distributions)
-        target_states, states, leaving = decoder.states_of(
-            taps_TX, bounds.most_distributions, of_target=taps_TX is not None
-        )
+        states = decoder.states_of(taps_TX, bounds.most_distributions, of_target=taps_TX is not None)
         numba_levels.draw_levels(
             *decoder.ready(
                 runner.storage, runner.block_size, bounds.most_rows, int(whole.num_keys.sum()) // len(passes)
@@ -214,9 +212,7 @@ class Levels:
             whole.positions_T,
             tuple(draws),
             _chains_of(layout).parents,
-            target_states,
             states,
-            leaving,
             decoder.room_for_logits(bounds.most_distributions),
         )
         return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))

@@ -78,26 +78,14 @@ def draw():
     def after_logits(address, phase, _1, _2, _3, _4):
         _draw(address, phase)
 
-    return c_function(after_logits, 6)
+    return c_function(after_logits)
 
 
 @compiled_for_cpu()
 def _put_draws(table, draws, level, drawn):
     """Write what `_draw` reads of a level into the table. drawn: the slice of the level's distributions."""
-    (
-        distributions,
-        tokens,
-        temperatures,
-        least_logs,
-        top_ks,
-        top_ps,
-        uniforms,
-        first_chains,
-        num_chains,
-        leaders,
-        target_ids,
-        spread,
-    ) = draws
+    distributions, tokens, temperatures, least_logs, top_ks, top_ps = draws[:6]
+    uniforms, first_chains, num_chains, leaders, target_ids, spread = draws[6:]
     put2(table, _PROBS, distributions[drawn])
     put1(table, _TEMPERATURES, temperatures[drawn])
     put1(table, _LEAST_LOGS, least_logs[drawn])
@@ -125,15 +113,8 @@ def _seen_by(seen, rows, sequences):
     pass's.
     """
     words, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
-    return (
-        words[rows],
-        pages[sequences],
-        first_keys[sequences],
-        text_ends[sequences],
-        num_keys[sequences],
-        node_positions[sequences],
-        limits[rows],
-    )
+    of_texts = pages[sequences], first_keys[sequences], text_ends[sequences], num_keys[sequences]
+    return words[rows], *of_texts, node_positions[sequences], limits[rows]
 
 
 @compiled_for_cpu(nogil=True)
@@ -151,19 +132,17 @@ def draw_levels(
     positions,
     draws,
     parents,
-    target_states,
     states,
-    leaving,
     logits,
 ):
     """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of `levels.Draws`.
 
     after_logits: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's
     rows, sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
-    wanted, in the later ones all are. parents: [N] the node above each distribution, in its level. target_states:
-    [T, X] input of the first pass's rows, of width 0 if the model reads none; states: working memory for their
-    projection; leaving: the same for the states that a pass returns, which the next one reads.
+    wanted, in the later ones all are. parents: [N] the node above each distribution, in its level. states: of the
+    first pass (`CpuDecoder.states_of`); those that leave it are read by the next one.
     """
+    target_states, read, leaving = states
     first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
     for level in range(len(ends)):
         end_row, end_sequence, end_part = ends[level, 0], ends[level, 1], ends[level, 2]
@@ -174,7 +153,7 @@ def draw_levels(
             chosen = np.arange(end_row - first_row)
             for number in range(end_row - first_row):
                 entering[number] = _token_above(draws, level, first_distribution + number)
-            states = leaving[parents[first_distribution:end_distribution]]
+            read = leaving[parents[first_distribution:end_distribution]]
             target_states = target_states[:0]
         _put_draws(table, draws, level, slice(first_distribution, end_distribution))
         numba_decoder.run(
@@ -186,11 +165,9 @@ def draw_levels(
             slots[first_row:end_row],
             chosen,
             parts[first_part:end_part],
-            *_seen_by(seen, slice(first_row, end_row), slice(first_sequence, end_sequence)),
+            _seen_by(seen, slice(first_row, end_row), slice(first_sequence, end_sequence)),
             positions[first_row:end_row],
-            target_states,
-            states,
-            leaving[: len(chosen)],
+            (target_states, read, leaving[: len(chosen)]),
             logits[: len(chosen)],
         )
         first_row, first_sequence, first_part, first_distribution = end_row, end_sequence, end_part, end_distribution
@@ -219,22 +196,11 @@ def _below(address):
 @cache
 def below():
     """`_below` as a C function, which takes the address of a table."""
-    return c_function(lambda address: _below(address), 1)
+    return c_function(lambda address, _1, _2, _3, _4, _5: _below(address))
 
 
 @compiled_for_cpu(nogil=True)
-def draw_below(
-    shared,
-    function,
-    table,
-    ends,
-    last_tokens,
-    embedded,
-    base,
-    draft_rows,
-    draws,
-    logits,
-):
+def draw_below(shared, function, table, ends, last_tokens, embedded, base, draft_rows, draws, logits):
     """Draw all levels from the logits of draft rows and terms of the tokens before: fill the distributions and tokens
     of `draws`.
 

@@ -279,7 +279,7 @@ class CpuDecoder(Backend):
         assert layout is not None, "the layout of a pass"
         assert isinstance(metadata.slots_T, Tensor)
         found = self.room_for_logits(len(wanted_N))
-        target_states, states, leaving = self.states_of(state_TX, len(wanted_N), of_target)
+        states = self.states_of(state_TX, len(wanted_N), of_target)
         nd.run(
             *self.ready(metadata.storage, metadata.page_size, len(token_ids_T), int(layout.num_keys.sum())),
             0,
@@ -287,14 +287,12 @@ class CpuDecoder(Backend):
             metadata.slots_T.numpy(),
             wanted_N.numpy(),
             parts_of(layout.starts, layout.counts, self._rows_together(len(token_ids_T))),
-            *layout.seen,
+            layout.seen,
             positions_T.numpy(),
-            target_states,
             states,
-            leaving,
             found,
         )
-        logits_NV, state_ND = torch.from_numpy(found), torch.from_numpy(leaving)
+        logits_NV, state_ND = torch.from_numpy(found), torch.from_numpy(states[2])
         vocab_size = self._shape.vocab_size
         return state_ND, logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
 

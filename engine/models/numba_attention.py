@@ -137,30 +137,35 @@ def _soften(scores, count, state):
 
 
 @compiled_for_cpu(**FAST)
-def attend(
-    joined,
-    keys,
-    values,
-    head,
-    first_row,
-    last_row,
-    scale,
-    window,
-    page_size,
-    pages,
-    first_key,
-    end,
-    num_keys,
-    limits,
-    positions,
-    words,
-    node_positions,
-    attended,
-):
+def _find_slots(pages, page_size, start, count, slots):
+    """Write the slots of some keys of a text, from number `start` on."""
+    page, place = start // page_size, start % page_size
+    for key in range(count):
+        slots[key] = pages[page] * page_size + place
+        place += 1
+        if place == page_size:
+            page, place = page + 1, 0
+
+
+@compiled_for_cpu(**FAST)
+def _read_queries(joined, head, num_shared, first_row, scale, queries):
+    """Write the scaled queries of the heads that share a K/V head, row by row."""
+    width = queries.shape[1]
+    for number in range(len(queries)):
+        start = (head * num_shared + number % num_shared) * width
+        for column in range(width):
+            queries[number, column] = joined[first_row + number // num_shared, start + column] * scale
+
+
+@compiled_for_cpu(**FAST)
+def attend(joined, keys, values, head, rows, scale, window, page_size, text, limits, positions, words, attended):
     """Write to `attended` [T, H * D] the attention of some rows of one sequence, for the query heads of one K/V head.
 
-    joined: [T, at least H * D] queries; window: 0 is none.
+    joined: [T, at least H * D] queries; rows: the first one and the end; window: 0 is none; text: of the sequence, its
+    pages, first key, key from which on keys are nodes, number of keys, and positions of nodes.
     """
+    pages, first_key, end, num_keys, node_positions = text
+    first_row, last_row = rows
     width = keys.shape[2]
     num_shared = attended.shape[1] // (keys.shape[1] * width)
     num_queries, num_blocks = (last_row - first_row) * num_shared, (width + BLOCK - 1) // BLOCK
@@ -173,40 +178,27 @@ def attend(
     value_blocks = np.zeros(num_blocks * TILE * BLOCK, np.float32)
     slots, offsets = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     no_scales, no_bias = np.empty((1, 0, BLOCK), np.float32), np.zeros(max(TILE, num_blocks * BLOCK), np.float32)
+    _read_queries(joined, head, num_shared, first_row, scale, queries)
+    states[:, 0] = _HIDDEN
     most_limit = 0
     for row in range(first_row, last_row):
         most_limit = max(most_limit, limits[row])
-        for number in range(num_shared):
-            query = queries[(row - first_row) * num_shared + number]
-            start = (head * num_shared + number) * width
-            for column in range(width):
-                query[column] = joined[row, start + column] * scale
-    states[:, 0] = _HIDDEN
     for start in range(first_key, num_keys, TILE):
         count = min(TILE, num_keys - start)
         stop = start + count
         if start >= most_limit and stop <= end:
             continue
-        page, place = start // page_size, start % page_size
-        for key in range(count):
-            slots[key] = pages[page] * page_size + place
-            place += 1
-            if place == page_size:
-                page, place = page + 1, 0
+        _find_slots(pages, page_size, start, count, slots)
         _lay_out_keys(keys, head, slots, offsets, count, key_blocks)
         of_tile = value_blocks[: num_blocks * count * BLOCK].reshape(num_blocks, count, BLOCK)
         _lay_out_values(values, head, slots, count, of_tile)
         product(queries, key_blocks, no_scales, no_bias, scores, 0, (count + BLOCK - 1) // BLOCK)
         scores[:, count:] = _HIDDEN
         for query in range(num_queries):
-            row = first_row + query // num_shared
-            limit = limits[row]
-            near = positions[row] - window + 1 if window > 0 else 0
-            sees_any = True
-            if stop > limit or start < near:
-                sees_any = _mask(scores[query], start, count, words[row], limit, end, near, node_positions)
-            shrink = np.float32(1)
-            if sees_any:
+            row, shrink = first_row + query // num_shared, np.float32(1)
+            limit, near = limits[row], positions[row] - window + 1 if window > 0 else 0
+            is_whole = stop <= limit and start >= near
+            if is_whole or _mask(scores[query], start, count, words[row], limit, end, near, node_positions):
                 shrink = _soften(scores[query], count, states[query])
             else:
                 scores[query, :count] = np.float32(0)

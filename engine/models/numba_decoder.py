@@ -161,26 +161,9 @@ def _attend(address, phase, layer, kv_type):
     for part in claimed(counters, phase, num_parts):
         of_part = part // keys.shape[1]
         sequence = parts[of_part, 0]
-        attend(
-            queries,
-            keys,
-            values,
-            part % keys.shape[1],
-            parts[of_part, 1],
-            parts[of_part, 2],
-            scale,
-            window,
-            page_size,
-            pages[sequence],
-            first_keys[sequence],
-            ends[sequence],
-            num_keys[sequence],
-            limits,
-            positions,
-            words,
-            node_positions[sequence],
-            attended,
-        )
+        rows, head = (parts[of_part, 1], parts[of_part, 2]), part % keys.shape[1]
+        text = pages[sequence], first_keys[sequence], ends[sequence], num_keys[sequence], node_positions[sequence]
+        attend(queries, keys, values, head, rows, scale, window, page_size, text, limits, positions, words, attended)
 
 
 @compiled_for_cpu(**FAST)
@@ -257,9 +240,9 @@ def num_phases(num_layers: int, convolves: bool = False) -> int:
     return num_layers * (_LAYER_PHASES + _CONVOLVING_PHASES * convolves) + _OTHER_PHASES
 
 
-def c_function(function, num_arguments):
-    """Return a function of integers as a C function, which is compiled once for a machine."""
-    kind = types.void(*[types.int64] * num_arguments)
+def c_function(function):
+    """Return a function of six integers as a C function, which is compiled once for a machine."""
+    kind = types.void(*[types.int64] * 6)
     try:
         return cfunc(kind, cache=True)(function)
     except RuntimeError:  # neither the code's folder nor the user's is writable
@@ -269,7 +252,7 @@ def c_function(function, num_arguments):
 @cache
 def work():
     """Return the C function of a pass, which takes the address of a table."""
-    return c_function(lambda address: _work(address), 1)
+    return c_function(lambda address, _1, _2, _3, _4, _5: _work(address))
 
 
 @cache
@@ -284,7 +267,7 @@ def functions_of_weights(weight_type):
     def multiply(address, phase, layer, field, source, target):
         _multiply(address, phase, layer, field, source, target, weight_type)
 
-    return c_function(begin, 6), c_function(multiply, 6)
+    return c_function(begin), c_function(multiply)
 
 
 @cache
@@ -300,7 +283,7 @@ def functions_of_kv(kv_type):
     def attend(address, phase, layer, _1, _2, _3):
         _attend(address, phase, layer, kv_type)
 
-    return c_function(norm, 6), c_function(rotate, 6), c_function(attend, 6)
+    return c_function(norm), c_function(rotate), c_function(attend)
 
 
 def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
@@ -311,39 +294,19 @@ def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
 
 
 @compiled_for_cpu(nogil=True)
-def run(
-    shared,
-    function,
-    table,
-    after_logits,
-    tokens,
-    slots,
-    wanted,
-    parts,
-    words,
-    pages,
-    first_keys,
-    ends,
-    num_keys,
-    node_positions,
-    limits,
-    positions,
-    target_states,
-    states,
-    leaving,
-    logits,
-):
+def run(shared, function, table, after_logits, tokens, slots, wanted, parts, seen, positions, states, logits):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
 
-    target_states: [C, X] from which `states` are projected, which are then working memory; or none.
-
-    after_logits: address of a function that runs after the logits as the last phase, or 0 (`drafting/numba_levels.py`
-    draws there). Raises IndexError for a token without an embedding.
+    seen: `StepLayout.seen`; states: see `cpu_decoder.CpuDecoder.states_of`; after_logits: address of a function that
+    runs after the logits as the last phase, or 0 (`drafting/numba_levels.py` draws there). Raises IndexError for a
+    token without an embedding.
     """
     for token in tokens:
         if token < 0 or token >= table[nt.EMBEDDING, 2] * BLOCK:
             raise IndexError("a token is outside the vocabulary")
     table[nt.AFTER_LOGITS, 0] = after_logits
+    words, pages, first_keys, ends, num_keys, node_positions, limits = seen
+    target_states, read, leaving = states
     put1(table, nt.TOKENS, tokens)
     put1(table, nt.SLOTS, slots)
     put1(table, nt.WANTED, wanted)
@@ -357,7 +320,7 @@ def run(
     put1(table, nt.LIMITS, limits)
     put1(table, nt.POSITIONS, positions)
     put2(table, nt.TARGET_STATES, target_states)
-    put2(table, nt.STATES, states)
+    put2(table, nt.STATES, read)
     put2(table, nt.LEAVING, leaving)
     put2(table, nt.LOGITS, logits)
     for field in (nt.HIDDEN, nt.NORMED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED, nt.ENTERING, nt.OWN_KERNELS):

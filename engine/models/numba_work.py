@@ -48,26 +48,20 @@ _sleep = types.ExternalFunction("sem_wait", types.int32(types.int64))
 _wake = types.ExternalFunction("sem_post", types.int32(types.int64))
 
 
-@intrinsic
-def _add(_context, address, count):
-    """Add to the counter at an address; return its previous value."""
+def _atomic(operation):
+    @intrinsic
+    def change(_context, address, value):
+        def build(_context, builder, _signature, operands):
+            pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
+            return builder.atomic_rmw(operation, pointer, operands[1], "seq_cst")
 
-    def build(_context, builder, _signature, operands):
-        pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
-        return builder.atomic_rmw("add", pointer, operands[1], "seq_cst")
+        return types.int64(types.int64, types.int64), build
 
-    return types.int64(types.int64, types.int64), build
+    return change
 
 
-@intrinsic
-def _swap(_context, address, value):
-    """Write a counter; return its previous value."""
-
-    def build(_context, builder, _signature, operands):
-        pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
-        return builder.atomic_rmw("xchg", pointer, operands[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), build
+# Add to the counter at an address, or write it; return its previous value.
+_add, _swap = _atomic("add"), _atomic("xchg")
 
 
 @intrinsic
@@ -92,18 +86,6 @@ def _pause(_context):
         return context.get_dummy_value()
 
     return types.void(), build
-
-
-@intrinsic
-def _call(_context, function, table):
-    """Call the function at an address with the address of a table."""
-
-    def build(context, builder, _signature, operands):
-        kind = ir.FunctionType(ir.VoidType(), [_LONG])
-        builder.call(builder.inttoptr(operands[0], kind.as_pointer()), [operands[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), build
 
 
 @intrinsic
@@ -174,7 +156,7 @@ def _help(shared, number):
                 looks = 0
         last = _look(words + _CALL * 8)
         if _add(gate, 1) >= _OPEN:
-            _call(shared[_FUNCTION], shared[_TABLE])
+            call(shared[_FUNCTION], shared[_TABLE], 0, 0, 0, 0, 0)
         _add(gate, -1)
 
 
@@ -185,7 +167,7 @@ def together(shared, function, table, num_helpers):
     """
     words = np.int64(shared.ctypes.data)
     if num_helpers <= 0 or _swap(words + _BUSY * 8, 1) == 1:  # another thread uses the helpers
-        _call(function, table)
+        call(function, table, 0, 0, 0, 0, 0)
         return
     shared[_FUNCTION], shared[_TABLE] = function, table
     _swap(words + _WANTED * 8, num_helpers)
@@ -196,7 +178,7 @@ def together(shared, function, table, num_helpers):
         asleep = words + (_HELPERS + 8 * number) * 8
         if _swap(asleep, 0) == 1:
             _wake(asleep + 8)
-    _call(function, table)
+    call(function, table, 0, 0, 0, 0, 0)
     _add(gate, -_OPEN)
     looks = 0
     while _look(gate) > 0:

@@ -123,7 +123,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
             self._put(nt.OTHER_WORDS, blocks[1].layout.words)
         logits = self.room_for_logits(len(rows_N))
         taps_TX = None if reading is None else reading.taps_TX
-        target_states, states, leaving = self.states_of(taps_TX, len(rows_N), taps_TX is not None)
+        states = self.states_of(taps_TX, len(rows_N), taps_TX is not None)
         numba_decoder.run(
             *self.ready(one.metadata.storage, one.metadata.page_size, len(slots), int(layout.num_keys.sum())),
             0,
@@ -131,14 +131,12 @@ class HeadDecoder(CpuDecoder, HeadBackend):
             slots,
             rows_N,
             parts_of(layout.starts, layout.counts)[: None if blocks else 0],
-            *layout.seen,
+            layout.seen,
             positions,
-            target_states,
             states,
-            leaving,
             logits,
         )
-        return torch.from_numpy(leaving), torch.from_numpy(logits)[:, : self._shape.vocab_size]
+        return torch.from_numpy(states[2]), torch.from_numpy(logits)[:, : self._shape.vocab_size]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
         """Drop the head's own weights, and pack those that are used outside of passes."""
