@@ -3,7 +3,7 @@
 For draft models and heads that the CPU's decoder runs (`cpu_decoder.py`), and rows whose distributions depend on
 logits, temperature and filters alone. `chains.draw_levels`, which takes any rows, is the oracle of `draw_levels`: the
 same numbers give the same tokens, to the bit. `draw_below` draws after the pass of a head with a term. Its oracle is
-`OnePassDrafter` with the head's sampler, whose products round differently.
+`OnePassDrafter` with the head's sampler.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -19,14 +19,14 @@ from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
 from engine.kernels.numba_rows import draw_from, filtered_distribution, likeliest
 from engine.models import numba_decoder, numba_table
-from engine.models.numba_decoder import c_function
+from engine.models.numba_head import multiply_term
 from engine.models.numba_table import array1, array2, put1, put2, table_at
-from engine.models.numba_work import call, claimed
+from engine.models.numba_work import c_function, claimed
 from engine.models.numba_work import together as share
 
 _PROBS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(numba_table.OWN, numba_table.OWN + 6)
 _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(numba_table.OWN + 6, numba_table.OWN + 12)
-_BASE, _DRAFT_ROWS, _MEMORY = range(numba_table.OWN + 12, numba_table.OWN + 15)
+_BASE, _DRAFT_ROWS = range(numba_table.OWN + 12, numba_table.OWN + 14)
 _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
 
@@ -187,8 +187,7 @@ def _add_base(address, phase):
 @compiled_for_cpu()
 def _below(address):
     """Take part in computing the logits of a level from terms and draft rows, and in drawing."""
-    multiply = array1(table_at(address), numba_table.FUNCTIONS, np.int64)[2]
-    call(multiply, address, 0, 0, numba_table.TERM, _MEMORY, _LOGITS)
+    multiply_term(address)
     _add_base(address, 1)
     _draw(address, 2)
 
@@ -220,7 +219,7 @@ def draw_below(shared, function, table, ends, last_tokens, embedded, base, draft
             for column in range(embedded.shape[1]):
                 memory[number, column] = embedded[previous, column]
         _put_draws(table, draws, level, drawn)
-        put2(table, _MEMORY, memory[: ends[level] - first])
+        put2(table, numba_table.MEMORY, memory[: ends[level] - first])
         put2(table, _LOGITS, logits[: ends[level] - first])
         put2(table, _BASE, base)
         put1(table, _DRAFT_ROWS, draft_rows[drawn])

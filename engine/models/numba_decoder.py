@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import cfunc, types
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
@@ -25,7 +24,7 @@ from engine.models.numba_head import convolve, normalise
 from engine.models.numba_layer import embed, gate, norm, store, turn_and_store
 from engine.models.numba_product import BLOCK, product
 from engine.models.numba_table import array1, array2, array3, array4, put1, put2, table_at
-from engine.models.numba_work import call, claimed
+from engine.models.numba_work import c_function, call, claimed
 from engine.models.numba_work import together as share
 
 _ROWS = 8
@@ -238,15 +237,6 @@ def _convolve_last(address, phase, number):
 def num_phases(num_layers: int, convolves: bool = False) -> int:
     """Return the number of phases of a pass."""
     return num_layers * (_LAYER_PHASES + _CONVOLVING_PHASES * convolves) + _OTHER_PHASES
-
-
-def c_function(function):
-    """Return a function of six integers as a C function, which is compiled once for a machine."""
-    kind = types.void(*[types.int64] * 6)
-    try:
-        return cfunc(kind, cache=True)(function)
-    except RuntimeError:  # neither the code's folder nor the user's is writable
-        return cfunc(kind)(function)
 
 
 @cache

@@ -1,9 +1,13 @@
-"""Phases of the CPU's decoder that heads alone have: norms of the target's states, and convolutions over a block."""
+"""Phases of the CPU's decoder that heads alone have: norms of the target's states, convolutions over a block, and the
+product `TERM` after a pass.
+"""
 
 # Numba sees a kernel's arguments only when it is run.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 
@@ -11,8 +15,9 @@ from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_layer import norm
-from engine.models.numba_table import array1, array2, array4, table_at
-from engine.models.numba_work import claimed
+from engine.models.numba_table import array1, array2, array4, put2, table_at
+from engine.models.numba_work import c_function, call, claimed
+from engine.models.numba_work import together as share
 
 
 @compiled_for_cpu(**FAST)
@@ -50,3 +55,28 @@ def convolve(address, phase, number, side, field):
                     kernel = kernels[tap, column] + own[row, start + column // group]
                     added = kernel * rows[row - tap, column]
                     rows[row, column] = added if tap == 0 else rows[row, column] + added
+
+
+@compiled_for_cpu()
+def multiply_term(address):
+    """Write the product `TERM` of `MEMORY` to `LOGITS`."""
+    multiply = array1(table_at(address), nt.FUNCTIONS, np.int64)[2]
+    call(multiply, address, 0, 0, nt.TERM, nt.MEMORY, nt.LOGITS)
+
+
+@cache
+def term():
+    """Return `multiply_term` as a C function, which takes the address of a table."""
+    return c_function(lambda address, _1, _2, _3, _4, _5: multiply_term(address))
+
+
+@compiled_for_cpu(nogil=True)
+def run_term(shared, function, table, memory, terms):
+    """Write the product `TERM` of memory [N, r] to terms [N, at least V], with the cores of the last pass.
+
+    function: address of `term`.
+    """
+    put2(table, nt.MEMORY, memory)
+    put2(table, nt.LOGITS, terms)
+    array2(table, nt.COUNTERS, np.int64)[:] = 0
+    share(shared, function, np.int64(table.ctypes.data), array1(table, nt.SIZES, np.int64)[1] - 1)

@@ -52,8 +52,10 @@ WORDS_OF, OTHER_WORDS = 70, 71
 CONVOLUTIONS, OWN_KERNELS, BLOCK_SIZES = 72, 73, 74
 # Addresses of the functions of phases that depend on types.
 FUNCTIONS = 75
-# Address of a function that runs after the logits, with its phase; or 0. Rows from `OWN` on belong to that function.
-AFTER_LOGITS, OWN = 76, 77
+# Address of a function that runs after the logits, with its phase; or 0.
+AFTER_LOGITS = 76
+# Rows [N, r] of the product `TERM`. Fields from `OWN` on belong to functions after a pass.
+MEMORY, OWN = 77, 78
 NUM_FIELDS = 92
 COLUMNS = 5
 """Columns of a table: the address of an array, and up to four sizes."""

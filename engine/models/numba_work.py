@@ -19,7 +19,7 @@ import threading
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from engine.kernels import compiled_for_cpu
@@ -108,6 +108,15 @@ def pointer_to(_context, address):
         return builder.inttoptr(operands[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), build
+
+
+def c_function(function):
+    """Return a function of six integers as a C function, which is compiled once for a machine."""
+    kind = types.void(*[types.int64] * 6)
+    try:
+        return cfunc(kind, cache=True)(function)
+    except RuntimeError:  # neither the code's folder nor the user's is writable
+        return cfunc(kind)(function)
 
 
 @njit  # not from Numba's cache: a generator that it loads cannot be used in code that it compiles

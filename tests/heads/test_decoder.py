@@ -107,6 +107,10 @@ def smaller_blocks(self: HeadDecoder) -> None:
     self._arrays[nt.BLOCK_SIZES][0] -= 1
 
 
+def another_term(self: HeadDecoder) -> None:
+    self.products[nt.TERM].weights[0, 0, 0, 0] += 1
+
+
 WRONG = [
     ("speculators", another_residual),
     ("speculators", another_norm),
@@ -121,6 +125,7 @@ WRONG = [
     ("dflash2", no_convolution),
     ("dflash2", kernels_that_do_not_depend_on_the_row),
     ("dflash2", smaller_blocks),
+    ("dspark", another_term),
 ]
 
 

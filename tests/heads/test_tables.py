@@ -108,6 +108,27 @@ def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path,
     assert [tree.tokens for tree in at_once.trees] == [tree.tokens for tree in by_level.trees]
 
 
+def test_the_term_that_is_stored_once_serves_draws_at_once_and_level_by_level(tmp_path: Path) -> None:
+    """To the bit: there is one product."""
+    target = folders.target()
+    head = folders.load(KINDS["dspark"](tmp_path / "head", scale=0.5, draft_vocabulary=40), target)
+    engine = tiny.build(target, head, num_blocks=120)
+    assert engine.draft_runner is not None
+    assert engine.draft_runner.fast_paths["fast decoder"]
+    assert engine.target.storage.hidden is not None
+    engine.draft_runner.backend.prepare(lambda: True)
+    assert not head.model.markov_head.markov_w2.weight.numel()
+    engine.target.storage.hidden.normal_(generator=torch.Generator().manual_seed(3))
+    plan = mixed_plan(engine)
+    at_once = engine.eager.draw(plan)
+    with instead(type(engine.drafter), "draw", lambda *_: None):
+        by_level = engine.eager.draw(plan)
+    assert at_once is not None
+    assert by_level is not None
+    for mine, others in zip(laws_along(at_once), laws_along(by_level), strict=True):
+        assert torch.equal(mine, others)
+
+
 def drawn_rows(with_trees: bool) -> list[Row]:
     """Rows of other lengths with other samplings, and rows that draft nothing, the last one too."""
     shapes = [served.drafts("bv_race", 3, 1, 1, 1), served.OFF, served.drafts("block", 1, 1), served.OFF]

@@ -1,8 +1,7 @@
 """Heads of the EAGLE and DFlash types on a CPU: their passes in one call each, by the decoder of language models.
 
 A head's own modules (`eagle.py`, `dflash.py`) are the oracle: every start compares passes of one text with them, and a
-head whose numbers differ runs through them. DSpark's term is not compared at start: chains are verified with the
-distributions that it leads to.
+head whose numbers differ runs through them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.attention.inputs import NO_NODES, Ints, NodeInput, SequenceInput
 from engine.attention.tensors import KVShape
-from engine.models import numba_decoder
+from engine.models import numba_decoder, numba_head
 from engine.models import numba_table as nt
 from engine.models.backend import Backend
 from engine.models.cpu_decoder import NO_STATES, CpuDecoder, parts_of
@@ -29,7 +28,7 @@ from engine.models.heads.eagle import Eagle3
 from engine.models.heads.head import Head, TargetWeights
 from engine.models.heads.runner import HeadBackend, HeadRunner, Reading, TorchHead, mask_nodes
 from engine.models.kinds import may_decode
-from engine.models.numba_work import ROW
+from engine.models.numba_work import ROW, TEAM
 from engine.models.packing import pack, take_over
 from engine.models.runner import Pass
 
@@ -81,7 +80,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         fields = nt.WORDS, nt.OTHER_WORDS
         words_of = [fields[block.causalities.index(is_causal)] for is_causal in block.is_causal]
         self._put(nt.WORDS_OF, np.array(words_of, dtype=np.int64))
-        if block.markov_rank and block.markov_type == "vanilla":
+        if _has_term(head):
             self.embedded_term = head.markov_head.markov_w1.weight.float().numpy()
             self._put_product(nt.TERM, [head.markov_head.markov_w2.weight], stored)
         if not block.conv_taps:
@@ -138,13 +137,22 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         )
         return torch.from_numpy(states[2]), torch.from_numpy(logits)[:, : self._shape.vocab_size]
 
+    def term(self, memory_NR: Tensor) -> Tensor:
+        """Return [N, draft vocabulary] the product with `markov_w2`, after a pass."""
+        terms, memory = self.room_for_logits(len(memory_NR)), memory_NR.contiguous().numpy()
+        numba_head.run_term(TEAM.shared, numba_head.term().address, self._table, memory, terms)
+        return torch.from_numpy(terms)[:, : self.vocab_size]
+
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
         """Drop the head's own weights, and pack those that are used outside of passes."""
         head = self._head
         for module in _decoded_modules(head):
             module.weight.data = module.weight.data.new_empty(0)
         head.shared = TargetWeights(torch.empty(0), torch.empty(0))
-        return self.weight_bytes + pack([product for product in take_over(head) if product.shape != (0,)])
+        num_bytes = self.weight_bytes + pack([product for product in take_over(head) if product.shape != (0,)])
+        if _has_term(head):
+            head.markov_head.markov_w2.forward = self.term
+        return num_bytes
 
 
 def backend_of(head: Any, shape: KVShape, target: Backend, dtype: torch.dtype, block_size: int) -> HeadBackend:
@@ -207,6 +215,8 @@ def _block(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> 
         one, *passes = runner.prepare([[read], *([part] for part in after)])
         reading = Reading(one, _numbers(half, head.fc.in_features))
         found += runner.block(reading, passes, np.arange(block.size))
+    if _has_term(head):
+        found.append(backend.term(_numbers(3, block.markov_rank)))
     return found
 
 
@@ -253,16 +263,21 @@ def _shared(head: Any, target: Backend, dtype: torch.dtype) -> dict[int, Product
     return {field: one for field, one in shared.items() if field == nt.EMBEDDING or not one.bias.any()}
 
 
+def _has_term(head: Any) -> bool:
+    """Whether the decoder computes the product with `markov_w2`."""
+    block: BlockConfig | None = head.config.block
+    return block is not None and block.markov_rank > 0 and block.markov_type == "vanilla"
+
+
 def _decoded_modules(head: Any) -> list[Any]:
     """Return the modules whose weights the decoder has."""
     parts = [head.layers, head.fc, *(part for part in (head.embed_tokens, head.lm_head) if part is not None)]
+    parts += [head.markov_head.markov_w2] if _has_term(head) else []
     return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear | nn.Embedding)]
 
 
 def _decoded_weights(head: Any) -> list[Tensor]:
-    shared = [head.shared.embedding_VD, head.shared.head_VD]
-    term = [head.markov_head.markov_w2.weight] if getattr(head, "markov_head", None) is not None else []
-    return [*shared, *term, *(module.weight for module in _decoded_modules(head))]
+    return [head.shared.embedding_VD, head.shared.head_VD, *(module.weight for module in _decoded_modules(head))]
 
 
 def _fits(weight: Tensor, dtype: torch.dtype) -> bool:

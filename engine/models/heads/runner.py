@@ -52,6 +52,12 @@ class HeadBackend(Backend):
         """
         raise NotImplementedError
 
+    def term(self, memory_NR: Tensor) -> Tensor:
+        """Return [N, draft vocabulary] the part of logits below tokens with these embeddings, after a pass of a DSpark
+        head whose term depends on them alone.
+        """
+        raise NotImplementedError
+
 
 class TorchHead(TransformersBackend, HeadBackend):
     """A head's own modules: every type, on any device. The oracle of the CPU's decoder."""
@@ -79,6 +85,10 @@ class TorchHead(TransformersBackend, HeadBackend):
         tensors = blocks[0].tensors
         state_TH = head.block(tensors.token_ids_T, tensors.positions_T, by_causality)
         return self._output(state_TH[to_device(rows_N, head.device)])
+
+    def term(self, memory_NR: Tensor) -> Tensor:
+        term_NX: Tensor = self._model.markov_head.markov_w2(memory_NR)
+        return term_NX
 
     def _output(self, state_NH: Tensor) -> tuple[Tensor, Tensor]:
         """Return states and their products with the output head."""
