@@ -37,8 +37,7 @@ from engine.models.quantising import (
     multiplies_float8,
     stored_method,
 )
-from engine.models.unplaced import check_unplaced
-from engine.models.weight_files import check_weight_files
+from engine.models.weight_files import check_unplaced, check_weight_files
 
 log = logging.getLogger("polydraft")
 

@@ -1,21 +1,34 @@
-"""Checks the weight files of a model folder by their names, sizes and headers, before anything reads them.
+"""Checks of the weights of a checkpoint.
 
-A file that is missing, truncated, or another file under its name would otherwise be detected after minutes, with a
-library's error that does not state the reason.
+Files are checked by their names, sizes and headers before anything reads them: one that is missing, truncated, or
+another file under its name would otherwise be detected after minutes, with a library's error that does not state the
+reason.
+
+Tensors that the model has no place for are ignored with a warning, or the sign of a wrong model: a tensor inside a
+module that exists (a scale, a bias, a norm of queries) would change the module's results. Separate parts (a vision
+tower, layers for multi-token prediction) would not.
 """
 
 from __future__ import annotations
 
-import struct
+import logging
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
+from safetensors import safe_open
+from torch import nn
 
-from engine.errors import LoadError
+from engine.errors import LoadError, first_line
 from engine.models.files import NO_GGUF, file_fault, read_object
+
+log = logging.getLogger("polydraft")
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WHOLE)
+_COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$")
+"""Buffers that the model computes itself, and that older checkpoints contain."""
+_SHOWN = 3
 
 
 def check_weight_files(folder: Path) -> None:
@@ -33,11 +46,11 @@ def check_weight_files(folder: Path) -> None:
         if missing:
             raise LoadError(
                 f"{folder}: {len(missing)} of the {len(names)} files that {found.name} names are missing "
-                f"({', '.join(missing[:3])}{', ...' * (len(missing) > 3)}); download the model again"
+                f"({_some(missing)}); download the model again"
             )
         files = [folder / name for name in names]
     for file in files:
-        if fault := file_fault(file) or _size_fault(file):
+        if fault := file_fault(file) or _header_fault(file):
             raise LoadError(f"{file}: {fault}")
 
 
@@ -50,7 +63,7 @@ def _without_weights(folder: Path) -> str:
     others = sorted(path.name for kind in ("*.safetensors", "*.bin", "*.gguf") for path in folder.glob(kind))
     if not others:
         return f"this folder has no weights ({', '.join(_WHOLE)}); download the model again"
-    some = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
+    some = _some(others)
     if all(name.endswith(".gguf") for name in others):
         return f"this folder's weights are {some}; {NO_GGUF}"
     return (
@@ -59,24 +72,45 @@ def _without_weights(folder: Path) -> str:
     )
 
 
-def _size_fault(file: Path) -> str:
-    """Return why a safetensors file is incomplete; "" if its size is the one in its header."""
+def _header_fault(file: Path) -> str:
+    """Return why a safetensors file is incomplete; "" if its header describes all of it."""
     if file.suffix != ".safetensors":
         return ""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0]
-        if 8 + length > size:
-            return "the file is cut off, or no safetensors file; download it again"
-        try:
-            header = msgspec.json.decode(opened.read(length), type=dict[str, dict[str, object]])
-        except (ValueError, RecursionError):
-            return "the file has no header of a safetensors file; download it again"
-    ends = [end for name, one in header.items() if name != "__metadata__" for end in _ends(one)]
-    promised = 8 + length + max(ends, default=0)
-    return "" if size >= promised else f"the file is cut off: {size} of {promised} bytes; download it again"
+    try:
+        with safe_open(file, framework="pt"):
+            return ""
+    except Exception as error:  # of the library, or of the system
+        return f"the file is cut off, or no safetensors file ({first_line(error)}); download it again"
 
 
-def _ends(tensor: dict[str, object]) -> list[int]:
-    offsets = tensor.get("data_offsets")
-    return [one for one in offsets if isinstance(one, int)] if isinstance(offsets, list) else []
+def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantised: bool) -> None:
+    """Raise LoadError for tensors that would change the model's results; warn of all others, except buffers.
+
+    keys: names of the ignored tensors. is_quantised: whether the configuration says how weights are quantised; scales
+    of K/V are then ignored by design.
+    """
+    left_out = sorted(key for key in keys if not _COMPUTED.search(key))
+    if not left_out:
+        return
+    modules = dict(model.named_modules())
+    inside = [] if is_quantised else [key for key in left_out if _is_inside(key, model, modules)]
+    if inside:
+        raise LoadError(
+            f"{name}: {len(inside)} tensors of the checkpoint have no place in the model and would change its numbers "
+            f"({_some(inside)}); its config.json may lack a quantization_config, or name another architecture"
+        )
+    log.warning("%s: %d tensors of the checkpoint are not used (%s)", name, len(left_out), _some(left_out))
+
+
+def _is_inside(key: str, model: nn.Module, modules: dict[str, nn.Module]) -> bool:
+    """Whether a tensor belongs to a module that the model has, not to a part that it lacks."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    for path in (key, f"{prefix}.{key}"):
+        parent = path.rpartition(".")[0]
+        if parent in modules:
+            return parent not in ("", prefix) and not isinstance(modules[parent], nn.ModuleList)
+    return False
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")

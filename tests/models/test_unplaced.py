@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from engine.errors import LoadError
-from engine.models.unplaced import check_unplaced
+from engine.models.weight_files import check_unplaced
 
 
 class Model(nn.Module):

@@ -17,7 +17,7 @@ import pytest
 
 from engine.api import ConfigError
 from engine.models.files import read_object
-from engine.models.weight_files import _size_fault
+from engine.models.weight_files import _header_fault
 from engine.step.calibration import read_profile
 from server.cli import main
 from server.openai.generation_defaults import generation_defaults
@@ -240,7 +240,7 @@ def test_files_that_no_reader_takes_are_named(tmp_path: Path, content: bytes) ->
         with pytest.raises(ConfigError, match=name):
             read()
     assert read_profile(tmp_path / "settings.json") in (None, {"a": "\ud800"})
-    assert _size_fault(header)
+    assert _header_fault(header)
 
 
 def test_sockets_fit_a_path_whatever_the_folder_for_temporary_files(
