@@ -50,12 +50,10 @@ class ChainShape(NamedTuple):
 
     @staticmethod
     def of(row: Row) -> ChainShape:
-        """Return the shape of a sampling row."""
         return _shape_of(row.fanout, method_of(row), row.sampling.seed_stable, row.sampling.is_greedy)
 
     @property
     def num_chains(self) -> int:
-        """Return the number of chains in the layout: one of length 0 for a row that draws none."""
         return prod(self.fanout)
 
     @property
@@ -173,8 +171,12 @@ class Layout:
     length: Tensor
     probs_row_CL: Tensor
     """Row, in the table of draft distributions, of the distribution below each chain's parent node."""
+    leader_LC: Tensor | None
+    """First chain through each chain's node; None if no two chains share one."""
     leads_CL: Tensor | None
     """Whether the chain is the first through its node; None if no two chains share one."""
+    are_independent: bool
+    """Whether each drawn token depends on its distribution and its own number alone."""
     shape: tuple[int, int]
     """(rows, most chains of one)."""
     trees: tuple[Tree, ...]
@@ -184,7 +186,6 @@ class Layout:
 
     @property
     def num_chains(self) -> int:
-        """C."""
         return len(self.request_C)
 
     @property
@@ -194,7 +195,6 @@ class Layout:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Return the number of chains of each row."""
         counts: list[int] = np.bincount(self.request_C).tolist()
         return counts
 
@@ -215,10 +215,12 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
     probs_row_CL = np.zeros((len(chain_C), max_length), dtype=np.int64)
     levels = tuple(_levels(shapes, counts, probs_row_CL, device))
     trees = tuple(drawn_tree(shape.fanout) for shape in shapes)
-    leads_CL = None
+    leader_LC = leads_CL = None
     if any(level.leader_C is not None for level in levels):
-        leaders = [chain_C if level.leader_C is None else level.leader_C.cpu().numpy() for level in levels]
-        leads_CL = (np.stack(leaders, 1) == chain_C[:, None]) & (np.arange(max_length) < length_C[:, None])
+        own_C = to_device(chain_C, device)
+        leader_LC = torch.stack([own_C if level.leader_C is None else level.leader_C for level in levels])
+        is_drafted_CL = to_device(np.arange(max_length) < length_C[:, None], device)
+        leads_CL = torch.eq(leader_LC, own_C).T.contiguous() & is_drafted_CL
     return Layout(
         request_C=request_C,
         rank_C=chain_C - (np.cumsum(counts) - counts)[request_C],
@@ -229,7 +231,9 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
         request=to_device(request_C, device),
         length=to_device(length_C, device),
         probs_row_CL=to_device(probs_row_CL, device),
-        leads_CL=None if leads_CL is None else to_device(leads_CL, device),
+        leader_LC=leader_LC,
+        leads_CL=leads_CL,
+        are_independent=all(draw.method == "iid" for level in levels for draw in level.draws),
         shape=(len(shapes), int(counts.max())),
         trees=trees,
         node_M=to_device(_places(trees, max_length), device),
@@ -330,7 +334,6 @@ class Draft:
 
     @cached_property
     def noise(self) -> ChainNoise:
-        """Return the noise for the rules."""
         return noise_of(self.numbers, self.layout.max_length)[1]
 
     @cached_property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.inputs import SequenceInput, build
 from engine.drafting.draft import Layout
-from engine.drafting.tables import draft_rows_of
+from engine.drafting.tables import draft_rows_of, may_draw_at_once
 from engine.models.runner import ModelRunner
 from engine.plan import Plan
 from engine.sampling.distribution import DistributionParameters
@@ -32,8 +32,6 @@ _NO_TOKENS = np.zeros(0, dtype=np.int64)
 class _Chains(NamedTuple):
     """Chains of a layout, as the loop needs them."""
 
-    are_alone: bool
-    """Whether each drawn token depends on its distribution and its own number alone."""
     probs_ends: Ints
     """[L] end of each level's distributions among those of all levels."""
     first_chains: Ints
@@ -49,20 +47,17 @@ class _Chains(NamedTuple):
 def _chains_of(layout: Layout) -> _Chains:
     probs_row_CL, own_C = layout.probs_row_CL.numpy(), np.arange(layout.num_chains)
     drawn_CL = np.arange(layout.max_length) < layout.length_C[:, None]
-    chain_CL = own_C[:, None].repeat(layout.max_length, 1)
-    first_chains = np.full(layout.num_probs, layout.num_chains)
-    np.minimum.at(first_chains, probs_row_CL[drawn_CL], chain_CL[drawn_CL])
-    leaders = [own_C if level.leader_C is None else level.leader_C.numpy() for level in layout.levels]
+    first_chains = torch.cat([torch.from_numpy(own_C)[level.chain_N] for level in layout.levels]).numpy()
+    leaders_LC = np.tile(own_C, (layout.max_length, 1)) if layout.leader_LC is None else layout.leader_LC.numpy()
     parents = np.zeros(layout.num_probs, dtype=np.int64)
     for depth in range(1, layout.max_length):
         distributions, above = layout.levels[depth].distributions, layout.levels[depth - 1].distributions
         parents[distributions] = probs_row_CL[first_chains[distributions], depth - 1] - above.start
     return _Chains(
-        all(draw.method == "iid" for level in layout.levels for draw in level.draws),
         np.array([level.distributions.stop for level in layout.levels]),
         first_chains,
         np.bincount(probs_row_CL[drawn_CL], minlength=layout.num_probs),
-        np.array(leaders),
+        leaders_LC,
         parents,
     )
 
@@ -140,12 +135,13 @@ def _bounds_of(layout: Layout, num_sequences: tuple[int, ...], row_counts: bytes
 
 
 @lru_cache(maxsize=256)  # parameters of the same rows are one object
-def _of_distributions(parameters: DistributionParameters, layout: Layout) -> tuple[npt.NDArray[Any], ...]:
+def _of_distributions(parameters: DistributionParameters, layout: Layout) -> tuple[Any, Any, Any, Any]:
     """Return ([N] temperatures, and the arrays of the filters, of the layout's distributions)."""
     from engine.kernels.numba_rows import arrays_of
 
     of_distributions = parameters.select(layout.probs_row_of_N)
-    return of_distributions.temperature_N.numpy(), *arrays_of(of_distributions.filters, layout.num_probs)
+    least_logs, top_ks, top_ps = arrays_of(of_distributions.filters, layout.num_probs)
+    return of_distributions.temperature_N.numpy(), least_logs, top_ks, top_ps
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
@@ -167,15 +163,13 @@ class Levels:
         self._runner, self._decoder = runner, decoder
 
     def takes(self, plan: Plan, layout: Layout, vocab_size: int) -> bool:
-        """Whether all distributions depend on logits, temperature and filters alone, and all draws are independent."""
-        rows, decoder = plan.sampling_rows, self._decoder
+        """Whether `tables.may_draw_at_once`, and the decoder has the logits of all tokens."""
+        decoder = self._decoder
         num_tokens = vocab_size if decoder.target_ids is not None else decoder.vocab_size
         return (
-            layout.max_length > 0
+            may_draw_at_once(plan, layout)
             and decoder.has_plain_logits
             and min(num_tokens, self._runner.num_embeddings) >= vocab_size
-            and not any(row.text or row.sampling.seed_stable for row in rows)
-            and _chains_of(layout).are_alone
         )
 
     def draw(
@@ -198,21 +192,13 @@ class Levels:
         bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
         draws = self._draws(layout, parameters, uniform_LC, probs_NV, bounds.most_distributions)
         states = decoder.states_of(taps_TX, bounds.most_distributions, of_target=taps_TX is not None)
+        num_keys = int(whole.num_keys.sum()) // len(passes)
         numba_levels.draw_levels(
-            *decoder.ready(
-                runner.storage, runner.block_size, bounds.most_rows, int(whole.num_keys.sum()) // len(passes)
-            ),
+            *decoder.ready(runner.storage, runner.block_size, bounds.most_rows, num_keys),
             numba_levels.draw().address,
-            bounds.ends,
-            whole.token_ids_T,
-            whole.slots_T,
+            *(bounds.ends, whole.token_ids_T, whole.slots_T),
             whole.wanted_N[: len(whole.wanted_N) - bounds.num_later_rows],
-            bounds.parts,
-            whole.seen,
-            whole.positions_T,
-            tuple(draws),
-            _chains_of(layout).parents,
-            states,
+            *(bounds.parts, whole.seen, whole.positions_T, tuple(draws), _chains_of(layout).parents, states),
             decoder.room_for_logits(bounds.most_distributions),
         )
         return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))
@@ -222,18 +208,12 @@ class Levels:
     ) -> Draws:
         """Return the arrays of a step's draws. most: distributions of the largest level."""
         of_layout, target_ids = _chains_of(layout), self._decoder.target_ids
-        temperatures, least_logs, top_ks, top_ps = _of_distributions(parameters, layout)
         return Draws(
             probs_NV.numpy(),
             np.zeros((layout.max_length, layout.num_chains), dtype=np.int64),
-            temperatures,
-            least_logs,
-            top_ks,
-            top_ps,
+            *_of_distributions(parameters, layout),
             uniform_LC.numpy(),
-            of_layout.first_chains,
-            of_layout.num_chains,
-            of_layout.leaders_LC,
+            *(of_layout.first_chains, of_layout.num_chains, of_layout.leaders_LC),
             _NO_TOKENS if target_ids is None else target_ids,
             np.empty((0 if target_ids is None else most, probs_NV.shape[1]), dtype=np.float32),
         )
@@ -266,15 +246,8 @@ class Levels:
         draws = self._draws(layout, parameters, uniform_LC, probs_NV, most)
         shared, _, table = decoder.ready(runner.storage, runner.block_size, most, 0)
         numba_levels.draw_below(
-            shared,
-            numba_levels.below().address,
-            table,
-            probs_ends,
-            last_R.numpy(),
-            decoder.embedded_term,
-            np.ascontiguousarray(base_SX.numpy()),
-            _draft_row_of_distributions(layout),
-            tuple(draws),
+            *(shared, numba_levels.below().address, table, probs_ends, last_R.numpy(), decoder.embedded_term),
+            *(np.ascontiguousarray(base_SX.numpy()), _draft_row_of_distributions(layout), tuple(draws)),
             decoder.room_for_logits(most),
         )
         return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))

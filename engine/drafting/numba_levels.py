@@ -119,30 +119,17 @@ def _seen_by(seen, rows, sequences):
 
 @compiled_for_cpu(nogil=True)
 def draw_levels(
-    shared,
-    function,
-    table,
-    after_logits,
-    ends,
-    known_tokens,
-    slots,
-    wanted,
-    parts,
-    seen,
-    positions,
-    draws,
-    parents,
-    states,
-    logits,
-):
+    shared, function, table, after_logits, ends, known_tokens, slots, wanted, parts, seen, positions, draws, parents,
+    entering_states, logits,
+):  # fmt: skip
     """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of `levels.Draws`.
 
     after_logits: address of `draw`, which `numba_decoder.run` calls after each pass. ends: [L, 4] ends of each level's
     rows, sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
-    wanted, in the later ones all are. parents: [N] the node above each distribution, in its level. states: of the
-    first pass (`CpuDecoder.states_of`); those that leave it are read by the next one.
+    wanted, in the later ones all are. parents: [N] the node above each distribution, in its level. entering_states:
+    of the first pass (`CpuDecoder.states_of`); those that leave it are read by the next one.
     """
-    target_states, read, leaving = states
+    target_states, read, leaving = entering_states
     first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
     for level in range(len(ends)):
         end_row, end_sequence, end_part = ends[level, 0], ends[level, 1], ends[level, 2]
@@ -156,20 +143,11 @@ def draw_levels(
             read = leaving[parents[first_distribution:end_distribution]]
             target_states = target_states[:0]
         _put_draws(table, draws, level, slice(first_distribution, end_distribution))
-        numba_decoder.run(
-            shared,
-            function,
-            table,
-            after_logits,
-            entering,
-            slots[first_row:end_row],
-            chosen,
-            parts[first_part:end_part],
-            _seen_by(seen, slice(first_row, end_row), slice(first_sequence, end_sequence)),
-            positions[first_row:end_row],
-            (target_states, read, leaving[: len(chosen)]),
-            logits[: len(chosen)],
-        )
+        rows, logits_of_level = slice(first_row, end_row), logits[: len(chosen)]
+        seen_by_rows = _seen_by(seen, rows, slice(first_sequence, end_sequence))
+        of_pass = slots[rows], chosen, parts[first_part:end_part], seen_by_rows, positions[rows]
+        states = target_states, read, leaving[: len(chosen)]
+        numba_decoder.run(shared, function, table, after_logits, entering, *of_pass, states, logits_of_level)
         first_row, first_sequence, first_part, first_distribution = end_row, end_sequence, end_part, end_distribution
 
 

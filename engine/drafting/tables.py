@@ -31,7 +31,7 @@ class DraftRows(NamedTuple):
     draft_row_CL: Tensor
     """The draft row that drafts each token of the chains; beyond a chain's end, any."""
     leader_LC: Tensor | None
-    """The first chain through each chain's node; None if no two chains share one."""
+    """`Layout.leader_LC`."""
 
 
 def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
@@ -39,7 +39,7 @@ def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
     return (
         layout.max_length > 0
         and not any(row.text or row.sampling.seed_stable for row in plan.sampling_rows)
-        and all(draw.method == "iid" for level in layout.levels for draw in level.draws)
+        and layout.are_independent
     )
 
 
@@ -52,15 +52,11 @@ def draft_rows_of(layout: Layout) -> DraftRows:
     first_R = np.cumsum(length_R) - length_R
     depth_CL = np.minimum(np.arange(layout.max_length), np.maximum(layout.length_C - 1, 0)[:, None])
     draft_row_CL = np.minimum(first_R[layout.request_C][:, None] + depth_CL, length_R.sum() - 1)
-    own_C = torch.arange(layout.num_chains, device=device)
-    leaders = [level.leader_C for level in layout.levels]
     return DraftRows(
         to_device(first_R[length_R > 0], device),
         to_device(np.repeat(np.arange(len(length_R)), length_R), device),
         to_device(draft_row_CL, device),
-        torch.stack([own_C if one is None else one for one in leaders])
-        if any(one is not None for one in leaders)
-        else None,
+        layout.leader_LC,
     )
 
 

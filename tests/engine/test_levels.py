@@ -150,7 +150,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
     "the state of another node": lambda a: a.update(parents=a["parents"] * 0),
-    "the state of another token of the text": lambda a: a.update(target_states=np.roll(a["target_states"], 1, 0)),
+    "the state of another token of the text": lambda a: a.update(
+        entering_states=(np.roll(a["entering_states"][0], 1, 0), *a["entering_states"][1:])
+    ),
     "another token of the target": lambda a: a.update(target_ids=np.roll(a["target_ids"], 1)),
 }
 
@@ -261,9 +263,9 @@ def test_the_loop_s_chains_are_those_of_the_layout(with_trees: bool) -> None:
     assert found.parents.tolist() == [parents[number] for number in numbers]
     assert found.parents.dtype == np.int64
     assert found.probs_ends.tolist() == np.cumsum([len(of_depth) for of_depth in of_level]).tolist()
-    assert found.are_alone
+    assert one.are_independent
     others = layout_of((ChainShape((2, 1), "iid", "iid"), ChainShape((2,), "spechub", "iid")), torch.device("cpu"))
-    assert not levels._chains_of(others).are_alone
+    assert not others.are_independent
 
 
 def test_bounds_of_passes_are_those_of_each_pass_alone() -> None:
