@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,30 +38,6 @@ _TUNING_S = 0.15
 _RUNS_OF_TURN = 3
 _CORE_COST = 0.1
 NO_STATES = np.zeros((0, 0), dtype=np.float32)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Sizes of a decoder."""
-
-    num_layers: int
-    hidden_dim: int
-    inner_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    reads_states: bool
-
-    @property
-    def num_entries(self) -> int:
-        """Return the layers that read states: the first one or none."""
-        return int(self.reads_states)
-
-    @property
-    def joined_dim(self) -> int:
-        """Return the columns of q, k and v together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 class CpuDecoder(Backend):
@@ -95,21 +70,20 @@ class CpuDecoder(Backend):
         self._model = model
         config, layers = model.config, model.model.layers
         attention = layers[0].self_attn
-        self._shape = _Shape(
-            num_layers=len(layers),
-            hidden_dim=int(config.hidden_size),
-            inner_dim=-(-int(config.intermediate_size) // BLOCK) * BLOCK,
-            num_heads=int(config.num_attention_heads),
-            num_kv_heads=int(config.num_key_value_heads),
-            head_dim=int(attention.head_dim),
-            vocab_size=int(model.lm_head.weight.shape[0]),
-            reads_states=hasattr(layers[0], "hidden_norm"),
-        )
+        self._num_layers, self._num_entries = len(layers), int(hasattr(layers[0], "hidden_norm"))
+        """Layers, and those of them that read states: the first one or none."""
+        self._hidden_dim, self._inner_dim = int(config.hidden_size), -(-int(config.intermediate_size) // BLOCK) * BLOCK
+        self._num_kv_heads, self._head_dim = int(config.num_key_value_heads), int(attention.head_dim)
+        self._query_dim = int(config.num_attention_heads) * self._head_dim
+        self._joined_dim = self._query_dim + 2 * self._num_kv_heads * self._head_dim
+        """Columns of q, k and v together."""
+        self.vocab_size = int(model.lm_head.weight.shape[0])
+        """V, the number of tokens with logits."""
         self._table = np.zeros((nt.NUM_FIELDS, nt.COLUMNS), dtype=np.int64)
         self._arrays: dict[int, Array] = {}
         """Arrays of the table, by field."""
         dtype = dtype or model.lm_head.weight.dtype
-        self._put_weights(model, dtype, dict(shared or {}))
+        self._put_weights(model, dtype, shared or {})
         self._put_constants(model)
         self.stored_as, kv = stored_types(dtype, bits == 8, kv_dtype == torch.bfloat16)
         """The numpy type of the weights."""
@@ -121,25 +95,24 @@ class CpuDecoder(Backend):
         self.cores = 1, 1
         """Cores of passes of little work, and of more: see `_cores_for`."""
 
-    def _put_weights(self, model: Any, dtype: torch.dtype, shared: dict[int, Product]) -> None:
-        shape, bits = self._shape, self._bits
+    def _put_weights(self, model: Any, dtype: torch.dtype, shared: Mapping[int, Product]) -> None:
         of_layers = {
-            field: Product(num_layers, num_columns, depth, dtype, bits)
+            field: Product(num_layers, num_columns, depth, dtype, self._bits)
             for field, num_layers, num_columns, depth in (
-                (nt.ENTRY, shape.num_entries, shape.joined_dim, 2 * shape.hidden_dim),
-                (nt.QKV, shape.num_layers - shape.num_entries, shape.joined_dim, shape.hidden_dim),
-                (nt.O_PROJ, shape.num_layers, shape.hidden_dim, shape.num_heads * shape.head_dim),
-                (nt.GATE_UP, shape.num_layers, 2 * shape.inner_dim, shape.hidden_dim),
-                (nt.DOWN, shape.num_layers, shape.hidden_dim, shape.inner_dim),
+                (nt.ENTRY, self._num_entries, self._joined_dim, 2 * self._hidden_dim),
+                (nt.QKV, self._num_layers - self._num_entries, self._joined_dim, self._hidden_dim),
+                (nt.O_PROJ, self._num_layers, self._hidden_dim, self._query_dim),
+                (nt.GATE_UP, self._num_layers, 2 * self._inner_dim, self._hidden_dim),
+                (nt.DOWN, self._num_layers, self._hidden_dim, self._inner_dim),
             )
         }
         for number, layer in enumerate(model.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             parts = [attention.q_proj, attention.k_proj, attention.v_proj]
             has_bias = parts[0].bias is not None
-            is_entry = number < shape.num_entries
+            is_entry = number < self._num_entries
             of_layers[nt.ENTRY if is_entry else nt.QKV].put(
-                0 if is_entry else number - shape.num_entries,
+                0 if is_entry else number - self._num_entries,
                 torch.cat([part.weight.detach() for part in parts]),
                 torch.cat([part.bias.detach() for part in parts]) if has_bias else None,
             )
@@ -147,33 +120,25 @@ class CpuDecoder(Backend):
             of_layers[nt.GATE_UP].put(number, mlp.gate_proj.weight, _bias(mlp.gate_proj), 0, 2)
             of_layers[nt.GATE_UP].put(number, mlp.up_proj.weight, _bias(mlp.up_proj), 1, 2)
             of_layers[nt.DOWN].put(number, mlp.down_proj.weight, _bias(mlp.down_proj))
-        self.products = {**of_layers, **self._outer_products(model, dtype, shared)}
-        """Products by their field."""
+        embedding, output = model.model.embed_tokens, model.lm_head
+        self.products = {**of_layers, **shared}
+        """Products by their field; those of the output head and the embeddings may be the same."""
+        if nt.LM_HEAD not in shared:
+            self.products[nt.LM_HEAD] = Product.of([output.weight], _bias(output), dtype, self._bits)
+        if nt.EMBEDDING not in shared and output.weight is embedding.weight:
+            self.products[nt.EMBEDDING] = self.products[nt.LM_HEAD]
+        elif nt.EMBEDDING not in shared:
+            self.products[nt.EMBEDDING] = Product.of([embedding.weight], None, dtype, self._bits)
         for field, product in self.products.items():
             self._put(field, product.weights, product.scales, product.bias)
-        unique = {id(product): product.nbytes for product in self.products.values()}
-        self.weight_bytes = sum(unique.values()) - sum({id(one): one.nbytes for one in shared.values()}.values())
+        own = {id(product): product.nbytes for product in self.products.values() if product not in shared.values()}
+        self.weight_bytes = sum(own.values())
         """Memory of the weights that only this decoder has."""
-
-    def _outer_products(self, model: Any, dtype: torch.dtype, shared: dict[int, Product]) -> dict[int, Product]:
-        """Return the output head and the embeddings, which may be the same."""
-        products = dict(shared)
-        embedding, output = model.model.embed_tokens, model.lm_head
-        if nt.LM_HEAD not in products:
-            products[nt.LM_HEAD] = Product(1, self._shape.vocab_size, self._shape.hidden_dim, dtype, self._bits)
-            products[nt.LM_HEAD].put(0, output.weight, _bias(output))
-        if nt.EMBEDDING not in products and output.weight is embedding.weight:
-            products[nt.EMBEDDING] = products[nt.LM_HEAD]
-        elif nt.EMBEDDING not in products:
-            num_tokens = int(embedding.weight.shape[0])
-            products[nt.EMBEDDING] = Product(1, num_tokens, self._shape.hidden_dim, dtype, self._bits)
-            products[nt.EMBEDDING].put(0, embedding.weight, None)
-        return products
 
     def _put_constants(self, model: Any) -> None:
         config, body = model.config, model.model
         norms = [norm for layer in body.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        norms += [body.norm, *([body.layers[0].hidden_norm] if self._shape.reads_states else ())]
+        norms += [body.norm, *([body.layers[0].hidden_norm] if self._num_entries else ())]
         of_heads = [
             _floats(torch.stack([attention.q_norm.weight, attention.k_norm.weight]))
             for attention in (layer.self_attn for layer in body.layers)
@@ -182,12 +147,13 @@ class CpuDecoder(Backend):
         rotary = body.rotary_emb
         constants = [config.rms_norm_eps, body.layers[0].self_attn.scaling, rotary.attention_scaling, 1]
         self._put(nt.NORMS, np.stack([_floats(norm.weight) for norm in norms]))
-        self._put(nt.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
+        self._put(nt.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._head_dim), np.float32))
         self._put(nt.FREQUENCIES, _floats(rotary.inv_freq))
         self._put(nt.CONSTANTS, np.array(constants, dtype=np.float32))
         self._put(nt.WINDOWS, np.array([window_of(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
-        self._put(nt.WORDS_OF, np.full(self._shape.num_layers, nt.WORDS, dtype=np.int64))
-        self._put(nt.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
+        self._put(nt.WORDS_OF, np.full(self._num_layers, nt.WORDS, dtype=np.int64))
+        num_phases = self._num_layers * nd.LAYER_PHASES + nd.OTHER_PHASES
+        self._put(nt.COUNTERS, np.zeros((num_phases, ROW), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
         """Point the table's fields from this one on to arrays, and hold references to them."""
@@ -206,8 +172,8 @@ class CpuDecoder(Backend):
         return self.weight_bytes
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """Return the float32 numbers that represent a weight [N, K] of the model."""
-        return weight.float() if self._bits != 8 else dequantised(weight.float())
+        """Return the float32 numbers that represent a weight of the model."""
+        return dequantised(weight.float()) if self._bits == 8 and weight.dim() == 2 else weight.float()
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
         """Measure on how many cores passes of few and of more rows are fastest, and use that many.
@@ -238,26 +204,24 @@ class CpuDecoder(Backend):
         self.cores = fastest[0], fastest[1]
 
     def _reserve(self, num_rows: int) -> None:
-        """Reserve buffers for this many rows."""
         if num_rows <= self._capacity:
             return
-        shape, self._capacity = self._shape, max(64, 1 << (num_rows - 1).bit_length())
-        rows = self._capacity
+        self._capacity = rows = max(64, 1 << (num_rows - 1).bit_length())
         widths = {
-            nt.HIDDEN: shape.hidden_dim,
-            nt.NORMED: shape.hidden_dim,
-            nt.JOINED: -(-shape.joined_dim // BLOCK) * BLOCK,
-            nt.ATTENDED: shape.num_heads * shape.head_dim,
+            nt.HIDDEN: self._hidden_dim,
+            nt.NORMED: self._hidden_dim,
+            nt.JOINED: -(-self._joined_dim // BLOCK) * BLOCK,
+            nt.ATTENDED: self._query_dim,
             nt.SUMMAND: self._arrays[nt.O_PROJ + 2].shape[1],
-            nt.INNER: 2 * shape.inner_dim,
-            nt.GATED: shape.inner_dim,
-            nt.CHOSEN: shape.hidden_dim,
-            nt.ENTERING: 2 * shape.hidden_dim * shape.num_entries,
+            nt.INNER: 2 * self._inner_dim,
+            nt.GATED: self._inner_dim,
+            nt.CHOSEN: self._hidden_dim,
+            nt.ENTERING: 2 * self._hidden_dim * self._num_entries,
         }
         for field, width in widths.items():
             self._put(field, cpu_weights.aligned((rows, width), np.dtype(np.float32)))
         self._put(nt.NORMED_ALL, self._arrays[nt.NORMED])
-        self._put(nt.ROTATION, cpu_weights.aligned((2, rows, shape.head_dim // 2), np.dtype(np.float32)))
+        self._put(nt.ROTATION, cpu_weights.aligned((2, rows, self._head_dim // 2), np.dtype(np.float32)))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         return self.passed(token_ids_T, positions_T, metadata, wanted_N)[1]
@@ -278,23 +242,14 @@ class CpuDecoder(Backend):
         layout = metadata.layout
         assert layout is not None, "the layout of a pass"
         assert isinstance(metadata.slots_T, Tensor)
-        found = self.room_for_logits(len(wanted_N))
+        num_rows, found = len(token_ids_T), self.room_for_logits(len(wanted_N))
         states = self.states_of(state_TX, len(wanted_N), of_target)
-        nd.run(
-            *self.ready(metadata.storage, metadata.page_size, len(token_ids_T), int(layout.num_keys.sum())),
-            0,
-            np.ascontiguousarray(token_ids_T.numpy()),
-            metadata.slots_T.numpy(),
-            wanted_N.numpy(),
-            parts_of(layout.starts, layout.counts, self._rows_together(len(token_ids_T))),
-            layout.seen,
-            positions_T.numpy(),
-            states,
-            found,
-        )
+        ready = self.ready(metadata.storage, metadata.page_size, num_rows, int(layout.num_keys.sum()))
+        tokens, slots, wanted = np.ascontiguousarray(token_ids_T.numpy()), metadata.slots_T.numpy(), wanted_N.numpy()
+        parts = parts_of(layout.starts, layout.counts, self._rows_together(num_rows))
+        nd.run(*ready, 0, tokens, slots, wanted, parts, layout.seen, positions_T.numpy(), states, found)
         logits_NV, state_ND = torch.from_numpy(found), torch.from_numpy(states[2])
-        vocab_size = self._shape.vocab_size
-        return state_ND, logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
+        return state_ND, logits_NV[:, : self.vocab_size].contiguous()
 
     def states_of(self, state_TX: Tensor | None, num_leaving: int, of_target: bool) -> tuple[Array, Array, Array]:
         """Return (the target's states [T, X] that the rows of a pass read, room for their projection or the states
@@ -318,7 +273,7 @@ class CpuDecoder(Backend):
             self._storage = storage
             self._put(nt.KEYS, _array_of(storage.keys))
             self._put(nt.VALUES, _array_of(storage.values))
-            self._put(nt.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
+            self._put(nt.TAPS, np.array([self._place_of(tap) for tap in range(self._num_layers + 2)]))
             nothing = np.zeros((0, 0), dtype=self._arrays[nt.KEYS].dtype)
             self._put(nt.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
         sizes = page_size, self._cores_for(num_rows, num_keys)
@@ -335,7 +290,7 @@ class CpuDecoder(Backend):
 
     def _rows_together(self, num_rows: int) -> int:
         """Return how many rows of a sequence attend together in a pass; results do not depend on it."""
-        num_parts = num_rows // _PROMPT_ROWS_TOGETHER * self._shape.num_kv_heads
+        num_parts = num_rows // _PROMPT_ROWS_TOGETHER * self._num_kv_heads
         is_enough = num_parts >= _PARTS_PER_CORE * self.cores[1]
         return _PROMPT_ROWS_TOGETHER if is_enough else _ROWS_TOGETHER
 
@@ -343,18 +298,13 @@ class CpuDecoder(Backend):
         """Return [N, at least V] the buffer to which `run` writes logits."""
         return np.empty((num_rows, self._arrays[nt.LM_HEAD + 2].shape[1]), dtype=np.float32)
 
-    @property
-    def vocab_size(self) -> int:
-        """Return V, the number of tokens with logits."""
-        return self._shape.vocab_size
-
     def _place_of(self, number: int) -> int:
         """Return the place, among the stored taps, of the state that enters layer `number`; -1 if it is not stored.
 
         The number after the last layer is the state that leaves it, and the next one that state after the final norm.
         """
         assert self._storage is not None
-        tap = NORMED if number == self._shape.num_layers + 1 else number
+        tap = NORMED if number == self._num_layers + 1 else number
         return self._storage.taps.index(tap) if tap in self._storage.taps else -1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,15 @@ class Product:
         if bits == 8:
             self.scales = aligned((num_layers, num_blocks, -(-depth // GROUP), BLOCK), np.dtype(np.float32))
 
+    @staticmethod
+    def of(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, bits: int = 16) -> Product:
+        """Lay out weights [N, K], one for each layer."""
+        num_columns, depth = weights[0].shape
+        product = Product(len(weights), num_columns, depth, dtype, bits)
+        for layer, weight in enumerate(weights):
+            product.put(layer, weight, bias)
+        return product
+
     def put(self, layer: int, weight: Tensor, bias: Tensor | None, first: int = 0, step: int = 1) -> None:
         """Store the weight [N, K] of a layer in every `step`-th block from `first` on."""
         num_columns, depth = weight.shape
@@ -57,20 +67,16 @@ class Product:
 
 def stored_types(dtype: torch.dtype, quantises: bool, rounds_kv: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """(type of numpy for weights of a type, type for K/V): what the functions of a pass are compiled for."""
-    return np.dtype(np.int8) if quantises else _stored_as(dtype), np.dtype(np.uint16 if rounds_kv else np.float32)
-
-
-def _stored_as(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the numpy type in which weights of this type are stored."""
     stored = {torch.bfloat16: np.uint16, torch.float16: np.int16 if WIDENS_HALVES else np.float32}
-    return np.dtype(stored.get(dtype, np.float32))
+    weights = np.int8 if quantises else stored.get(dtype, np.float32)
+    return np.dtype(weights), np.dtype(np.uint16 if rounds_kv else np.float32)
 
 
 def _bits(numbers: Tensor, stored: np.dtype[Any]) -> Array:
     if stored == np.float32:
         numbers = numbers.float()
     elif stored != np.int8:
-        numbers = numbers.view({2: torch.int16}[stored.itemsize])
+        numbers = numbers.view(torch.int16)
     return numbers.numpy().view(stored)
 
 

@@ -31,8 +31,8 @@ _ROWS = 8
 """Rows of a part of those phases that go row by row."""
 _PARTS = 2
 """Parts of a product per core."""
-_LAYER_PHASES, _CONVOLVING_PHASES = 8, 6
-_OTHER_PHASES = 7
+LAYER_PHASES, OTHER_PHASES = 14, 7
+"""Most phases of a layer, of which six are convolutions of heads, and of the rest of a pass."""
 
 
 @compiled_for_cpu(inline="always")
@@ -232,11 +232,6 @@ def _convolve_last(address, phase, number):
     """Convolve what a part of a layer adds to the hidden states; return the next phase."""
     convolve(address, phase, number, 1, nt.SUMMAND)
     return phase + 1
-
-
-def num_phases(num_layers: int, convolves: bool = False) -> int:
-    """Return the number of phases of a pass."""
-    return num_layers * (_LAYER_PHASES + _CONVOLVING_PHASES * convolves) + _OTHER_PHASES
 
 
 @cache

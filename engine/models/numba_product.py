@@ -106,11 +106,8 @@ class _Loop:
         starts = [self._at(self._bias, _long(block * BLOCK + vector * LANES)) for block, vector in self._columns]
         starts = [self._builder.load(pointer, align=4) for pointer in starts]
         sums = [starts] * len(self._rows)
-        if self._kind.stored is _BYTE:
-            sums = self._repeat(_long(0), self._depth, GROUP, sums, self._group)
-        else:
-            sums = self._repeat(_long(0), self._depth, 1, sums, self._step)
-        self._store(sums)
+        width, body = (GROUP, self._group) if self._kind.stored is _BYTE else (1, self._step)
+        self._store(self._repeat(_long(0), self._depth, width, sums, body))
         self._builder.branch(after)
 
     def _repeat(
@@ -307,12 +304,8 @@ def product(rows, weights, scales, bias, result, first_block, last_block):
     depth = weights.shape[1]
     num_columns = result.shape[1]
     width = weights.itemsize
-    from_rows, from_weights, to = (
-        np.int64(rows.ctypes.data),
-        np.int64(weights.ctypes.data),
-        np.int64(result.ctypes.data),
-    )
-    from_scales, from_bias = np.int64(scales.ctypes.data), np.int64(bias.ctypes.data)
+    from_rows, from_weights = np.int64(rows.ctypes.data), np.int64(weights.ctypes.data)
+    from_scales, from_bias, to = np.int64(scales.ctypes.data), np.int64(bias.ctypes.data), np.int64(result.ctypes.data)
     scales_of_block = scales.shape[1] * scales.shape[2] * 4
     most_blocks = _blocks_at_once(num_rows)
     block = first_block

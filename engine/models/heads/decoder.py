@@ -28,7 +28,7 @@ from engine.models.heads.eagle import Eagle3
 from engine.models.heads.head import Head, TargetWeights
 from engine.models.heads.runner import HeadBackend, HeadRunner, Reading, TorchHead, mask_nodes
 from engine.models.kinds import may_decode
-from engine.models.numba_work import ROW, TEAM
+from engine.models.numba_work import TEAM
 from engine.models.packing import pack, take_over
 from engine.models.runner import Pass
 
@@ -63,10 +63,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
 
     def _put_product(self, field: int, weights: Sequence[Tensor], stored: torch.dtype) -> None:
         """Lay out weights [N, K], one for each layer, that language models do not have."""
-        num_columns, depth = weights[0].shape
-        product = Product(len(weights), num_columns, depth, stored, bits=16)
-        for layer, weight in enumerate(weights):
-            product.put(layer, weight, None)
+        product = Product.of(weights, None, stored)
         self._put(field, product.weights, product.scales, product.bias)
         self.products[field] = product
         self.weight_bytes += product.nbytes
@@ -89,11 +86,8 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         self._put_product(nt.KERNELS, [one.kernel_projection.weight for one in convolutions], stored)
         self._put(nt.CONVOLUTIONS, np.stack([one.base_kernel.numpy() for one in convolutions]))
         self._put(nt.BLOCK_SIZES, np.array([block.size, block.conv_group], dtype=np.int64))
-        num_phases = numba_decoder.num_phases(len(head.layers), convolves=True)
-        self._put(nt.COUNTERS, np.zeros((num_phases, ROW), dtype=np.int64))
 
     def _reserve(self, num_rows: int) -> None:
-        """Reserve buffers for this many rows."""
         before = self._capacity
         super()._reserve(num_rows)
         if nt.KERNELS in self.products and self._capacity != before:
@@ -101,8 +95,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
             self._put(nt.OWN_KERNELS, aligned((self._capacity, width), np.dtype(np.float32)))
 
     def states_of(self, state_TX: Tensor | None, num_leaving: int, of_target: bool) -> tuple[Array, Array, Array]:
-        """Return the target's states, those that a pass reads (or room to project them to), and room for its own."""
-        leaving = np.empty((num_leaving, self._shape.hidden_dim), dtype=np.float32)
+        leaving = np.empty((num_leaving, self._hidden_dim), dtype=np.float32)
         if state_TX is None:
             return NO_STATES, NO_STATES, leaving
         states = np.ascontiguousarray(state_TX.float().numpy())
@@ -123,19 +116,10 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         logits = self.room_for_logits(len(rows_N))
         taps_TX = None if reading is None else reading.taps_TX
         states = self.states_of(taps_TX, len(rows_N), taps_TX is not None)
-        numba_decoder.run(
-            *self.ready(one.metadata.storage, one.metadata.page_size, len(slots), int(layout.num_keys.sum())),
-            0,
-            layout.token_ids_T[:num_rows],
-            slots,
-            rows_N,
-            parts_of(layout.starts, layout.counts)[: None if blocks else 0],
-            layout.seen,
-            positions,
-            states,
-            logits,
-        )
-        return torch.from_numpy(states[2]), torch.from_numpy(logits)[:, : self._shape.vocab_size]
+        ready = self.ready(one.metadata.storage, one.metadata.page_size, len(slots), int(layout.num_keys.sum()))
+        tokens, parts = layout.token_ids_T[:num_rows], parts_of(layout.starts, layout.counts)[: None if blocks else 0]
+        numba_decoder.run(*ready, 0, tokens, slots, rows_N, parts, layout.seen, positions, states, logits)
+        return torch.from_numpy(states[2]), torch.from_numpy(logits)[:, : self.vocab_size]
 
     def term(self, memory_NR: Tensor) -> Tensor:
         """Return [N, draft vocabulary] the product with `markov_w2`, after a pass."""
