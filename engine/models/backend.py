@@ -33,7 +33,7 @@ class Backend:
         raise NotImplementedError
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """Return the numbers that represent a weight of the model, in the type of the arithmetic."""
+        """Return the numbers that represent a parameter of the model, in the type of the arithmetic."""
         return weight
 
     def prepare(self, works: Callable[[], bool]) -> int:

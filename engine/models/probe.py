@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
 
 from engine.attention.attention import HOOK
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
@@ -211,7 +209,7 @@ def probe(
     dtype = runner.backend.weight_used(loaded.model.get_output_embeddings().weight[:1]).dtype
     found = _difference(loaded, runner, prompt_length, dtype)
     if quantises_rows(loaded.model):
-        with _rows_unrounded(loaded.model):
+        with rounding_off(loaded.model), _converted(loaded.model, dequantised):
             found = float(np.max([found, _difference(loaded, runner, prompt_length, dtype)]))
     if found <= 1:
         return found
@@ -241,7 +239,11 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
             ]
         )
 
-    with _attention(loaded.model, "eager"), _weights(loaded.model, runner.backend), torch.inference_mode():
+    with (
+        _attention(loaded.model, "eager"),
+        _converted(loaded.model, runner.backend.weight_used),
+        torch.inference_mode(),
+    ):
         plain_NV = exact_NV = plain()
         if dtype != torch.float32 or quantises_rows(loaded.model):
             try:
@@ -316,33 +318,9 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
 
 
 @contextmanager
-def _weights(model: Any, backend: Backend) -> Iterator[None]:
-    """Let linear layers and embeddings compute with the numbers of a backend's weights, temporarily."""
-    changed = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and backend.weight_used(module.weight) is not module.weight
-    ]
-    for module in changed:
-        module.forward = partial(_computed, module, backend)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module.forward
-
-
-@contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
     """Let a model compute in float32, temporarily."""
     with rounding_off(model), _converted(model, in_float32):
-        yield
-
-
-@contextmanager
-def _rows_unrounded(model: Any) -> Iterator[None]:
-    """Let products of quantised weights compute with unrounded rows, temporarily."""
-    with rounding_off(model), _converted(model, dequantised):
         yield
 
 
@@ -356,8 +334,8 @@ def _converted(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None
     def widen(module: nn.Module, _: Any) -> None:
         kept[module] = dict(module._parameters)
         for name, weight in kept[module].items():
-            if weight is not None and weight.is_floating_point():
-                module._parameters[name] = nn.Parameter(convert(weight), requires_grad=False)
+            if weight is not None and weight.is_floating_point() and (used := convert(weight)) is not weight:
+                module._parameters[name] = nn.Parameter(used, requires_grad=False)
 
     def restore(module: nn.Module, *_: Any) -> None:
         module._parameters.update(kept.pop(module, {}))
@@ -373,10 +351,3 @@ def _converted(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _computed(module: nn.Linear | nn.Embedding, backend: Backend, inputs: Tensor) -> Tensor:
-    weight = backend.weight_used(module.weight)
-    if isinstance(module, nn.Embedding):
-        return embedding(inputs, weight)
-    return linear(inputs, weight, None if module.bias is None else module.bias.to(weight.dtype))
