@@ -27,7 +27,7 @@ from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
 from engine.models.heads.head import HeadOutput
 from engine.models.heads.runner import Reading, mask_nodes
-from engine.models.heads.samplers import ChainSampler, TableSampler
+from engine.models.heads.samplers import ChainSampler
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, Row
 from engine.sampling.distribution import DistributionParameters
@@ -55,7 +55,7 @@ class OnePassDrafter(HeadDrafter):
         if not self.runner.head.config.has_tables or not may_draw_at_once(plan, layout):
             return None
         self._rows = [row for row in plan.rows if row.fanout]
-        sampler: TableSampler = self._run_pass()
+        sampler: ChainSampler = self._run_pass()
         draft_rows = draft_rows_of(layout)
         tables = sampler.tables(draft_rows.first_R, self._last_tokens())
         return draw_from(tables, draft_rows, parameters, uniform_LC, self.runner.vocab_size)

@@ -11,7 +11,8 @@ torchao takes eight operations. The numbers are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +23,20 @@ from engine.models.packing import is_plain
 from engine.models.quantising import dequantised, has_float8_rows, rounds_rows, rounds_to_float8
 
 
-class RowProduct(Protocol):
+class RowProduct:
     """`rows @ weight.T + bias` for rows [T, K]."""
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
         """Return [T, N]."""
+        raise NotImplementedError
 
     def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
         """Add the product of the rows to `sums_TN` in place."""
+        sums_TN += self(rows_TK)
 
 
-class PlainProduct(NamedTuple):
+@dataclass(frozen=True)
+class PlainProduct(RowProduct):
     """A product with a plain weight [N, K]."""
 
     weight_NK: Tensor
@@ -47,7 +51,8 @@ class PlainProduct(NamedTuple):
             sums_TN += self.bias_N
 
 
-class ModuleProduct(NamedTuple):
+@dataclass(frozen=True)
+class ModuleProduct(RowProduct):
     """A product by the modules themselves."""
 
     modules: Sequence[nn.Module]
@@ -56,11 +61,9 @@ class ModuleProduct(NamedTuple):
         parts = [module(rows_TK) for module in self.modules]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
-        sums_TN += self(rows_TK)
 
-
-class Float8Product(NamedTuple):
+@dataclass(frozen=True)
+class Float8Product(RowProduct):
     """A product with a weight of torchao that has a scale for each of its rows."""
 
     weight_NK: Any
@@ -84,9 +87,6 @@ class Float8Product(NamedTuple):
             out_dtype=rows_TK.dtype,
             use_fast_accum=self.weight_NK.mm_config.use_fast_accum,
         )
-
-    def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
-        sums_TN += self(rows_TK)
 
 
 def product(modules: Sequence[Any], use_kernels: bool = False) -> RowProduct:

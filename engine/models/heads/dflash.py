@@ -7,7 +7,8 @@ other. DSpark adds a term that depends on the previous token; DFlash2 adds convo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,12 @@ class Convolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, block.conv_taps, width))
         self.kernel_projection = nn.Linear(width, 2 * block.conv_taps * width // block.conv_group, bias=False)
 
-    def kernels(self, state_TH: Tensor) -> Tensor:
-        """Return [T, 2, taps, H] the kernels of every row."""
+    def forward(self, part: Callable[[Tensor], Tensor], state_TH: Tensor) -> Tensor:
+        """Return [T, H] the output of a part of a layer for normed states, with convolutions before and after it."""
         size, group = self._block, self._block.conv_group
         own_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, size.conv_taps, -1)
-        kernel_TX: Tensor = self.base_kernel + own_TX.repeat_interleave(group, -1)
-        return kernel_TX
+        kernel_TX = self.base_kernel + own_TX.repeat_interleave(group, -1)
+        return self.convolve(_OUT, kernel_TX, part(self.convolve(_IN, kernel_TX, state_TH)))
 
     def convolve(self, side: int, kernel_TX: Tensor, state_TH: Tensor) -> Tensor:
         """Return [T, H] the convolution of every block, padded with zeros at its beginning."""
@@ -61,18 +62,12 @@ class BlockLayer(DecoderLayer):
         self.mlp_conv = Convolution(config.hidden_size, block) if has_convolutions else None
 
     def forward(self, state_TH: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
-        """[T, H]"""
         if self.attention_conv is None or self.mlp_conv is None:
             return super().forward(state_TH, rotation, memory)
-        normed_TH = self.input_layernorm(state_TH)
-        kernel_TX = self.attention_conv.kernels(normed_TH)
-        normed_TH = self.attention_conv.convolve(_IN, kernel_TX, normed_TH)
-        attended_TH = self.self_attn(normed_TH, rotation, memory)
-        state_TH = state_TH + self.attention_conv.convolve(_OUT, kernel_TX, attended_TH)
-        normed_TH = self.post_attention_layernorm(state_TH)
-        kernel_TX = self.mlp_conv.kernels(normed_TH)
-        output_TH = self.mlp(self.mlp_conv.convolve(_IN, kernel_TX, normed_TH))
-        return state_TH + self.mlp_conv.convolve(_OUT, kernel_TX, output_TH)
+        attends = partial(self.self_attn, rotation=rotation, memory=memory)
+        state_TH = state_TH + self.attention_conv(attends, self.input_layernorm(state_TH))
+        output_TH: Tensor = state_TH + self.mlp_conv(self.mlp, self.post_attention_layernorm(state_TH))
+        return output_TH
 
 
 class DFlash(Head):

@@ -17,24 +17,21 @@ from torch import Tensor, nn
 
 from engine.models.heads.config import HeadConfig
 from engine.models.heads.head import Head, HeadOutput
-from engine.models.heads.layers import MLP, Attention, DecoderLayer, Memory, Norm, Rotary, Rotation
+from engine.models.heads.layers import DecoderLayer, Memory, Norm, Rotary, Rotation
 from engine.models.heads.samplers import ChainSampler, Marginals
 
 
-class FirstLayer(nn.Module):
+class FirstLayer(DecoderLayer):
     """The layer that joins embeddings and states."""
 
     def __init__(self, config: Any, norm_before_residual: bool) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm, self.hidden_norm = Norm(width, eps), Norm(width, eps)
-        self.self_attn = Attention(config, 0, 2 * width)
-        self.post_attention_layernorm = Norm(width, eps)
-        self.mlp = MLP(config)
+        super().__init__(config, 0, 2 * config.hidden_size)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self._norm_before_residual = norm_before_residual
 
-    def forward(self, embedded_TH: Tensor, state_TH: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
-        """[T, H]"""
+    def forward(  # type: ignore[override]
+        self, embedded_TH: Tensor, state_TH: Tensor, rotation: Rotation, memory: Memory
+    ) -> Tensor:
         normed_TH = self.hidden_norm(state_TH)
         residual_TH = normed_TH if self._norm_before_residual else state_TH
         joined_TX = torch.cat([self.input_layernorm(embedded_TH), normed_TH], -1)

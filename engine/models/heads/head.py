@@ -72,7 +72,7 @@ class Head(nn.Module):
             if own is None and (weight.shape[1] != config.hidden_size or not weight.is_floating_point()):
                 raise LoadError(f"{config.name}: needs the target's {what}, whose width or type differ from the head's")
         self.shared = target
-        self._num_embeddings = len(self._embedding)
+        self._num_embeddings = len(self.weight)
         self._shared_output = PackedLinear(target.head_VD)
         has_all_tokens = config.draft_vocab_size == config.vocab_size
         if not has_all_tokens and (self.d2t is None or self.lm_head is None):
@@ -86,22 +86,18 @@ class Head(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the weights."""
         return next(self.parameters()).dtype
 
     @property
     def kv_shape(self) -> KVShape:
-        """Return the shape of one token's K and V."""
         layers = self.config.layers
         return KVShape(layers.num_hidden_layers, layers.num_key_value_heads, layers.head_dim, layers.head_dim)
 
     def get_input_embeddings(self) -> Any:
-        """Return the input embeddings."""
         return self if self.embed_tokens is None else self.embed_tokens
 
     def pack(self) -> int:
@@ -114,23 +110,18 @@ class Head(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Return [V, H] the embeddings."""
-        return self._embedding
-
-    @property
-    def num_embeddings(self) -> int:
-        """Return the number of tokens with embeddings."""
-        return self._num_embeddings
-
-    @property
-    def _embedding(self) -> Tensor:
         if self.embed_tokens is not None:
             return self.embed_tokens.weight
         assert self.shared is not None
         return self.shared.embedding_VD
 
+    @property
+    def num_embeddings(self) -> int:
+        return self._num_embeddings
+
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return [T, H] embeddings, without the target's own processing."""
-        return embedding(token_ids_T, self._embedding)
+        return embedding(token_ids_T, self.weight)
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
         """Return [N, V] float32 logits in the target's tokens; minus infinity for tokens that the head does not
@@ -144,8 +135,7 @@ class Head(nn.Module):
 
     def products(self, state_NH: Tensor) -> Tensor:
         """Return [N, draft vocabulary] the products of states with the output head."""
-        output = self._shared_output if self.lm_head is None else self.lm_head
-        product_NV: Tensor = output(state_NH)
+        product_NV: Tensor = (self.lm_head or self._shared_output)(state_NH)
         return product_NV
 
     def scaled(self, product_NV: Tensor) -> Tensor:

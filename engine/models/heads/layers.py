@@ -37,7 +37,6 @@ class Norm(nn.Module):
         self._eps = eps
 
     def forward(self, state: Tensor) -> Tensor:
-        """Normalise the last axis."""
         # Training computes products in bfloat16 and stores weights in float32.
         return rms_norm(state.to(self.weight.dtype), state.shape[-1:], self.weight, self._eps)
 
@@ -53,7 +52,6 @@ class Rotary(nn.Module):
             self.embedding = LlamaRotaryEmbedding(config)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the rotation at each position."""
         like = torch.empty(0, dtype=dtype, device=positions_T.device)
         cosines, sines = self.embedding(like, positions_T.unsqueeze(0))
         return cosines[0].unsqueeze(1), sines[0].unsqueeze(1)
@@ -117,7 +115,6 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, state_TH: Tensor) -> Tensor:
-        """[T, H]"""
         output_TH: Tensor = self.down_proj(silu(self.gate_proj(state_TH)) * self.up_proj(state_TH))
         return output_TH
 
@@ -125,15 +122,15 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A decoder layer like Llama's."""
 
-    def __init__(self, config: Any, number: int) -> None:
+    def __init__(self, config: Any, number: int, input_size: int | None = None) -> None:
+        """input_size: of the products of q, k and v; None is the width of states."""
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, number, config.hidden_size)
+        self.self_attn = Attention(config, number, input_size or config.hidden_size)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, state_TH: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
-        """[T, H]"""
         state_TH = state_TH + self.self_attn(self.input_layernorm(state_TH), rotation, memory)
         output_TH: Tensor = state_TH + self.mlp(self.post_attention_layernorm(state_TH))
         return output_TH

@@ -6,7 +6,7 @@ results of the pass, so further chains need no further pass.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class Tables(NamedTuple):
     """[S, X] the tokens that a draft row may draft, in ascending order, the same at every P; None is the vocabulary."""
 
 
-class ChainSampler(Protocol):
+class ChainSampler:
     """Computes logits below nodes."""
 
     def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
@@ -31,30 +31,26 @@ class ChainSampler(Protocol):
         draft_row_N: their draft rows; previous_N: their tokens, or below a root the text's last; parent_N: indices of
         their parents in the previous call, None for roots.
         """
-
-
-class TableSampler(ChainSampler, Protocol):
-    """Returns the logits of all draft rows at once, too."""
+        raise NotImplementedError
 
     def tables(self, first_R: Tensor, last_R: Tensor) -> Tables:
-        """Return the logits.
+        """Return the logits of all draft rows at once, if `HeadConfig.has_tables`.
 
         first_R: the first draft row of each text; last_R: the last token of each.
         """
+        raise NotImplementedError
 
 
-class Marginals:
+class Marginals(ChainSampler):
     """Logits that do not depend on the tokens before."""
 
     def __init__(self, logits_SV: Tensor) -> None:
         self._logits_SV = logits_SV
 
     def tables(self, first_R: Tensor, last_R: Tensor) -> Tables:  # noqa: ARG002
-        """Return all logits at once."""
         return Tables(self._logits_SV.unsqueeze(1), None)
 
     def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Return [N, V] logits below nodes."""
         return self._logits_SV[draft_row_N]
 
 
@@ -87,7 +83,7 @@ class MarkovHead(nn.Module):
         return self.markov_w2(before_NR), memory_NR
 
 
-class Markov:
+class Markov(ChainSampler):
     """Logits with the term of a `MarkovHead`."""
 
     def __init__(
@@ -102,7 +98,6 @@ class Markov:
         self._memory_NR = torch.empty(0)
 
     def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
-        """Return [N, V] logits below nodes."""
         if parent_N is not None:
             memory_NR = self._memory_NR[parent_N]
         else:
@@ -136,7 +131,7 @@ class CandidateSelector(nn.Module):
         return weight_NPC
 
 
-class Selected:
+class Selected(ChainSampler):
     """Logits of each draft row's likeliest tokens, weighted by a `CandidateSelector`; no other token is drafted."""
 
     def __init__(self, selector: CandidateSelector, state_SH: Tensor, logits_SV: Tensor, count: int) -> None:
@@ -146,13 +141,11 @@ class Selected:
         self._logits_SC = logits_SV.gather(1, self._candidate_SC)
 
     def tables(self, first_R: Tensor, last_R: Tensor) -> Tables:
-        """Return all logits at once."""
         previous_SC = self._candidate_SC.roll(1, 0).index_copy(0, first_R, last_R.unsqueeze(1).expand(-1, self._count))
         weight_SCX = self._selector.pairs(self._state_SH, previous_SC, self._candidate_SC)
         return Tables(self._logits_SC.unsqueeze(1) + weight_SCX.float(), self._candidate_SC)
 
     def below(self, draft_row_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Return [N, V] logits below nodes."""
         candidate_NC = self._candidate_SC[draft_row_N]
         weight_NC = self._selector(self._state_SH[draft_row_N], previous_N, candidate_NC)
         logits_NC = self._logits_SC[draft_row_N] + weight_NC.float()
