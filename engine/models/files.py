@@ -50,7 +50,7 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
     if Path(name).is_file():
         raise ConfigError(f"{name}: {file_fault(Path(name)) or f'a file; {_RIGHT_FOLDER}'}")
     if _is_path(name):
-        raise ConfigError(f"{name}: no such model folder; {NO_GGUF if _names_gguf(name) else _RIGHT_FOLDER}")
+        raise ConfigError(f"{name}: no such model folder; {NO_GGUF if 'gguf' in name.lower() else _RIGHT_FOLDER}")
     import huggingface_hub as hub
 
     files = (file,) if is_model else (file, "config.json")
@@ -128,10 +128,6 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
 
 
-def _names_gguf(name: str) -> bool:
-    return "gguf" in name.lower()
-
-
 def _is_path(name: str) -> bool:
     """Whether this cannot be a name on the hub, which is `model` or `owner/model`."""
     from huggingface_hub.errors import HFValidationError
@@ -174,7 +170,7 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
     if isinstance(answer, errors.EntryNotFoundError):
         if not is_model:
             return None  # there are other formats
-        way_out = NO_GGUF if _names_gguf(name) else "choose a model in transformers format"
+        way_out = NO_GGUF if "gguf" in name.lower() else "choose a model in transformers format"
         raise ConfigError(f"{name}: {where} has it without {file}; {way_out}")
     return first_line(answer) if isinstance(answer, Exception) else None
 

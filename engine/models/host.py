@@ -49,16 +49,16 @@ def keep_freed_memory() -> None:
     Without glibc nothing changes. The amount is bounded by the largest step.
     """
     trim_threshold, mmap_threshold = -1, -3
-    _call_glibc("mallopt", mmap_threshold, _KEPT_BYTES)
-    _call_glibc("mallopt", trim_threshold, _KEPT_BYTES)
+    call_glibc("mallopt", mmap_threshold, _KEPT_BYTES)
+    call_glibc("mallopt", trim_threshold, _KEPT_BYTES)
 
 
 def return_freed_memory() -> None:
     """Return memory freed by loading and compiling to the system, once."""
-    _call_glibc("malloc_trim", 0)
+    call_glibc("malloc_trim", 0)
 
 
-def _call_glibc(name: str, *arguments: int) -> None:
+def call_glibc(name: str, *arguments: int) -> None:
     """Call a function of glibc, if this process uses glibc."""
     with contextlib.suppress(AttributeError, OSError):
         getattr(ctypes.CDLL(None), name)(*arguments)

@@ -38,22 +38,11 @@ def import_torchao() -> None:
 
     is_torchao_available.cache_clear()
     # It warns of libraries for layouts that are not served, and torch of names that it registers.
-    with _quiet("torchao", "torch.utils._pytree"):
-        importlib.reload(quantizer_torchao)
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Let loggers report errors alone, temporarily."""
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
-        yield
+        importlib.reload(quantizer_torchao)
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from engine.models.packing import is_plain
 from engine.models.quantising import has_scheme, is_quantised
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""Types that choose their frequencies from the longest position of the whole batch."""
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
 
 
@@ -39,12 +41,8 @@ def _has_linears(model: Any, is_known: Callable[[Any], bool]) -> bool:
     other classes, or missing; or their weights are.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return len(linears) == 7 * model.config.num_hidden_layers + 1 and all(map(is_known, linears))
-
-
-def _is_plain_or_quantised(module: Any) -> bool:
-    """Whether a linear layer is plain, of torchao, or of compressed-tensors."""
-    return is_plain(module) or (type(module) is nn.Linear and (has_scheme(module) or is_quantised(module.weight)))
+    are_known = all(type(linear) is nn.Linear and is_known(linear) for linear in linears)
+    return are_known and len(linears) == 7 * model.config.num_hidden_layers + 1
 
 
 def window_of(attention: Any) -> int | None:
@@ -60,7 +58,7 @@ def is_lean(model: Any) -> bool:
     """
     return (
         _is_like_llama(model.config)
-        and _has_linears(model, _is_plain_or_quantised)
+        and _has_linears(model, lambda one: is_plain(one) or has_scheme(one) or is_quantised(one.weight))
         and all(window_of(layer.self_attn) is None for layer in model.model.layers)
         and not is_quantised(model.model.embed_tokens.weight)
         and not getattr(model.config, "mlp_bias", False)

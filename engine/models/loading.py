@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from engine.models.heads.config import HeadConfig, check_target
 from engine.models.heads.head import Head
 from engine.models.heads.loading import head_config, load_head, mtp_config
 from engine.models.importing import import_transformers
-from engine.models.kinds import may_decode
+from engine.models.kinds import BATCH_DEPENDENT_ROPE, may_decode
 from engine.models.parallel import Ranks, check_split, start_ranks
 from engine.models.quantising import (
     FORMATS,
@@ -52,9 +52,6 @@ FITTING_MODEL_TYPES = frozenset(
     olmo3 olmoe persimmon phi phimoe qwen2_moe qwen3_moe seed_oss smollm3 starcoder2 vaultgemma
     """.split()
 )
-
-# These choose their frequencies from the longest position of the whole batch.
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -227,7 +224,7 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
     check_target(head, _read_config(config.target, config.revision), config.target)
     if config.tensor_parallel_size > 1:
         raise ConfigError(f"{head.name}: heads are not served with --tensor-parallel-size; leave it out, or the head")
-    return [*outlines, _outline_of_head(head, outlines[0])]
+    return [*outlines, replace(outlines[0], **_facts_of(head))]
 
 
 def find_head(config: ModelConfig) -> HeadConfig | None:
@@ -238,9 +235,9 @@ def find_head(config: ModelConfig) -> HeadConfig | None:
     return (mtp_config if config.draft == MTP else head_config)(*config.draft_source)
 
 
-def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
-    """Return the facts of a head; its context length is that of its target."""
-    return replace(target, name=head.name, model_type=head.kind, max_draft_length=head.max_draft_length)
+def _facts_of(head: HeadConfig) -> dict[str, Any]:
+    """Return the fields of an `Outline` that differ between a head and its target."""
+    return {"name": head.name, "model_type": head.kind, "max_draft_length": head.max_draft_length}
 
 
 def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: int) -> Outline:
@@ -273,7 +270,7 @@ def check_config(name: str, config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = {rope.get("rope_type", rope.get("type"))} if isinstance(rope, dict) else set()
     kinds |= {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    if bad := kinds & _BATCH_DEPENDENT_ROPE:
+    if bad := kinds & BATCH_DEPENDENT_ROPE:
         raise ConfigError(
             f"{name}: rotary embedding of type {bad.pop()!r} depends on the longest request of a batch, so one "
             "request would change another's answer; remove the rope scaling from config.json to serve the "
@@ -283,8 +280,11 @@ def check_config(name: str, config: Any) -> None:
 
 def check_pair(target: Outline, draft: Outline, revision: str | None = None, draft_revision: str | None = None) -> None:
     """Raise ConfigError if the two models do not have the same tokens; revision: the target's."""
-    target_tokens, draft_tokens = _token_ids(target.name, revision), _token_ids(draft.name, draft_revision)
-    if target_tokens is not None and draft_tokens is not None:
+    of_target, of_draft = (
+        read_tokenizer(Source(*of)) for of in ((target.name, revision), (draft.name, draft_revision))
+    )
+    if of_target is not None and of_draft is not None:  # sizes are compared if a model has no tokenizer.json
+        target_tokens, draft_tokens = of_target.get_vocab(), of_draft.get_vocab()
         if target_tokens != draft_tokens:
             odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
             raise ConfigError(
@@ -296,12 +296,6 @@ def check_pair(target: Outline, draft: Outline, revision: str | None = None, dra
             f"{draft.name} has a vocabulary of {draft.vocab_size}, {target.name} of {target.vocab_size}; "
             "choose a draft model of the same family"
         )
-
-
-def _token_ids(name: str, revision: str | None) -> dict[str, int] | None:
-    """Return the checkpoint's vocabulary, or None if it has no tokenizer.json: then sizes are compared."""
-    tokenizer = read_tokenizer(Source(name, revision))
-    return None if tokenizer is None else tokenizer.get_vocab()
 
 
 def end_tokens(config: ModelConfig, progress: Progress) -> frozenset[int]:
@@ -320,10 +314,12 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     """Load target and draft, which `outline_pair` has checked."""
     device = choose_device(config.device)
     progress(f"loading target {config.target}")
-    if config.tensor_parallel_size > 1:
-        target = _load_split(config, device)
-    else:
-        target = load(config.target, config.revision, config.dtype, device, weights=config.weights)
+    splits, ranks = config.tensor_parallel_size > 1, None
+    if splits:
+        check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
+        ranks = start_ranks(config, device)
+    target = load(config.target, config.revision, config.dtype, device, splits, config.weights)
+    target = replace(target, ranks=ranks)
     if config.draft is None:
         return target, None
     head = find_head(config)
@@ -337,12 +333,4 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
 
 def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:
     """Wrap a head that is attached to its target."""
-    outline = Outline(**{field.name: getattr(target, field.name) for field in fields(Outline)})
-    return LoadedModel(model=head, eos_token_ids=frozenset(), **vars(_outline_of_head(head.config, outline)))
-
-
-def _load_split(config: ModelConfig, device: torch.device) -> LoadedModel:
-    """Load this process's share of the target, and the other shares in separate processes."""
-    check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
-    ranks = start_ranks(config, device)
-    return replace(load(config.target, config.revision, config.dtype, device, split=True), ranks=ranks)
+    return replace(target, model=head, eos_token_ids=frozenset(), **_facts_of(head.config))

@@ -72,7 +72,6 @@ class PackedLinear:
 
     @property
     def packed_bytes(self) -> int:
-        """Return the memory of the packed weight."""
         return 0 if self._packed is None else self._packed.nbytes
 
     def pack(self) -> None:
@@ -83,7 +82,6 @@ class PackedLinear:
             module.weight.data = module.weight.data.new_empty(0)
 
     def unpack(self) -> None:
-        """Use the plain weight again."""
         if self._packed is not None:
             self._plain, self._packed = self._packed.to_dense(), None
             for module in self._modules:
@@ -157,7 +155,6 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def _reorder(weight: Tensor) -> Tensor:
-    """Return a weight in oneDNN's own layout."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
     return packed
 

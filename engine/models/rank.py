@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import pickle
 import signal
 import sys
@@ -13,7 +11,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.kernels.choosing import choose
-from engine.models.host import cpu_threads, keep_freed_memory
+from engine.models.host import call_glibc, cpu_threads, keep_freed_memory
 from engine.models.loading import choose_device, load
 from engine.models.parallel import join
 from engine.models.probe import choose_backend, find_kv_shape
@@ -23,8 +21,7 @@ from engine.models.runner import ModelRunner
 def end_with_parent() -> None:
     """Have Linux end this process when the engine ends, even while it waits for others and reads nothing."""
     die_with_parent = 1
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+    call_glibc("prctl", die_with_parent, signal.SIGKILL)
 
 
 def main() -> NoReturn:

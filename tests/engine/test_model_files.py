@@ -195,7 +195,9 @@ def test_a_header_says_how_long_its_file_is(header: bytes | None, is_whole: bool
     if is_whole:
         check_weight_files(model)
         return
-    with pytest.raises(LoadError, match=r": the file is cut off, or no safetensors file \(.+\); download it again$"):
+    with pytest.raises(
+        LoadError, match=r": the file is cut off, or no safetensors file \(.*header.*\); download it again$"
+    ):
         check_weight_files(model)
 
 

@@ -15,13 +15,12 @@ from typing import Any
 from engine.attention.tensors import NORMED
 from engine.errors import ConfigError, first_line
 from engine.models.importing import import_transformers
+from engine.models.kinds import BATCH_DEPENDENT_ROPE
 
 Raw = Mapping[str, Any]
 
 _LAYER_TYPES = ("llama", "qwen3")
 """Supported layers; qwen3 has norms of q and k."""
-_LESS_COMMON = ("dynamic", "longrope")
-"""Unsupported: rotary embeddings that depend on the longest text of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,6 @@ class HeadConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the head."""
         return int(self.layers.hidden_size)
 
     @property
@@ -151,7 +149,7 @@ def _eagle3(name: str, kind: str, raw: Raw) -> HeadConfig:
     if given.get("use_aux_hidden_state", True) is not True:
         raise ConfigError(f"{name}: EAGLE-3 without states of inner layers (use_aux_hidden_state) is not served")
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    values = {flag: _flag(name, given, flag) for flag in flags}
+    values: dict[str, Any] = {flag: _flag(name, given, flag) for flag in flags}
     if not is_flat and given.get("norm_before_residual") is None:
         values["norm_before_residual"] = True  # the default of this layout
     if values["norm_before_fc"] and values["fc_norm"]:
@@ -164,16 +162,14 @@ def _eagle3(name: str, kind: str, raw: Raw) -> HeadConfig:
     return HeadConfig(
         **_common(name, kind, raw, layers, taps),
         logit_scale=float(raw.get("logit_scale") or 1.0),
-        norm_before_residual=values["norm_before_residual"],
-        norm_before_fc=values["norm_before_fc"],
-        fc_norm=values["fc_norm"],
-        norm_output=values["norm_output"],
+        **values,
         mask_token_id=_mask_token(name, given, layers) if kind == "peagle" else None,
     )
 
 
 def _common(name: str, kind: str, raw: Raw, layers: Any, taps: Sequence[int] | None) -> dict[str, Any]:
     """Return the fields of a `HeadConfig` that every layout has."""
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     return {
         "name": name,
         "kind": kind,
@@ -182,7 +178,7 @@ def _common(name: str, kind: str, raw: Raw, layers: Any, taps: Sequence[int] | N
         "draft_vocab_size": int(raw.get("draft_vocab_size") or layers.vocab_size),
         "taps": None if taps is None else tuple(map(int, taps)),
         "target_hidden_size": raw.get("target_hidden_size"),
-        "target_architectures": _architectures(raw),
+        "target_architectures": tuple(map(str, verifier.get("architectures") or ())),
     }
 
 
@@ -289,17 +285,11 @@ def layers_config(name: str, kind: str, stored: Raw) -> Any:
     except Exception as error:  # transformers raises exceptions of many types
         raise ConfigError(f"{name}: no readable config of its layers: {first_line(error)}") from error
     rope = layers.rope_parameters.get("rope_type")
-    if rope in _LESS_COMMON:
+    if rope in BATCH_DEPENDENT_ROPE:
         raise ConfigError(f"{name}: rotary embedding of type {rope!r} is not served in heads")
     if layers.hidden_act != "silu" or getattr(layers, "mlp_bias", False):
         raise ConfigError(f"{name}: layers with {layers.hidden_act} or biases in the MLP are not served in heads")
     return layers
-
-
-def _architectures(raw: Raw) -> tuple[str, ...]:
-    """Return the architectures of the target, if a config of the speculators layout names them."""
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    return tuple(map(str, verifier.get("architectures") or ()))
 
 
 def check_target(head: HeadConfig, target: Any, target_name: str) -> None:

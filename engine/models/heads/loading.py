@@ -91,7 +91,6 @@ def _empty(config: HeadConfig, num_taps: int, names: frozenset[str]) -> Eagle3 |
 
 
 def _renamed(name: str) -> str:
-    """Return a tensor's name here."""
     name = name.removeprefix("model.")
     if name.startswith("candidate_selector."):
         return name.replace("codebook.weight", "codebook")

@@ -109,7 +109,6 @@ class HeadRunner(ModelRunner):
 
     @property
     def head(self) -> Any:
-        """The head."""
         return self.model
 
     @torch.inference_mode()
