@@ -17,7 +17,7 @@ from engine.drafting.drafter import Drafter, DrawsAtOnce
 from engine.drafting.numbers import drafting_numbers, draw_numbers
 from engine.kernels.protocol import Chains, ProbsTable, TargetShifts
 from engine.kernels.torch_kernels import Kernels
-from engine.kernels.transfer import to_device
+from engine.kernels.transfer import to_device, to_device_at_once
 from engine.plan import Plan, Row
 from engine.sampling.distribution import DistributionParameters
 from engine.sampling.node_distributions import NodePaths, node_distributions
@@ -145,5 +145,4 @@ def _shifts(rows: Sequence[Row], layout: Layout, device: torch.device) -> Target
         for j, shift in enumerate(row.shifts):
             remaining_RM[i, j], count_RM[i, j], state_RM4[i, j] = shift.remaining, shift.num_chains, shift.state
     index_C = layout.request_C
-    parts = (to_device(array[index_C], device) for array in (remaining_RM, state_RM4, count_RM))
-    return TargetShifts(*parts)
+    return TargetShifts(*to_device_at_once([array[index_C] for array in (remaining_RM, state_RM4, count_RM)], device))

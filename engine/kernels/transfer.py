@@ -47,7 +47,18 @@ def views(flat: Any, fields: Sequence[Field]) -> dict[str, Any]:
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copy a host array to a tensor on `device`, without waiting for the copy."""
     tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_device_at_once(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy host arrays to tensors on `device`, all in one copy that is not waited for."""
+    if device.type == "cpu" or not arrays:
+        return [torch.from_numpy(one) for one in arrays]
+    fields = [Field(str(number), one.dtype, one.shape) for number, one in enumerate(arrays)]
+    flat = np.zeros(sum(field.words for field in fields), dtype=np.int64)
+    for part, one in zip(views(flat, fields).values(), arrays, strict=True):
+        part[...] = one
+    return list(views(torch.from_numpy(flat).pin_memory().to(device, non_blocking=True), fields).values())
 
 
 def fill(buffer: Tensor, values: npt.NDArray[Any]) -> None:

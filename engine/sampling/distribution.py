@@ -16,11 +16,13 @@ from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.kernels.protocol import Filters
 from engine.kernels.torch_kernels import Kernels
+from engine.kernels.transfer import to_device_at_once
 from engine.request import Sampling
 
 FILTERS: Mapping[str, float] = MappingProxyType({"min_p": 0.0, "top_k": 0, "top_p": 1.0})
@@ -64,12 +66,16 @@ def _parameters_of(
     write to them.
     """
     temperatures, *of_filters = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
+    arrays = [
+        np.array(values, np.int64 if name == "top_k" else np.float32)
+        for name, values in zip(FILTERS, of_filters, strict=True)
+    ]
+    temperature_N, *on_device = to_device_at_once([np.array(temperatures, np.float32), *arrays], device)
     min_p_N, top_k_N, top_p_N = (
-        torch.tensor(values).to(device, non_blocking=True) if {*values} - {neutral} else None
-        for neutral, values in zip(FILTERS.values(), of_filters, strict=True)
+        tensor if {*values} - {neutral} else None
+        for neutral, values, tensor in zip(FILTERS.values(), of_filters, on_device, strict=True)
     )
     filters = Filters(min_p_N, top_k_N, top_p_N, most_k=int(max(of_filters[1], default=0)))
-    temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True)
     return DistributionParameters(temperature_N, 0.0 in temperatures, not any(temperatures), filters, kernels)
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from engine.errors import NOTHING_LEFT, RequestError
 from engine.fixed_edits import FixedEdits
-from engine.kernels.transfer import to_device
+from engine.kernels.transfer import to_device_at_once
 from engine.plan import LogitContext
 from engine.request import Sampling
 
@@ -67,30 +69,52 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
     """
     if not any(contexts):
         return logits_NV
-    device, vocab_size = logits_NV.device, logits_NV.shape[1]
-    edited_NV = logits_NV.float().clone()
+    edited_NV, vocab_size = logits_NV.float().clone(), logits_NV.shape[1]
     fixed = {row: context.text.fixed for row, context in enumerate(contexts) if context}
-    for edits, rows in _by_identity(fixed):
-        if len(edits.bias_tokens):
-            index = (to_device(np.array(rows), device).unsqueeze(1), to_device(edits.bias_tokens, device))
-            edited_NV.index_put_(index, to_device(edits.bias_values, device), accumulate=True)
+    bias = [_Bias(np.array(rows), one.bias_tokens, one.bias_values) for one, rows in _by_identity(fixed)]
     penalised = [(row, context) for row, context in enumerate(contexts) if context and context.sampling.has_penalties]
-    if penalised:
-        _penalise(edited_NV, penalised, path_ND)
-    # A sum beyond float32 would give non-finite probabilities.
-    edited_NV.clamp_(max=_LARGEST)
+    penalties = [_penalties(penalised, 0 if path_ND is None else path_ND.shape[1])] if penalised else []
     masks = _masks(contexts, fixed, vocab_size)
-    if masks:
-        masked = to_device(np.array(list(masks)), device)
-        # Most nodes of a request share one mask.
-        different = {id(mask): mask for mask in masks.values()}
-        number_of = {name: number for number, name in enumerate(different)}
-        number_M = to_device(np.array([number_of[id(mask)] for mask in masks.values()]), device)
-        allowed_MV = to_device(np.stack(list(different.values())), device)[number_M]
-        masked_MV = edited_NV[masked].masked_fill_(~allowed_MV, -torch.inf)
+    parts = [*(one for one in bias if len(one.tokens)), *penalties, *([_as_arrays(masks)] if masks else ())]
+    tensors = iter(to_device_at_once([array for part in parts for array in part], logits_NV.device))
+    for part in parts:
+        type(part)(*islice(tensors, len(part))).apply(edited_NV, path_ND)
+    # A sum beyond float32 would give non-finite probabilities.
+    return edited_NV.clamp_(max=_LARGEST)
+
+
+class _Bias(NamedTuple):
+    """Rows that share a bias, first as arrays of the host, then on the logits' device; so are the other edits."""
+
+    rows: Any
+    tokens: Any
+    values: Any
+
+    def apply(self, edited_NV: Tensor, _path_ND: Tensor | None) -> None:
+        """Add the bias in place."""
+        edited_NV.index_put_((self.rows.unsqueeze(1), self.tokens), self.values, accumulate=True)
+
+
+class _Masks(NamedTuple):
+    """Rows that do not allow all tokens."""
+
+    row_M: Any
+    number_M: Any
+    allowed_DV: Any
+    """Different masks; most nodes of a request share one."""
+
+    def apply(self, edited_NV: Tensor, _path_ND: Tensor | None) -> None:
+        """Mask the rows in place."""
+        masked_MV = edited_NV[self.row_M].masked_fill_(~self.allowed_DV[self.number_M], -torch.inf)
         is_dead_M1 = (masked_MV.amax(1) == -torch.inf).unsqueeze(1)
-        edited_NV[masked] = masked_MV.masked_fill_(is_dead_M1, 0.0)
-    return edited_NV
+        edited_NV[self.row_M] = masked_MV.masked_fill_(is_dead_M1, 0.0)
+
+
+def _as_arrays(masks: dict[int, Bools]) -> _Masks:
+    different = {id(mask): mask for mask in masks.values()}
+    number_of = {name: number for number, name in enumerate(different)}
+    numbers = [number_of[id(mask)] for mask in masks.values()]
+    return _Masks(np.array(list(masks)), np.array(numbers), np.stack(list(different.values())))
 
 
 def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) -> bool:
@@ -102,41 +126,75 @@ def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) ->
     return text.fixed.has_dead_end(text.tokens, emitted, num_held, vocab_size)
 
 
-def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], path_ND: Tensor | None) -> None:
-    """Apply penalties in place to the rows `penalised`.
+class _Penalties(NamedTuple):
+    """Penalised entries: a token of a text, at a row (E), and a token of the path above a row (X)."""
 
-    A token is penalised for all its occurrences in the text and in the path above its node.
-    """
-    device = edited_NV.device
+    strength_P3: Any
+    """Of each penalised row (P)."""
+    row_E: Any
+    place_E: Any
+    """Number of the penalised row."""
+    token_E: Any
+    count_E: Any
+    row_X: Any
+    place_X: Any
+    at_X: Any
+    """Index of the token in its path."""
+    is_above_XD: Any
+    """Tokens of the path above the row."""
+    text_X: Any
+    text_S: Any
+    """[S] Text of each counted token of all texts."""
+    token_S: Any
+    count_S: Any
+    length_T: Any
+    """[texts] Number of these tokens."""
+
+    def apply(self, edited_NV: Tensor, path_ND: Tensor | None) -> None:
+        """Penalise tokens in place, for all their occurrences in the text and in the path above the row."""
+        of_text, strength_E3 = (self.row_E, self.token_E), self.strength_P3[self.place_E]
+        changed_E = _changed(edited_NV[of_text], strength_E3, self.count_E)
+        if path_ND is None or not len(self.row_X):
+            edited_NV[of_text] = changed_E
+            return
+        # Equal tokens of a path get the same value.
+        token_X = path_ND[self.row_X, self.at_X]
+        times_X = ((path_ND[self.row_X] == token_X.unsqueeze(1)) & self.is_above_XD).sum(1)
+        table_TV = edited_NV.new_zeros((len(self.length_T), edited_NV.shape[1]))
+        table_TV[self.text_S, self.token_S] = self.count_S
+        times_X = times_X + table_TV[self.text_X, token_X]
+        changed_X = _changed(edited_NV[self.row_X, token_X], self.strength_P3[self.place_X], times_X)
+        edited_NV[of_text] = changed_E
+        edited_NV[self.row_X, token_X] = changed_X
+
+
+def _penalties(penalised: Sequence[tuple[int, NodeContext]], longest: int) -> _Penalties:
+    """Return the penalties of rows as arrays. longest: columns of the paths' tokens."""
     texts = list({id(context.text): context.text for _, context in penalised}.values())
     number_of = {id(text): number for number, text in enumerate(texts)}
     row_P = np.array([row for row, _ in penalised])
     text_P = np.array([number_of[id(context.text)] for _, context in penalised])
-    strength_P3 = to_device(np.array([_strength(context.sampling) for _, context in penalised], np.float32), device)
-
+    depth_P = np.array([context.depth if longest else 0 for _, context in penalised])
     counts = [text.counts.of(text.tokens) for text in texts]
-    place_E = np.repeat(np.arange(len(penalised)), [len(counts[text][0]) for text in text_P])
-    token_E, count_E = (np.concatenate([counts[text][part] for text in text_P]) for part in (0, 1))
-    of_text = (to_device(row_P[place_E], device), to_device(token_E, device))
-    strength_E3 = strength_P3[to_device(place_E, device)]
-    changed_E = _changed(edited_NV[of_text], strength_E3, to_device(count_E, device))
-
-    depth_P = np.array([context.depth for _, context in penalised])
-    if path_ND is None or not depth_P.any():
-        edited_NV[of_text] = changed_E
-        return
-    # One entry for every token of every path; equal ones of a path get the same value.
+    length_T = np.array([len(tokens) for tokens, _ in counts])
+    place_E = np.repeat(np.arange(len(penalised)), length_T[text_P])
     place_X = np.repeat(np.arange(len(penalised)), depth_P)
-    at_X = np.arange(len(place_X)) - (np.cumsum(depth_P) - depth_P)[place_X]
-    row_X = to_device(row_P[place_X], device)
-    token_X = path_ND[row_X, to_device(at_X, device)]
-    is_above_XD = to_device(np.arange(path_ND.shape[1]) < depth_P[place_X, None], device)
-    times_X = ((path_ND[row_X] == token_X.unsqueeze(1)) & is_above_XD).sum(1)
-    times_X = times_X + _table(counts, edited_NV.shape[1], device)[to_device(text_P[place_X], device), token_X]
-    strength_X3 = strength_P3[to_device(place_X, device)]
-    changed_X = _changed(edited_NV[row_X, token_X], strength_X3, times_X)
-    edited_NV[of_text] = changed_E
-    edited_NV[row_X, token_X] = changed_X
+    return _Penalties(
+        strength_P3=np.array([_strength(context.sampling) for _, context in penalised], np.float32),
+        row_E=row_P[place_E],
+        place_E=place_E,
+        token_E=np.concatenate([counts[text][0] for text in text_P]),
+        count_E=np.concatenate([counts[text][1] for text in text_P]),
+        row_X=row_P[place_X],
+        place_X=place_X,
+        at_X=np.arange(len(place_X)) - (np.cumsum(depth_P) - depth_P)[place_X],
+        is_above_XD=np.arange(longest) < depth_P[place_X, None],
+        text_X=text_P[place_X],
+        text_S=np.repeat(np.arange(len(texts)), length_T),
+        token_S=np.concatenate([tokens for tokens, _ in counts]),
+        count_S=np.concatenate([times for _, times in counts]),
+        length_T=length_T,
+    )
 
 
 def _changed(logit_E: Tensor, strength_E3: Tensor, count_E: Tensor) -> Tensor:
@@ -144,15 +202,6 @@ def _changed(logit_E: Tensor, strength_E3: Tensor, count_E: Tensor) -> Tensor:
     repetition, frequency, presence = strength_E3.unbind(1)
     repeated = torch.where(logit_E > 0, logit_E / repetition, logit_E * repetition)
     return repeated - frequency * count_E - presence * (count_E > 0)
-
-
-def _table(counts: Sequence[tuple[Ints, Numbers]], vocab_size: int, device: torch.device) -> Tensor:
-    """Return [texts, V] how often each token is in each answer."""
-    text_E = np.repeat(np.arange(len(counts)), [len(tokens) for tokens, _ in counts])
-    token_E, times_E = (np.concatenate([one[part] for one in counts]) for part in (0, 1))
-    table = torch.zeros((len(counts), vocab_size), device=device)
-    table[to_device(text_E, device), to_device(token_E, device)] = to_device(times_E, device)
-    return table
 
 
 def _strength(sampling: Sampling) -> tuple[float, float, float]:

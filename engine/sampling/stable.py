@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.transfer import to_device
+from engine.kernels.transfer import to_device_at_once
 from engine.request import Sampling
 from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2, Purpose, hash_words
 
@@ -31,9 +31,11 @@ def race(probs_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]
     # Nodes of one depth share their clocks.
     different = list(dict.fromkeys(names))
     seeds, places = zip(*different, strict=True)
-    clock_MV = -uniform_rows(seeds, places, Purpose.CLOCK, probs_NV.shape[1], probs_NV.device).log()
     number_of = {name: number for number, name in enumerate(different)}
-    return probs_NV.double() / clock_MV[to_device(np.array([number_of[name] for name in names]), probs_NV.device)]
+    number_N = np.array([number_of[name] for name in names])
+    begun_M = hash_words(seeds, places, int(Purpose.CLOCK), 0).view(np.int64)
+    begun, number = to_device_at_once([begun_M, number_N], probs_NV.device)
+    return probs_NV.double() / -uniform_rows(begun, probs_NV.shape[1]).log()[number]
 
 
 def winners_only(race_NV: Tensor) -> Tensor:
@@ -41,13 +43,13 @@ def winners_only(race_NV: Tensor) -> Tensor:
     return torch.zeros_like(race_NV, dtype=torch.float32).scatter_(1, race_NV.argmax(1, keepdim=True), 1.0)
 
 
-def uniform_rows(
-    seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, count: int, device: torch.device
-) -> torch.Tensor:
-    """Return [N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on the device."""
-    begun_N1 = to_device(hash_words(seeds, positions, int(purpose), 0).view(np.int64), device).unsqueeze(1)
-    part_K = (torch.arange(count, device=device) + 1) * int(GOLDEN.view(np.int64))
-    word = begun_N1 ^ part_K
+def uniform_rows(begun_N: Tensor, count: int) -> Tensor:
+    """Return [N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on the device.
+
+    begun_N: `hash_words` of seed, position, purpose and 0.
+    """
+    part_K = (torch.arange(count, device=begun_N.device) + 1) * int(GOLDEN.view(np.int64))
+    word = begun_N.unsqueeze(1) ^ part_K
     # The same finaliser in signed 64-bit words: products wrap, and masks make shifts logical.
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         word = (word ^ _shifted(word, shift)) * int(factor.view(np.int64))

@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.drafting.draft import Draft, method_of, with_tokens
 from engine.errors import NON_FINITE, RequestError
 from engine.kernels.protocol import ChainVerdict
-from engine.kernels.transfer import to_device, to_host
+from engine.kernels.transfer import to_device, to_device_at_once, to_host
 from engine.plan import Emission, Plan, Row, StepVerdict, TargetShift
 from engine.request import TokenLogprob
 from engine.sampling.distribution import DistributionParameters, distribution
@@ -162,7 +162,7 @@ def split_prompts(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[T
             start = stop
         else:
             start += num_known
-    prompt_N, node_N = (to_device(np.array(one, np.int64), logits_NV.device) for one in (of_prompts, nodes))
+    prompt_N, node_N = to_device_at_once([np.array(one, np.int64) for one in (of_prompts, nodes)], logits_NV.device)
     return logits_NV[prompt_N], logits_NV[node_N]
 
 
@@ -197,7 +197,7 @@ def _logprobs(logits_NV: Tensor, wanted: Sequence[tuple[Sequence[int], int]]) ->
 def token_logprobs(logits_NV: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
     """Return each token's logprob under its row, and the `num_top` likeliest tokens of the row, in one copy."""
     scores_NV = logits_NV.float().log_softmax(-1)
-    token_N1 = torch.tensor(tokens, dtype=torch.int64).to(logits_NV.device, non_blocking=True).unsqueeze(1)
+    token_N1 = to_device(np.array(tokens, np.int64), logits_NV.device).unsqueeze(1)
     most = min(max(num_top, default=0), scores_NV.shape[1])
     top = scores_NV.topk(most, dim=1)
     # Token ids and float32 numbers are exact in float64.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.drafting.draft import Draft
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
-from engine.kernels.transfer import to_device, to_host
+from engine.kernels.transfer import to_device, to_device_at_once, to_host
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
 from engine.sampling.node_distributions import NodePaths, node_distributions
@@ -61,7 +61,7 @@ class _Task:
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
     """Return what each sampling row emits, by the rule that its request asks for. logits_NV: at all roots and nodes.
 
-    Waits for the device once, to read the verdicts. It waits twice more before that if there are text drafts. The rules
+    Waits for the device once, to read the verdicts. It waits once more before that if there are text drafts. The rules
     `traversal` and `ot_lp` also wait for the device while they verify.
     """
     if draft is None:
@@ -255,7 +255,7 @@ def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -
         mine = np.flatnonzero(layout.request_C == number)
         lives_C[mine], offset_C[mine], root_C[mine] = alive, taken.depth, stop
         goes_on_R[number] = any(alive)
-    rest = below(draft.chains, target, noise, offset_C, lives_C, root_C)
+    rest = below(draft.chains, target, noise, layout.request_C, offset_C, lives_C, root_C)
     return _Task(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
 
 
@@ -270,7 +270,7 @@ def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence
     }
     above = [starts[number] + draft.trees[number].parents[node - 1] for number in numbers for node in nodes[number]]
     tokens = [draft.trees[number].tokens[node - 1] for number in numbers for node in nodes[number]]
-    row_M, token_M = (to_device(np.array(one, np.int64), probs_NV.device) for one in (above, tokens))
+    row_M, token_M = to_device_at_once([np.array(one, np.int64) for one in (above, tokens)], probs_NV.device)
     found = iter(probs_NV[row_M, token_M].tolist())
     walks = {}
     for number in numbers:

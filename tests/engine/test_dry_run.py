@@ -22,11 +22,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from engine.attention import triton_attention
 from engine.kernels import choosing
+from engine.kernels.transfer import to_device
 from engine.kernels.triton_kernels import TritonKernels
 from engine.models import fused_layer, probe
 from engine.models.lean import LeanDecoder
 from engine.request import Speculation
+from engine.sampling import edits
 from engine.speculation.verification import RULES
+from engine.step import verify
 from engine.step.engine import Engine
 from engine.step.recorded import steps
 from tests.dry_device import DEVICE, DryDevice, NotOnADevice
@@ -81,19 +84,23 @@ class Costs(msgspec.Struct):
     waits: int
     """Further times that it waits: copies that are waited for, and events."""
     pinned: int
-    """Copies to the device from pinned memory; the others are staged, and are not waited for."""
+    """Copies to the device from pinned memory, which are not waited for."""
     replays: int
+    pageable: int = 0
+    """Copies to the device that the driver stages, and may wait for."""
 
 
 @contextlib.contextmanager
 def asking(machine: Engine, speculation: Speculation, **wish: Any) -> Iterator[None]:
     """Two requests that go on for as long as the context is open."""
     more = {name: wish.pop(name) for name in list(wish) if name in ("num_logprobs", "num_prompt_logprobs")}
+    min_tokens = wish.pop("min_tokens", 0)
     for number in range(2):
         sampling = {"temperature": 1.0, "seed": number, **wish}
         text = [*range(5 + number, 12 + number), 0, 0, 0, 0, 8, 0, 0, 0]  # all answers are zeros: something to look up
         one = tiny.request(str(number), text, speculation, 40, **sampling)
-        one = msgspec.structs.replace(one, **more)
+        limits = msgspec.structs.replace(one.limits, min_tokens=min_tokens)
+        one = msgspec.structs.replace(one, limits=limits, **more)
         if one.sampling.grammar:
             machine.queue(one, EvenTokens())
         else:
@@ -110,7 +117,8 @@ def costs(device: DryDevice, machine: Engine) -> Costs:
     device.counts.clear()
     machine.run_step()
     found = device.counts
-    return Costs(found["read"], found["blocking copy"] + found["wait"], found["pinned copy"], found["replay"])
+    waits = found["blocking copy"] + found["wait"]
+    return Costs(found["read"], waits, found["pinned copy"], found["replay"], found["pageable copy"])
 
 
 @pytest.mark.parametrize(
@@ -131,36 +139,77 @@ def test_a_recorded_step_copies_once_and_reads_once(
             assert costs(device, machine) == Costs(reads=1, waits=0, pinned=1, replays=replays)
 
 
-WISHES: dict[str, tuple[Speculation, dict[str, Any], int]] = {
-    "plain": (tiny.OFF, {}, 1),
-    "filters": (CHAINS, FILTERED, 1),
-    "greedy": (CHAINS, {"temperature": 0.0}, 1),
-    "penalties": (CHAINS, {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((7, 1.0),)}, 1),
-    "allowed tokens": (CHAINS, {"allowed_token_ids": (0, 5, 6)}, 1),
-    "seed-stable": (CHAINS, {"seed_stable": True}, 1),
-    "over-acceptance": (Speculation(rule="token", num_drafts=1, draft_length=3, over_acceptance=0.2), {}, 1),
-    # One more for the logprobs of all rows.
-    "logprobs": (CHAINS, {"num_logprobs": 3}, 2),
-    "prompt logprobs": (CHAINS, {"num_prompt_logprobs": 3}, 2),
-    # The probabilities of the drafts and the owners of chains come to the host before the verdict.
-    "text drafts": (Speculation(drafters=("prompt_lookup",)), {}, 3),
+BOTH = Speculation(rule="bv_race", num_drafts=2, draft_length=2, drafters=("model", "prompt_lookup"))
+WISHES: dict[str, tuple[Speculation, dict[str, Any], int, int]] = {
+    # Reads, and copies: the random numbers, and each model's passes.
+    "plain": (tiny.OFF, {}, 1, 2),
+    "chains": (CHAINS, {}, 1, 3),
+    "filters": (CHAINS, FILTERED, 1, 3),
+    "greedy": (CHAINS, {"temperature": 0.0}, 1, 3),
+    "over-acceptance": (Speculation(rule="token", num_drafts=1, draft_length=3, over_acceptance=0.2), {}, 1, 3),
+    # One copy more for the edits at each level and at the target's nodes; one for the places of tokens in paths.
+    "plain, penalties": (tiny.OFF, {"frequency_penalty": 0.5}, 1, 3),
+    "bias": (CHAINS, {"logit_bias": ((7, 1.0),)}, 1, 6),
+    "penalties": (CHAINS, {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((7, 1.0),)}, 1, 7),
+    "allowed tokens": (CHAINS, {"allowed_token_ids": (0, 5, 6)}, 1, 6),
+    "min_tokens": (CHAINS, {"min_tokens": 30}, 1, 6),
+    # Two at each of these places.
+    "seed-stable": (CHAINS, {"seed_stable": True}, 1, 9),
+    # One more for the logprobs of all rows, and their places.
+    "logprobs": (CHAINS, {"num_logprobs": 3}, 2, 5),
+    "prompt logprobs": (CHAINS, {"num_prompt_logprobs": 3}, 2, 3),
+    # The drafted tokens and the probabilities of the drafts come to the host before the verdict.
+    "text drafts": (Speculation(drafters=("prompt_lookup",)), {}, 2, 7),
+    "text drafts and chains": (BOTH, {}, 3, 8),
     # Paths come to the host: those below two levels, and all tokens before the target's pass.
-    "bad words": (CHAINS, {"bad_words": ((4, 5),)}, 3),
-    "grammar": (CHAINS, {"grammar": "even"}, 3),
+    "bad words": (CHAINS, {"bad_words": ((4, 5),)}, 3, 5),
+    "grammar": (CHAINS, {"grammar": "even"}, 3, 8),
+    "plain, grammar": (tiny.OFF, {"grammar": "even"}, 1, 3),
 }
-WAITING_RULES = frozenset({"traversal"})
-"""They wait for the device while they verify, too."""
 
 
 @pytest.mark.parametrize("name", grid(WISHES, {"logprobs", "prompt logprobs", "penalties", "grammar", "text drafts"}))
-def test_a_step_that_is_not_recorded_waits_as_often_as_it_says(device: DryDevice, machine: Engine, name: str) -> None:
-    """The first step reads the prompts."""
-    speculation, wish, reads = WISHES[name]
+def test_a_step_that_is_not_recorded_waits_and_copies_as_often_as_it_says(
+    device: DryDevice, machine: Engine, name: str
+) -> None:
+    """The first step reads the prompts, and copies what is kept for later ones."""
+    speculation, wish, reads, copies = WISHES[name]
     with launched_one_by_one(machine), asking(machine, speculation, **wish):
         for number in range(3):
             found = costs(device, machine)
-            assert found.waits == 0, device.places
-            assert found.reads == (1 if number and name == "prompt logprobs" else reads), device.places
+            reads = 1 if number and name == "prompt logprobs" else reads
+            assert (found.reads, found.waits, found.pageable) == (reads, 0, 0), device.places
+            assert not number or found.pinned == copies
+
+
+def in_two(to_device_at_once: Any, arrays: Any, of: torch.device) -> Any:
+    return [*to_device_at_once(arrays[:1], of), *to_device_at_once(arrays[1:], of)]
+
+
+WRONG_STEPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a copy more": (edits, "to_device_at_once", in_two),
+    "a copy of each": (edits, "to_device_at_once", lambda _, arrays, of: [to_device(one, of) for one in arrays]),
+    "memory that is not pinned": (
+        verify,
+        "to_device",
+        lambda _, one, of: torch.from_numpy(one).to(of, non_blocking=True),
+    ),
+    "a number is read": (edits, "_changed", lambda right, *of: (of[0].sum().item(), right(*of))[1]),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_STEPS])
+def test_a_copy_or_a_wait_more_is_counted(device: DryDevice, machine: Engine, wrong: str | None) -> None:
+    speculation, wish, reads, copies = WISHES["penalties"]
+    with launched_one_by_one(machine), asking(machine, speculation, **wish):
+        costs(device, machine)
+        costs(device, machine)
+        with instead(*WRONG_STEPS[wrong]) if wrong else contextlib.nullcontext():
+            assert (costs(device, machine) == Costs(reads, 0, copies, 0)) == (wrong is None)
+
+
+WAITING_RULES = frozenset({"traversal"})
+"""They wait for the device while they verify, too."""
 
 
 @pytest.mark.parametrize("rule", grid([rule for rule in RULES if rule != "ot_lp"], {"spectr_gbv"}))
@@ -170,10 +219,8 @@ def test_a_rule_waits_for_its_verdict_alone(device: DryDevice, machine: Engine, 
         costs(device, machine)
         costs(device, machine)  # what it keeps is on the device now
         found = costs(device, machine)
-    if rule in WAITING_RULES:
-        assert found.reads > 1
-    else:
-        assert (found.reads, found.waits) == (1, 0), device.places
+    assert found == Costs(found.reads, waits=0, pinned=3, replays=0), device.places
+    assert (found.reads > 1) == (rule in WAITING_RULES), device.places
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -230,18 +277,27 @@ def test_experts_in_another_type_than_bfloat16_are_served_without_recordings(
     assert "moe.py, line" in caplog.text
 
 
+HEAD_COPIES = {
+    **dict.fromkeys(("eagle3", "mtp"), (4, 4, 5, 9, 11)),
+    **dict.fromkeys(("peagle", "dflash", "dflash2"), (5, 5, 6, 13, 15)),
+    "dspark": (8, 8, 9, 13, 15),
+}
+"""Copies of a step in each of the cases below; two for each level that a head of one pass draws by itself."""
+
+
 @pytest.mark.parametrize("name", grid(dry.HEADS, {"dflash"}))
 def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: Path) -> None:
     """Whether it is recorded, with the head's drafts copied into it, or not."""
     engine = build(*dry.with_head(device, name, tmp_path / "head"))
     assert engine.recorded.num_recorded == len(dry.SHAPES)
-    for wish, replays in (({}, 2), (FILTERED, 2), ({}, 0), ({"frequency_penalty": 0.5}, 0), ({"seed_stable": True}, 0)):
+    wishes = (({}, 2), (FILTERED, 2), ({}, 0), ({"frequency_penalty": 0.5}, 0), ({"seed_stable": True}, 0))
+    for (wish, replays), copies in zip(wishes, HEAD_COPIES[name.split()[0]], strict=True):
         engine.recorded.serves = replays > 0
         with asking(engine, CHAINS, **wish):
             for _ in range(2):
                 costs(device, engine)
             found = costs(device, engine)
-        assert (found.reads, found.waits, found.replays) == (1, 0, replays), device.places
+        assert found == Costs(1, 0, copies, replays), device.places
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import RequestError
 from engine.request import Request, Speculation
-from engine.sampling.noise import Purpose, uniform
+from engine.sampling.noise import Purpose, hash_words, uniform
 from engine.sampling.stable import race, uniform_rows, winners_only
 from tests.engine import tiny
 from tests.wrong import instead
@@ -78,7 +78,8 @@ def test_clocks_of_the_step_instead_of_the_place_are_found_out() -> None:
 def test_rows_of_noise_are_the_one_noise() -> None:
     """On the device as on the host, for every part of the 64 bits."""
     seeds, places = [0, -1, 2**63 - 1, 12345], [0, 7, 2**31, 3]
-    rows = uniform_rows(seeds, places, Purpose.CLOCK, 50, tiny.DEVICE).cpu().numpy()
+    begun = torch.from_numpy(hash_words(seeds, places, int(Purpose.CLOCK), 0).view(np.int64))
+    rows = uniform_rows(begun.to(tiny.DEVICE), 50).cpu().numpy()
     expected = uniform(np.array(seeds)[:, None], np.array(places)[:, None], Purpose.CLOCK, 0, np.arange(50))
     assert (rows == expected).all()
 

@@ -148,7 +148,8 @@ def test_the_smallest_and_the_largest_number_are_inside(word: int) -> None:
     (found,) = uniform(seed, 7, Purpose.CLOCK, 0, 3)
     assert 0 < found < 1
     probs_NV = torch.tensor([[0.0, 0.0, 0.5, 0.0 if word else 0.5, 0.5]])
-    assert uniform_rows([seed], [7], Purpose.CLOCK, 5, probs_NV.device)[0, 3] == found
+    begun = torch.from_numpy(hash_words([seed], [7], int(Purpose.CLOCK), 0).view(np.int64))
+    assert uniform_rows(begun, 5)[0, 3] == found
     race_NV = race(probs_NV, [Sampling(seed=seed)], [7])
     assert race_NV.isfinite().all()
     assert probs_NV[0, race_NV.argmax()] > 0

@@ -232,6 +232,7 @@ def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> End
             chains,
             ProbsTable(probs_NV, every.target.row_CX, TORCH),
             noise,
+            tree_C,
             np.full(len(leaves), len(path)),
             lives_C,
             np.full(len(leaves), len(probs_NV) - 1),

@@ -300,10 +300,9 @@ def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
     deep_CL = numbers.unsqueeze(1).expand(5, 3)
     noise = ChainNoise(deep_CL, numbers, numbers + 10, deep_CL + 20, numbers + 30)
     lives_C, offset_C = np.array([False, True, False, False, False]), np.array([9, 2, 9, 9, 9])
+    request_C, root_C = np.array([0, 0, 1, 1, 2]), np.array([50, 51, 52, 53, 54])
     with torch.device("meta"):
-        rest = below(
-            chains, ProbsTable(laws_NV, number_CX, TORCH), noise, offset_C, lives_C, np.array([50, 51, 52, 53, 54])
-        )
+        rest = below(chains, ProbsTable(laws_NV, number_CX, TORCH), noise, request_C, offset_C, lives_C, root_C)
     assert rest.origin_C.tolist() == [1, 2, 4]
     assert rest.chains.length_C.tolist() == [1, 0, 0]
     assert rest.chains.request_C.tolist() == [0, 1, 2]

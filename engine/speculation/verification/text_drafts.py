@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
-from engine.kernels.transfer import to_device
+from engine.kernels.transfer import to_device_at_once
 from engine.speculation.topology import Tree
 
 
@@ -74,10 +74,10 @@ def refuse(probs_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int
     """Set the probability of some tokens to zero in some laws, in place; a law without any other token is unchanged
     (this has probability zero).
     """
-    row_M = to_device(np.array(rows), probs_NV.device)
-    rest_MV = probs_NV[row_M].double()
     pairs = [(number, token) for number, tokens in enumerate(refused) for token in tokens]
-    number_P, token_P = to_device(np.array(pairs, dtype=np.int64).reshape(-1, 2), probs_NV.device).T
+    arrays = np.array(rows), *np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    row_M, number_P, token_P = to_device_at_once(arrays, probs_NV.device)
+    rest_MV = probs_NV[row_M].double()
     rest_MV[number_P, token_P] = rest_MV.new_zeros(())  # a number of the host would be waited for
     total_M1 = rest_MV.sum(1, keepdim=True)
     probs_NV[row_M] = torch.where(total_M1 > 0, rest_MV / total_M1, probs_NV[row_M].double()).to(probs_NV.dtype)
@@ -95,21 +95,25 @@ class Below:
 
 
 def below(
-    chains: Chains, target: ProbsTable, noise: ChainNoise, offset_C: np.ndarray, lives_C: np.ndarray, root_C: np.ndarray
+    chains: Chains,
+    target: ProbsTable,
+    noise: ChainNoise,
+    request_C: np.ndarray,
+    offset_C: np.ndarray,
+    lives_C: np.ndarray,
+    root_C: np.ndarray,
 ) -> Below:
     """Return the chains from `offset_C` tokens on.
 
-    lives_C: which of them continue there; a request without any keeps its first chain, with length 0. root_C: law row
-    of the node at which each chain's request stopped.
+    request_C: number of each chain's request. lives_C: which of them continue there; a request without any keeps its
+    first chain, with length 0. root_C: law row of the node at which each chain's request stopped.
     """
-    request_C = chains.request_C.cpu().numpy()
     lively = np.isin(request_C, request_C[lives_C])
     first = np.concatenate([[True], request_C[1:] != request_C[:-1]])
     origin_C = np.flatnonzero(lives_C | (first & ~lively))
     device = chains.length_C.device
-    index = to_device(origin_C, device)
-    offset = to_device(np.where(lives_C, offset_C, 0)[origin_C], device)
-    lives = to_device(lives_C[origin_C], device)
+    arrays = origin_C, np.where(lives_C, offset_C, 0)[origin_C], lives_C[origin_C], root_C[origin_C]
+    index, offset, lives, root = to_device_at_once(arrays, device)
     counts = np.bincount(request_C[origin_C])
     kept = chains.select(index, (int(np.count_nonzero(counts)), int(counts.max())))
     laws = target.select(index)
@@ -119,7 +123,7 @@ def below(
         return values_CX.gather(1, (column_X + offset.unsqueeze(1)).clamp(max=values_CX.shape[1] - 1))
 
     row_CX = shifted(laws.row_CX)
-    row_CX[:, 0] = to_device(root_C[origin_C], device)
+    row_CX[:, 0] = root
     moved = replace(
         kept,
         tokens_CL=shifted(kept.tokens_CL),
