@@ -130,7 +130,7 @@ class _Penalties(NamedTuple):
     """Penalised entries: a token of a text, at a row (E), and a token of the path above a row (X)."""
 
     strength_P3: Any
-    """Of each penalised row (P)."""
+    """Repetition, frequency and presence penalty of each penalised row (P)."""
     row_E: Any
     place_E: Any
     """Number of the penalised row."""
