@@ -1,8 +1,9 @@
 """Interface of drafters, the sources of drafted chains.
 
 A drafter computes logits; drawing chains from them is the same for all (`chains.py`). To add one, add a file with a
-class like `ModelDrafter` (`model.py`), and an entry in `engine.step.building.kind_of`. Drafters that find chains in
-texts have no distributions: `engine.scheduling.text_drafters`.
+class like `ModelDrafter` (`model.py`), and an entry in `engine.step.building.kind_of`. Its drafting is part of recorded
+steps if it is a `RecordedDrafter`. Drafters that find chains in texts have no distributions:
+`engine.scheduling.text_drafters`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from engine.attention.inputs import NodeInput
 from engine.drafting.draft import Layout
 from engine.kernels.protocol import ProbsTable
-from engine.models.runner import ModelRunner
-from engine.plan import Emission, Plan
+from engine.models.runner import ModelRunner, Pass
+from engine.plan import Emission, Plan, Row
 from engine.sampling.distribution import DistributionParameters
 
 
@@ -33,9 +35,7 @@ class DrafterKind(NamedTuple):
     target has computed in earlier steps, and reads accepted tokens again (`Sequence.by_head`).
     """
     is_recorded: bool = False
-    """Whether its passes are part of recorded steps; the drafts of others are copied into them
-    (`engine.step.recorded`).
-    """
+    """Whether it is a `RecordedDrafter`; the steps that draft with others are launched operation by operation."""
 
 
 class Drafter(Protocol):
@@ -64,6 +64,59 @@ class Drafter(Protocol):
         """After the step: store the K/V of the accepted path as that of the text, for each sampling row the first
         `num_draft_kept` tokens of its chain `rank`.
         """
+
+
+class HeadPlaces(NamedTuple):
+    """Indices that follow from what texts draft, on the device."""
+
+    lengths: tuple[int, ...]
+    """Length of the chains of each text that drafts."""
+    parents: tuple[Tensor, ...]
+    """[N] the parent of each node among those of the level above that draft, for all levels from depth 1 on."""
+    draft_rows: tuple[Tensor, ...]
+    """[N] the draft row (`one_pass.py`) of each node, for all levels from the roots on."""
+
+
+class HeadInputs(NamedTuple):
+    """Further numbers that a head drafts from."""
+
+    before_T: Tensor
+    """Slots of the target's states that the rows of the first pass read; -1 if a row reads none."""
+    last_R: Tensor
+    """The last token of each text that drafts."""
+    places: HeadPlaces
+    rows_N: Tensor | None
+    """Rows of the mask blocks that are needed, for heads that have blocks."""
+
+
+class DraftWork(NamedTuple):
+    """Work of a step's drafting. All its numbers are on the device, in a recorded step always in the same buffers."""
+
+    passes: Sequence[Pass]
+    """The first reads texts, and the nodes right after them that are known."""
+    of_head: HeadInputs | None = None
+
+
+class RecordedDrafter(Drafter, Protocol):
+    """A drafter whose drafting is part of recorded steps: `start` and `below` look at no number."""
+
+    @property
+    def pass_nodes(self) -> Callable[[tuple[int, ...], int], Sequence[NodeInput]]:
+        """Return a function of a text's fanout and last token: the text's nodes in each pass of `DraftWork`."""
+
+    def table_of(self, row: Row, number: int) -> tuple[int, ...]:
+        """Return the blocks in which the K/V of a row's text and nodes lies. number: among all rows."""
+
+    def work_of(
+        self, passes: Sequence[Pass], fanouts: tuple[tuple[int, ...], ...], before_T: Tensor | None, last_R: Tensor
+    ) -> DraftWork:
+        """Return the work of these passes, for texts that draft these shapes; before_T, last_R: as in `HeadInputs`."""
+
+    def read_before(self, plan: Plan, num_text: int) -> None:
+        """Read what texts that draft miss before their last `num_text` tokens."""
+
+    def start(self, work: DraftWork) -> Tensor:
+        """Carry out the work up to the roots; return [N, V] logits below them. `below` goes on."""
 
 
 class DrawsAtOnce(Protocol):

@@ -6,58 +6,149 @@ states, and overwrite the drafted ones in their slots. So nothing of a rejected 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import Ints
-from engine.drafting.reading import readings, states_before
+from engine.attention.inputs import NodeInput, SequenceInput
+from engine.drafting.drafter import DraftWork, HeadInputs, HeadPlaces
+from engine.drafting.reading import readings, slots_before, states_at
+from engine.kernels.transfer import to_device
 from engine.models.heads.runner import HeadRunner
 from engine.models.runner import ModelRunner, Pass
-from engine.plan import Emission, Plan, Row
+from engine.plan import Emission, Plan, Row, level_widths
 
 
 class HeadDrafter:
     """Base of drafters with a head."""
 
+    pass_nodes: Callable[[tuple[int, ...], int], Sequence[NodeInput]]
+    """See `RecordedDrafter`."""
+    _wants_ends = True
+    """Whether the pass that reads texts has outputs that are needed."""
+
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         assert isinstance(runner, HeadRunner)
         self.runner: HeadRunner = runner
         self._target = target
-        self._rows: list[Row] = []
-        """Rows that draft in this step."""
+
+    @torch.inference_mode()
+    def begin(self, plan: Plan) -> Tensor:
+        """Read the missing states of the texts that draft; return [N, V] logits below the roots."""
+        rows = [row for row in plan.rows if row.fanout]
+        if not rows:
+            return torch.empty((0, self.runner.vocab_size), device=self.runner.device)
+        return self.start(self._prepared(rows))
+
+    def start(self, work: DraftWork) -> Tensor:
+        """Carry out the work up to the roots; return [N, V] logits below them."""
+        raise NotImplementedError
 
     @torch.inference_mode()
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:  # noqa: ARG002  (accepted drafts are read again)
         """Read the target's states of texts that did not draft in this step."""
-        reading = readings([row for row in plan.rows if not row.fanout], ends_wanted=False)
-        for one in self.runner.prepare(reading) if reading else ():
-            self._read(one)
+        self._read_all(readings([row for row in plan.rows if not row.fanout], ends_wanted=False))
 
-    def _read(self, one: Pass) -> Any:
+    @torch.inference_mode()
+    def read_before(self, plan: Plan, num_text: int) -> None:
+        """Read what texts that draft miss before their last `num_text` tokens."""
+        late = [row for row in plan.rows if row.fanout and len(row.draft_input_ids) > num_text]
+        earlier = [msgspec.structs.replace(row, draft_input_ids=row.draft_input_ids[:-num_text]) for row in late]
+        self._read_all(readings(earlier, ends_wanted=False))
+
+    def table_of(self, row: Row, number: int) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the blocks in which the K/V of a row's text and nodes lies."""
+        return row.block_ids
+
+    def work_of(
+        self, passes: Sequence[Pass], fanouts: tuple[tuple[int, ...], ...], before_T: Tensor | None, last_R: Tensor
+    ) -> DraftWork:
+        """Return the work of these passes."""
+        assert before_T is not None
+        places = places_of(fanouts, self.runner.device)
+        return DraftWork(passes, HeadInputs(before_T, last_R, places, self._rows_of(places.lengths)))
+
+    def _rows_of(self, lengths: Sequence[int]) -> Tensor | None:  # noqa: ARG002
+        """Return the rows of mask blocks that are needed, if the head has blocks."""
+        return None
+
+    def _prepared(self, rows: Sequence[Row]) -> DraftWork:
+        """Prepare the drafting of rows; read what does not fit into one pass."""
+        *earlier, last = readings(rows, self._wants_ends)
+        passes = self._inputs(last, rows)
+        prepared = self.runner.prepare([*earlier, *passes])
+        for one, parts in zip(prepared, earlier, strict=False):
+            self._read(one, self._states_before(parts))
+        last_R = to_device(np.array([row.input_ids[-1] for row in rows]), self.runner.device)
+        fanouts = tuple(row.fanout for row in rows)
+        return self.work_of(prepared[len(earlier) :], fanouts, slots_before(passes[0], self._target), last_R)
+
+    def _inputs(self, last: Sequence[SequenceInput], rows: Sequence[Row]) -> list[list[SequenceInput]]:
+        """Return the passes from the last that reads the rows' texts on; last: its parts."""
+        nodes = [self.pass_nodes(row.fanout, row.input_ids[-1]) for row in rows]
+        later = (
+            [
+                SequenceInput(
+                    (), row.end, self.table_of(row, i), nodes[i][number], slice(None), max(1, row.first_draft_key)
+                )
+                for i, row in enumerate(rows)
+                if number < len(nodes[i])
+            ]
+            for number in range(1, max(map(len, nodes)))
+        )
+        return [[replace(part, nodes=own[0]) for part, own in zip(last, nodes, strict=True)], *later]
+
+    def _read_all(self, reading: Sequence[Sequence[SequenceInput]]) -> None:
+        """Read texts in some passes."""
+        for one, parts in zip(self.runner.prepare(reading) if reading else (), reading, strict=True):
+            self._read(one, self._states_before(parts))
+
+    def _read(self, one: Pass, taps_TX: Tensor) -> Any:
         """Read texts; return the head's output at the wanted rows, if it has any."""
-        return self.runner.read(one, states_before(one.layout.sequences, self._target))
+        return self.runner.read(one, taps_TX)
 
-    def _nothing(self) -> Tensor:
-        """Return [0, V] logits."""
-        return torch.empty((0, self.runner.vocab_size), device=self.runner.device)
+    def _states_before(self, parts: Sequence[SequenceInput]) -> Tensor:
+        """[T, taps * D] the target's states before each token of a pass that reads texts."""
+        return states_at(slots_before(parts, self._target), self._target)
 
 
-def parents(rows: Sequence[Row], depth: int) -> Ints:
-    """Return [N] the index of each node's parent among the nodes of the level above that draft.
+@lru_cache(maxsize=128)
+def places_of(fanouts: tuple[tuple[int, ...], ...], device: torch.device) -> HeadPlaces:
+    """Return the places of the nodes of texts that draft these shapes."""
+    depths = range(max(map(len, fanouts)))
+    return HeadPlaces(
+        tuple(map(len, fanouts)),
+        tuple(to_device(_parents(fanouts, depth), device) for depth in depths[1:]),
+        tuple(to_device(_draft_rows(fanouts, depth), device) for depth in depths),
+    )
 
-    rows: all that draft. Level 0 has one root for each.
-    """
-    found: list[Ints] = []
+
+def _parents(fanouts: Sequence[tuple[int, ...]], depth: int) -> Any:
+    """Return [N] the index of each node's parent among the nodes of the level above that draft."""
+    found = []
     start = 0
-    for row in rows:
-        if row.draft_length < depth:
+    for fanout in fanouts:
+        if len(fanout) < depth:
             continue
-        above = row.widths[depth - 2] if depth > 1 else 1
-        if row.draft_length > depth:
-            found.append(start + np.arange(row.widths[depth - 1]) // row.fanout[depth - 1])
-        start += above
+        widths = (1, *level_widths(fanout))
+        if len(fanout) > depth:
+            found.append(start + np.arange(widths[depth]) // fanout[depth - 1])
+        start += widths[depth - 1]
+    return np.concatenate(found)
+
+
+def _draft_rows(fanouts: Sequence[tuple[int, ...]], depth: int) -> Any:
+    """Return [N] the draft row of each node of a depth: the draft rows of a text are contiguous."""
+    found = []
+    start = 0
+    for fanout in fanouts:
+        if len(fanout) > depth:
+            found.append(np.full((1, *level_widths(fanout))[depth], start + depth))
+        start += len(fanout)
     return np.concatenate(found)

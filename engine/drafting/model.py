@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import slot_moves
 from engine.drafting.draft import Layout
+from engine.drafting.drafter import DraftWork
 from engine.drafting.levels import levels_of
 from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner, Pass
@@ -22,20 +23,39 @@ from engine.plan import Emission, Plan, Row, level_widths
 from engine.sampling.distribution import DistributionParameters
 
 
+def level_passes(fanout: tuple[int, ...], last_token: int = 0) -> list[NodeInput]:  # noqa: ARG001  (not drafted)
+    """Return the nodes of each pass: none in that over the text, then level by level."""
+    return [NO_NODES, *(level_nodes(fanout[:depth]) for depth in range(1, len(fanout)))]
+
+
 class ModelDrafter:
     """Computes a draft model's logits."""
 
+    pass_nodes = staticmethod(level_passes)
+
     def __init__(self, runner: ModelRunner) -> None:
         self.runner: ModelRunner = runner
-        self._passes: list[Pass] = []
+        self._passes: Sequence[Pass] = ()
         self._levels = levels_of(runner)
 
     def begin(self, plan: Plan) -> Tensor:
         """Compute the missing K/V; return [N, V] logits below the roots."""
         # The tokens of each pass are known before any is drawn.
-        self._passes = self._prepare(plan)
-        if not self._passes:
+        passes = self._inputs(plan)
+        if not passes:
             return torch.empty((0, self.runner.vocab_size), device=self.runner.device)
+        return self.start(DraftWork(self.runner.prepare(passes)))
+
+    def work_of(self, passes: Sequence[Pass], *_: object) -> DraftWork:
+        """Return the work of these passes."""
+        return DraftWork(passes)
+
+    def read_before(self, plan: Plan, num_text: int) -> None:
+        """Read nothing: texts that miss more are not recorded."""
+
+    def start(self, work: DraftWork) -> Tensor:
+        """Run the first of some passes; return [N, V] logits below the roots."""
+        self._passes = work.passes
         return self.runner.run(self._passes[0])
 
     def below(self, depth: int, token_N: Tensor) -> Tensor:
@@ -63,9 +83,9 @@ class ModelDrafter:
         if moves:
             self.runner.keep(moves)
 
-    def _prepare(self, plan: Plan) -> list[Pass]:
-        passes = self._inputs(plan)
-        return self.runner.prepare(passes) if passes else []
+    def table_of(self, row: Row, number: int) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the blocks of the draft model's K/V."""
+        return row.draft_table
 
     def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
         """Return the passes of a step: over all missing known tokens, then over the drafted nodes level by level."""
@@ -81,28 +101,25 @@ class ModelDrafter:
             for row in plan.rows
             if row.draft_input_ids
         ]
-        return [parts, *level_inputs(plan.rows)] if parts else []
+        if not parts:
+            return []
+        levels = (
+            [
+                SequenceInput(
+                    (), row.end, row.draft_table, level_nodes(row.fanout[:depth]), slice(None), row.first_draft_key
+                )
+                for row in plan.rows
+                if row.draft_length > depth
+            ]
+            for depth in range(1, max(row.draft_length for row in plan.rows))
+        )
+        return [parts, *levels]
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:
     """Return the index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted token)."""
     width = row.widths[depth - 1]
     return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
-
-
-def level_inputs(rows: Sequence[Row], lowest_key: int = 0) -> list[list[SequenceInput]]:
-    """Return the passes over drafted nodes, level by level; lowest_key: index of the first token of a text that has
-    K/V.
-    """
-    first_keys = [max(lowest_key, row.first_draft_key) for row in rows]
-    return [
-        [
-            SequenceInput((), row.end, row.draft_table, level_nodes(row.fanout[:depth]), slice(None), first)
-            for row, first in zip(rows, first_keys, strict=True)
-            if row.draft_length > depth
-        ]
-        for depth in range(1, max(row.draft_length for row in rows))
-    ]
 
 
 @lru_cache(maxsize=1024)

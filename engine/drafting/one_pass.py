@@ -10,18 +10,18 @@ text and the masks after it, which a head of the DFlash types computes together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import Ints, SequenceInput
+from engine.attention.inputs import NO_NODES, NodeInput
 from engine.drafting.draft import Layout
-from engine.drafting.head import HeadDrafter, parents
+from engine.drafting.drafter import DraftWork, HeadInputs
+from engine.drafting.head import HeadDrafter
 from engine.drafting.levels import levels_of
-from engine.drafting.reading import readings, states_before
+from engine.drafting.reading import states_at
 from engine.drafting.tables import draft_rows_of, draw_from, may_draw_at_once
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
@@ -37,15 +37,14 @@ class OnePassDrafter(HeadDrafter):
     """Computes the logits of a head that drafts in one pass."""
 
     _sampler: ChainSampler
+    _of_head: HeadInputs
 
-    @torch.inference_mode()
-    def begin(self, plan: Plan) -> Tensor:
-        """Read the missing states of the texts that draft, and run the pass; return [N, V] logits below the roots."""
-        self._rows = [row for row in plan.rows if row.fanout]
-        if not self._rows:
-            return self._nothing()
-        self._sampler = self._run_pass()
-        return self._sampler.below(self._of_depth(0), self._last_tokens(), None)
+    def start(self, work: DraftWork) -> Tensor:
+        """Run the pass; return [N, V] logits below the roots."""
+        assert work.of_head is not None
+        self._of_head = work.of_head
+        self._sampler = self._run_pass(work)
+        return self._sampler.below(self._of_head.places.draft_rows[0], self._of_head.last_R, None)
 
     @torch.inference_mode()
     def draw(
@@ -54,62 +53,46 @@ class OnePassDrafter(HeadDrafter):
         """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
         if not self.runner.head.config.has_tables or not may_draw_at_once(plan, layout):
             return None
-        self._rows = [row for row in plan.rows if row.fanout]
-        sampler: ChainSampler = self._run_pass()
+        work = self._prepared([row for row in plan.rows if row.fanout])
+        assert work.of_head is not None
+        sampler: ChainSampler = self._run_pass(work)
         draft_rows = draft_rows_of(layout)
-        tables = sampler.tables(draft_rows.first_R, self._last_tokens())
+        tables = sampler.tables(draft_rows.first_R, work.of_head.last_R)
         return draw_from(tables, draft_rows, parameters, uniform_LC, self.runner.vocab_size)
 
-    def _run_pass(self) -> Any:
+    def _run_pass(self, work: DraftWork) -> Any:
         """Return the sampler (`ChainSampler`) from which the texts' chains are drawn."""
-        lengths = [row.draft_length for row in self._rows]
-        return self.runner.head.sampler(self._pass(self._rows), lengths, self.runner.vocab_size)
-
-    def _last_tokens(self) -> Tensor:
-        """[R] the last token of each text that drafts."""
-        return to_device(np.array([row.input_ids[-1] for row in self._rows]), self.runner.device)
+        assert work.of_head is not None
+        output = self._pass(work.passes, work.of_head)
+        return self.runner.head.sampler(output, work.of_head.places.lengths, self.runner.vocab_size)
 
     @torch.inference_mode()
     def below(self, depth: int, token_N: Tensor) -> Tensor:
         """Return [N, V] logits below the nodes of a depth."""
-        parent_N = to_device(parents(self._rows, depth), self.runner.device)
-        return self._sampler.below(self._of_depth(depth), token_N, parent_N)
+        places = self._of_head.places
+        return self._sampler.below(places.draft_rows[depth], token_N, places.parents[depth - 1])
 
-    def _of_depth(self, depth: int) -> Tensor:
-        """Return the draft row [N] of each node of a depth: the draft rows of a row are contiguous."""
-        draft_rows: list[Ints] = []
-        start = 0
-        for row in self._rows:
-            if row.draft_length > depth:
-                draft_rows.append(np.full(row.widths[depth - 1] if depth else 1, start + depth))
-            start += row.draft_length
-        return to_device(np.concatenate(draft_rows), self.runner.device)
-
-    def _pass(self, rows: Sequence[Row]) -> Any:
-        """Return the results of the pass for the draft rows, after texts that have been read."""
+    def _pass(self, passes: Sequence[Pass], of_head: HeadInputs) -> HeadOutput:
+        """Return the results of the pass for the draft rows."""
         raise NotImplementedError
 
 
 class MaskDrafter(OnePassDrafter):
     """Computes a P-EAGLE head's logits: masks follow the last token of a text, in the pass that reads it."""
 
-    def _pass(self, rows: Sequence[Row]) -> HeadOutput:
-        *earlier, last = readings(rows, ends_wanted=True)
-        mask = self.runner.head.config.mask_token_id
-        with_masks = [
-            replace(part, nodes=mask_nodes((mask,) * (row.draft_length - 1), is_causal=True))
-            for part, row in zip(last, rows, strict=True)
-        ]
-        passes = self.runner.prepare([*earlier, with_masks])
-        for one in passes[:-1]:
-            self._read(one)
-        head, layout = self.runner.head, passes[-1].layout
-        taps_TX = head.mask_hidden[0].repeat(len(layout.token_ids_T), 1)
-        is_text_T = np.concatenate(
-            [np.arange(len(p.input_ids) + len(p.nodes.depths)) < len(p.input_ids) for p in with_masks]
-        )
-        taps_TX[to_device(np.flatnonzero(is_text_T), self.runner.device)] = states_before(with_masks, self._target)
-        return self.runner.read(passes[-1], taps_TX)
+    def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
+        super().__init__(runner, target)
+        self.pass_nodes = partial(_with_masks, self.runner.head.config.mask_token_id)
+
+    def _pass(self, passes: Sequence[Pass], of_head: HeadInputs) -> HeadOutput:
+        reads_T1 = (of_head.before_T >= 0).unsqueeze(1)
+        taps_TX = states_at(of_head.before_T.clamp(min=0), self._target)
+        return self.runner.read(passes[0], torch.where(reads_T1, taps_TX, self.runner.head.mask_hidden[0]))
+
+
+def _with_masks(mask: int, fanout: tuple[int, ...], last_token: int = 0) -> list[NodeInput]:  # noqa: ARG001
+    """Return the masks in the pass over a text."""
+    return [mask_nodes((mask,) * (len(fanout) - 1), is_causal=True)]
 
 
 class BlockDrafter(OnePassDrafter):
@@ -117,8 +100,13 @@ class BlockDrafter(OnePassDrafter):
     them.
     """
 
+    _wants_ends = False
+
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
+        head = self.runner.head
+        masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
+        self.pass_nodes = partial(_with_blocks, masks, head.block_config.causalities)
         self._levels = levels_of(runner)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
         """First of the K/V blocks that only the head's storage has, for masks beyond the row's own K/V blocks."""
@@ -131,47 +119,38 @@ class BlockDrafter(OnePassDrafter):
         levels, vocab_size = self._levels, self.runner.vocab_size
         if levels is None or not levels.has_term or not levels.takes(plan, layout, vocab_size):
             return super().draw(plan, layout, parameters, uniform_LC)
-        self._rows = [row for row in plan.rows if row.fanout]
-        base_SX = self._pass(self._rows).product_NX
+        work = self._prepared([row for row in plan.rows if row.fanout])
+        assert work.of_head is not None
+        base_SX = self._pass(work.passes, work.of_head).product_NX
         probs_NV = torch.empty((layout.num_probs, vocab_size))
-        tokens_CL = levels.draw_below(base_SX, self._last_tokens(), layout, parameters, uniform_LC, probs_NV)
+        tokens_CL = levels.draw_below(base_SX, work.of_head.last_R, layout, parameters, uniform_LC, probs_NV)
         return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
 
-    def _pass(self, rows: Sequence[Row]) -> HeadOutput:
-        reading, head = readings(rows, ends_wanted=False), self.runner.head
-        kinds = head.block_config.causalities
-        passes = self.runner.prepare([*reading, *(self._mask_blocks(rows, is_causal) for is_causal in kinds)])
-        blocks = passes[len(reading) :]
-        for one in passes[: max(0, len(reading) - 1)]:
-            self._read(one)
-        last = self._reading(passes[len(reading) - 1]) if reading else None
-        return self.runner.block(last, blocks, head.rows([row.draft_length for row in rows]))
-
-    def _read(self, one: Pass) -> None:
-        """Store the states of texts that the head reads again."""
-        self.runner.store(self._reading(one))
-
-    def _reading(self, one: Pass) -> Reading:
-        return Reading(one, states_before(one.layout.sequences, self._target))
-
-    def _mask_blocks(self, rows: Sequence[Row], is_causal: bool) -> list[SequenceInput]:
-        head = self.runner.head
-        masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
-        return [
-            SequenceInput(
-                (),
-                row.end,
-                self._block_ids(row, number),
-                mask_nodes((row.input_ids[-1], *masks), is_causal),
-                slice(None),
-                max(1, row.first_draft_key),
-            )
-            for number, row in enumerate(rows)
-        ]
-
-    def _block_ids(self, row: Row, number: int) -> tuple[int, ...]:
+    def table_of(self, row: Row, number: int) -> tuple[int, ...]:
         """Return the row's K/V blocks, and spare ones for the masks that these cannot hold."""
         size, block_size = self.runner.head.block_config.size, self.runner.block_size
         missing = -(-(row.end + size) // block_size) - len(row.block_ids)
+        if missing <= 0:
+            return row.block_ids
         first = self._spare_block + number * -(-size // block_size)
-        return (*row.block_ids, *range(first, first + max(0, missing)))
+        return (*row.block_ids, *range(first, first + missing))
+
+    def _rows_of(self, lengths: Sequence[int]) -> Tensor:
+        return to_device(self.runner.head.rows(lengths), self.runner.device)
+
+    def _pass(self, passes: Sequence[Pass], of_head: HeadInputs) -> HeadOutput:
+        assert of_head.rows_N is not None
+        reading = Reading(passes[0], states_at(of_head.before_T, self._target))
+        return self.runner.block(reading, passes[1:], of_head.rows_N)
+
+    def _read(self, one: Pass, taps_TX: Tensor) -> None:
+        """Store the states of texts that the head reads again."""
+        self.runner.store(Reading(one, taps_TX))
+
+
+def _with_blocks(
+    masks: tuple[int, ...], causalities: tuple[bool, ...], fanout: tuple[int, ...], last_token: int = 0
+) -> list[NodeInput]:
+    """Return the nodes of the pass over a text, which has none, and its mask block for each causality."""
+    block = (last_token, *masks)
+    return [NO_NODES, *(mask_nodes(block, is_causal) for is_causal in causalities if fanout)]

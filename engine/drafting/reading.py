@@ -64,11 +64,16 @@ def _part(row: Row, first: int, tokens: tuple[int, ...], end_wanted: bool) -> Se
     return SequenceInput(tokens, first, row.block_ids, NO_NODES, wanted, max(1, row.first_draft_key))
 
 
-def states_before(parts: Sequence[SequenceInput], target: ModelRunner) -> Tensor:
-    """[T, taps * D] the target's states before each input token of a pass."""
-    slots_T = np.concatenate([_slots_before(part, target.block_size) for part in parts])
+def slots_before(parts: Sequence[SequenceInput], target: ModelRunner) -> Tensor:
+    """[T] the slots of the target's states before each input token of a pass; -1 for its nodes."""
+    of_parts = [(_slots_before(part, target.block_size), np.full(len(part.nodes.depths), -1)) for part in parts]
+    return to_device(np.concatenate([slots for both in of_parts for slots in both]), target.device)
+
+
+def states_at(slots_T: Tensor, target: ModelRunner) -> Tensor:
+    """[T, taps * D] the target's states in some slots."""
     assert target.storage.hidden is not None
-    return target.storage.hidden[to_device(slots_T, target.device)]
+    return target.storage.hidden[slots_T]
 
 
 def _slots_before(part: SequenceInput, block_size: int) -> Ints:

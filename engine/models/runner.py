@@ -26,7 +26,6 @@ from engine.models.parallel import Ranks
 class Pass(NamedTuple):
     """A prepared pass."""
 
-    layout: StepLayout
     metadata: AttentionMetadata
     tensors: DevicePass
 
@@ -174,7 +173,7 @@ class ModelRunner:
             moved = upload(layouts, self.block_size, self.device)
         else:
             moved = list(map(on_host, layouts))
-        return [Pass(layout, self._metadata(layout, one), one) for layout, one in zip(layouts, moved, strict=True)]
+        return [Pass(self._metadata(layout, one), one) for layout, one in zip(layouts, moved, strict=True)]
 
     def _metadata(self, layout: StepLayout, tensors: DevicePass) -> AttentionMetadata:
         if self.backend.reads_pages:

@@ -42,7 +42,7 @@ from engine.scheduling.store import BlockStore
 from engine.speculation.verification import RULES
 from engine.step.engine import Engine
 from engine.step.memory import MemoryPlan, blocks_of, plan_memory
-from engine.step.recorded.inputs import StepShape
+from engine.step.recorded.inputs import MOST_NODES, StepShape
 from engine.step.recorded.menu import buffer_bytes, distributions_on
 from engine.step.recorded.menu import menu as menu_of_steps
 from engine.step.recorded.recorder import Graphs, graphs_on
@@ -103,7 +103,6 @@ def assemble(
     kernels = choose(device)
     is_head = kind is not None and kind.is_head
     has_draft_pool = draft is not None and not is_head and config.speculation.draft_window > 0
-    drafts_apart = kind is not None and not kind.is_recorded
     is_recorded = not config.model.enforce_eager and all(is_replayed(part.model, part.choice.paged) for part in parts)
 
     def make(num_blocks: Sequence[int]) -> list[ModelRunner]:
@@ -114,9 +113,9 @@ def assemble(
 
     recordings = _Recordings()
     if is_recorded:
-        drafts, distributions = recorded_drafts(config, draft), distributions_on(device, kernels)
-        steps = menu_of_steps(drafts, config.scheduler.max_num_seqs, distributions, drafts_apart)
-        recordings = _plan_recordings(config, facts, steps, make, graphs_on(device), progress, has_draft_pool)
+        drafts = recorded_drafts(config, draft if kind is not None and kind.is_recorded else None)
+        steps = menu_of_steps(drafts, config.scheduler.max_num_seqs, distributions_on(device, kernels))
+        recordings = _plan_recordings(config, facts, steps, kind, make, graphs_on(device), progress, has_draft_pool)
     token_bytes = [part.shape.token_bytes(part.choice.backend.kv_dtype) for part in parts]
     spare_blocks = [part.num_spare for part in parts]
     memory = plan_memory(config, facts, token_bytes, spare_blocks, recordings.num_bytes, device, has_draft_pool)
@@ -136,7 +135,7 @@ def assemble(
     scheduler = _scheduler(config, target, memory, is_head, has_draft_pool)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
     if recordings.shapes:
-        engine.recorded = RecordedSteps(recordings.graphs, drafter if drafts_apart else None, has_draft_pool)
+        engine.recorded = RecordedSteps(recordings.graphs, kind, has_draft_pool)
         engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
     return engine
 
@@ -175,6 +174,7 @@ def _plan_recordings(
     config: EngineConfig,
     facts: EngineFacts,
     shapes: Sequence[StepShape],
+    kind: DrafterKind | None,
     make: Callable[[Sequence[int]], list[ModelRunner]],
     graphs: Graphs | None,
     progress: Progress,
@@ -185,7 +185,7 @@ def _plan_recordings(
     """
     if graphs is None or config.cache.num_blocks or config.cache.memory_bytes:
         return _Recordings(graphs, shapes, buffer_bytes(shapes, facts.vocab_size), LEAST_FREE)
-    trial = RecordedSteps(graphs, has_draft_pool=has_draft_pool)
+    trial = RecordedSteps(graphs, kind, has_draft_pool)
     progress("measuring the memory of CUDA graphs")
     trial.record(make((1, 1)), shapes, blocks_of(facts.max_model_len, config), progress)
     return _Recordings(graphs, list(trial.steps), trial.num_bytes, 0.0)
@@ -229,7 +229,13 @@ def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
     """
     if isinstance(draft.model, Head):
         config = draft.model.config
-        return DrafterKind(_HEAD_DRAFTERS.get(config.kind, BlockDrafter), config.taps_of(num_layers), is_head=True)
+        make = _HEAD_DRAFTERS.get(config.kind, BlockDrafter)
+        return DrafterKind(
+            make,
+            config.taps_of(num_layers),
+            is_head=True,
+            is_recorded=config.block is None or config.block.size <= MOST_NODES,
+        )
     return DrafterKind(lambda runner, _: ModelDrafter(runner), is_recorded=True)
 
 

@@ -47,10 +47,8 @@ def serving() -> Iterator[DryDevice]:
         yield dry
 
 
-def _menu(_menu: Any, drafts: list[tuple[int, int]], *more: Any) -> list[StepShape]:
-    *_, drafts_apart = more
-    kept = [shape for shape in SHAPES if not shape.num_drafts or len(drafts) > 1]
-    return [shape._replace(drafts_apart=drafts_apart) for shape in kept]
+def _menu(_menu: Any, drafts: list[tuple[int, int]], *_: Any) -> list[StepShape]:
+    return [shape for shape in SHAPES if not shape.num_drafts or len(drafts) > 1]
 
 
 def moved(loaded: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:

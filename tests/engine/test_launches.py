@@ -22,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("launches are counted in Triton's interpreter", allow_module_level=True)
 
 from functools import partial
+from pathlib import Path
 
 import engine.step.eager as stepping
 from analysis.device_model import (
@@ -46,6 +47,9 @@ from tests.attention.test_groups import passes
 from tests.attention.test_paged_attention import in_parts
 from tests.engine import tiny
 from tests.grid import grid
+from tests.heads import folders
+from tests.heads.recording import VOCABULARY
+from tests.heads.test_recorded import HEADS
 from tests.launches import counted_launches
 from tests.models.test_lean import SIZES, randomised
 from tests.wrong import instead
@@ -56,7 +60,7 @@ CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 
 def without_model(_: Any, runner: ModelRunner, prepared: Pass, _drawn_T: Tensor | None = None) -> Tensor:
     """Logits of a pass that launches nothing."""
-    shape = len(prepared.layout.wanted_N), runner.vocab_size
+    shape = len(prepared.tensors.wanted_N), runner.vocab_size
     return torch.linspace(0, 3, shape[0] * shape[1]).view(shape)
 
 
@@ -174,6 +178,23 @@ def test_a_recorded_step_costs_ten_launches(
     assert launches["fill"] == launches["cpu"] == 1
     assert launches["replay"] == (3 if speculation.num_drafts else 2)
     assert launches.total() <= RECORDED_LAUNCHES == 10, launches
+
+
+@pytest.mark.usefixtures("attention_in_torch")
+@pytest.mark.parametrize("name", grid(HEADS, {"eagle3"}))
+def test_a_recorded_step_with_a_head_costs_eight_launches(name: str, tmp_path: Path) -> None:
+    """The head reads accepted tokens again in the next step, so that no K/V of it is moved."""
+    written = HEADS[name](tmp_path / "head")
+    target = folders.load_target(written) if name == "mtp" else folders.target(VOCABULARY, layers=2)
+    speculation = msgspec.structs.replace(CHAINS, draft_length=3)
+    with tiny.with_recorded_steps([(0, 0), (4, 3)]):
+        engine = tiny.build(target, folders.load(written, target))
+    engine.limits = type(engine.limits)(observed_share=0.0)
+    engine.target.storage.kernels = TritonKernels()
+    launches = recorded_step(engine, speculation, 1, None)
+    assert launches["fill"] == launches["cpu"] == 1
+    assert launches["replay"] == 3
+    assert launches.total() <= 8, launches
 
 
 @pytest.mark.usefixtures("attention_in_torch")

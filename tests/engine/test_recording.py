@@ -73,12 +73,14 @@ def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine,
     requests = asked(3, lambda _: chains(2, 3), temperature=1.0)
     seen: dict[StepShape, set[tuple[int, ...]]] = {}
 
-    def noting(logits: Any, step: RecordedStep, *operands: Any) -> Any:
+    def noting(work: Any, step: RecordedStep) -> Any:
+        paged = [one.metadata.paged for one in (*step._work.passes, step._target_pass)]
         parts = [*vars(step).values(), *step._views.values(), *vars(step._chains).values()]
+        parts += [operand for one in paged for operand in one or ()]
         seen.setdefault(step.shape, set()).add(tuple(one.data_ptr() for one in parts if isinstance(one, torch.Tensor)))
-        return logits(step, *operands)
+        return work(step)
 
-    with instead(RecordedStep, "_logits", noting):
+    with instead(RecordedStep, "_draft", noting):
         tiny.run(machine, requests)
     assert len(seen) > 1
     assert all(len(pointers) == 1 for pointers in seen.values())
@@ -141,7 +143,7 @@ class FakeGraphs:
 
 
 def recorded_again(machine: Engine, graphs: FakeGraphs | None = None, most_pages: int = 20) -> RecordedSteps:
-    found = RecordedSteps(graphs)
+    found = RecordedSteps(graphs, machine.recorded._kind)
     assert machine.draft_runner is not None
     found.record([machine.target, machine.draft_runner], menu(RECORDED, 4), most_pages, lambda _: None)
     return found
@@ -278,7 +280,8 @@ def test_memory_that_the_trial_found_is_recorded_into(both: tuple[Engine, Engine
     runners = [both[1].target, both[1].draft_runner]
     counts = []
     for least_free in (0.6, 0.0):
-        found = RecordedSteps(FakeGraphs(free_bytes=50 * 3 * len(shapes), bytes_each=50))
+        graphs = FakeGraphs(free_bytes=50 * 3 * len(shapes), bytes_each=50)
+        found = RecordedSteps(graphs, both[1].recorded._kind)
         found.record(runners, shapes, 20, lambda _: None, least_free)
         counts.append(found.num_recorded)
     assert counts[0] < counts[1] == len(shapes)

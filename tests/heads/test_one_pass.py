@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.drafting import one_pass, reading
-from engine.drafting.one_pass import BlockDrafter, OnePassDrafter
+from engine.drafting.one_pass import BlockDrafter
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.heads import dflash, samplers
 from engine.models.loading import LoadedModel
@@ -158,8 +158,9 @@ def test_tokens_accepted_from_text_drafts_are_read_too(target: LoadedModel, tmp_
     assert largest_error(target, written, expected, recorder, texts, most=25) < 1e-3
 
 
-def draft_row_before(of_depth: Any, drafter: OnePassDrafter, depth: int) -> Any:
-    return of_depth(drafter, depth) - int(depth > 0)
+def draft_row_before(places_of: Any, *operands: Any) -> Any:
+    places = places_of(*operands)
+    return places._replace(draft_rows=tuple(row_N - int(depth > 0) for depth, row_N in enumerate(places.draft_rows)))
 
 
 def without_previous(below: Any, sampler: Any, draft_row_N: Any, previous_N: Any, parent_N: Any) -> Any:
@@ -173,10 +174,10 @@ def all_causal(nodes: Any, tokens: Any, _is_causal: bool) -> Any:
 WRONG: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "states of one layer before": ("dflash, z-lab", CpuDecoder, "_place_of", one_layer_off),
     "states of another token": ("dflash, z-lab", reading, "_slots_before", of_another_token),
-    "another draft row": ("dflash, z-lab", OnePassDrafter, "_of_depth", draft_row_before),
+    "another draft row": ("dflash, z-lab", "engine.drafting.head", "places_of", draft_row_before),
     "a block that is causal": ("dflash, z-lab", one_pass, "mask_nodes", all_causal),
     "no token before": ("dspark", samplers.Markov, "below", without_previous),
-    "memory of another parent": ("dspark, recurrent", one_pass, "parents", of_the_first_parent),
+    "memory of another parent": ("dspark, recurrent", "engine.drafting.head", "places_of", of_the_first_parent),
     "no predecessor": ("dflash2", samplers.Selected, "below", without_previous),
 }
 
@@ -190,7 +191,7 @@ def test_wrong_variants_are_found_out(target: LoadedModel, tmp_path: Path, name:
     assert largest_error(target, written, oracle(written, target), recorder, texts, most=30) > 1e-2
 
 
-def in_the_pool(_block_ids: Any, _: BlockDrafter, row: Any, _number: int) -> tuple[int, ...]:
+def in_the_pool(_table_of: Any, _: BlockDrafter, row: Any, _number: int) -> tuple[int, ...]:
     """Blocks reach into those of others instead of spare ones."""
     return (*row.block_ids, *range(4))
 
@@ -201,7 +202,7 @@ def test_blocks_that_reach_beyond_a_text_s_own_leave_the_others_alone(
 ) -> None:
     written = write(tmp_path / "head", "dflash, z-lab", size=14, scale=0.3)
     one_chain = Speculation(rule="block", num_drafts=1, draft_length=3)
-    with instead(BlockDrafter, "_block_ids", in_the_pool) if is_wrong else nullcontext():
+    with instead(BlockDrafter, "table_of", in_the_pool) if is_wrong else nullcontext():
         recorder, texts = served(target, written, one_chain)
     error = largest_error(target, written, oracle(written, target), recorder, texts, most=30)
     assert (error > 1e-2) == is_wrong

@@ -1,11 +1,13 @@
-"""Recorded steps of engines with a head: the head drafts apart, and the rest of a step is recorded.
+"""Recorded steps of engines with a head, whose drafting is recorded like a draft model's.
 
 Answers are those of eager steps, to the token (`tests/engine/test_recorded_steps.py` explains the comparison).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,20 @@ import torch
 pytest.importorskip("triton")
 
 from engine.attention.tensors import KVTensors
-from engine.drafting.draft import Layout
+from engine.drafting.head import HeadDrafter
+from engine.drafting.one_pass import OnePassDrafter
 from engine.errors import NON_FINITE
 from engine.models.loading import LoadedModel
-from engine.plan import Plan
 from engine.request import Request
 from engine.step import building
 from engine.step.engine import Engine
-from engine.step.recorded import apart, steps
+from engine.step.recorded import inputs
+from engine.step.recorded.inputs import StepInputs, StepShape
 from engine.step.recorded.menu import menu
 from engine.step.recorded.steps import RecordedStep, RecordedSteps
 from tests.engine import test_drafters, tiny
-from tests.engine.test_recorded_steps import asked, chains, compared, stands_in
+from tests.engine import test_output_distribution as output_distribution
+from tests.engine.test_recorded_steps import asked, chains, compared, noted, stands_in
 from tests.engine.test_recording import FakeGraphs, serving
 from tests.grid import grid
 from tests.heads import folders
@@ -37,6 +41,7 @@ from tests.wrong import instead
 BY_THE_KERNEL = "test_answers_are_those_of_eager_steps[dflash]"
 
 
+VOCABULARY_OF_FEW = output_distribution.VOCABULARY
 RECORDED = [(0, 0), (1, 2), (4, 3)]
 SIZES: dict[str, Any] = {"draft_vocabulary": 83, "scale": 0.3, "taps": (0, 1, 2)}
 HEADS: dict[str, Callable[[Path], folders.Written]] = {
@@ -112,56 +117,68 @@ def states_left_out(target: Any, step: Any) -> None:
         target(step)
 
 
-def tokens_of_the_step_before(draft: Any, chains: Any, *operands: Any) -> None:
-    before_CL = chains.tokens_CL.clone()
-    draft(chains, *operands)
-    chains.tokens_CL.copy_(before_CL)
+def of_the_step_before(name: str) -> Callable[..., Any]:
+    """Return a variant that does not refresh an array of drafting steps."""
+
+    def of(right: Any, step: StepInputs, rows: Any) -> Any:
+        own = step._views.get(name)
+        before = None if own is None else own.copy()
+        result = right(step, rows)
+        if own is not None:
+            own[:] = before
+        return result
+
+    return of
 
 
-def distributions_of_the_step_before(draft: Any, chains: Any, *operands: Any) -> None:
-    before_NV = chains.draft.probs_NV.clone()
-    draft(chains, *operands)
-    chains.draft.probs_NV.copy_(before_NV)
+def distributions_of_another_row(draft: Any, step: RecordedStep) -> None:
+    draft(step)
+    step._probs_NV.copy_(step._probs_NV.roll(1, 0))
 
 
-def distributions_of_another_row(draft: Any, chains: Any, *operands: Any) -> None:
-    draft(chains, *operands)
-    chains.draft.probs_NV.copy_(chains.draft.probs_NV.roll(1, 0))
+def masks_that_read_states(right: Any, step: StepInputs, rows: Any) -> Any:
+    result = right(step, rows)
+    if "before" in step._views:
+        step._views["before"].clip(min=0, out=step._views["before"])
+    return result
 
 
-def numbers_of_another_chain(draft: Any, chains: Any, recorded: Any, uniform_LC: torch.Tensor, *operands: Any) -> None:
-    draft(chains, recorded, uniform_LC.roll(1, 1), *operands)
-
-
-WRONG: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "states left out": (RecordedStep, "_target", states_left_out),
-    "tokens of the step before": (steps, "draft_into", tokens_of_the_step_before),
-    "distributions of the step before": (steps, "draft_into", distributions_of_the_step_before),
-    "distributions of another row": (steps, "draft_into", distributions_of_another_row),
-    "numbers of another chain": (steps, "draft_into", numbers_of_another_chain),
+WRONG: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+    "states left out": ("dspark", RecordedStep, "_target", states_left_out),
+    "distributions of another row": ("dspark", RecordedStep, "_draft", distributions_of_another_row),
+    "text of the step before": ("eagle3", StepInputs, "of", of_the_step_before("text")),
+    "states of the step before": ("dflash", StepInputs, "of", of_the_step_before("before")),
+    "masks after the token of the step before": ("dflash", StepInputs, "of", of_the_step_before("block")),
+    "outputs of other rows": ("peagle", StepInputs, "of", of_the_step_before("wanted")),
+    "masks that read states": ("peagle", StepInputs, "of", masks_that_read_states),
 }
 
 
-@pytest.mark.parametrize("wrong", grid(WRONG, {"states left out", "distributions of another row"}))
+@pytest.mark.parametrize("wrong", grid(WRONG, {"states left out", "text of the step before"}))
 def test_wrong_variants_are_found_out(machines: Machines, wrong: str) -> None:
-    if wrong == "states left out" and tiny.DEVICE.type != "cpu":
+    name, *variant = WRONG[wrong]
+    if variant[0] is RecordedStep and tiny.DEVICE.type != "cpu":
         pytest.skip("a graph that is recorded does not call it again")
-    with instead(*WRONG[wrong]), pytest.raises(AssertionError):
-        compared(machines("dspark"), mixed())
+    with instead(*variant), pytest.raises(AssertionError):
+        compared(machines(name), mixed())
+
+
+def num_graphs(shape: StepShape) -> int:
+    return 3 if shape.num_drafts else 2
 
 
 @stands_in
-def test_two_graphs_are_replayed(machines: Machines) -> None:
+def test_graphs_are_replayed(machines: Machines) -> None:
     both, graphs = machines("dspark"), FakeGraphs()
     machine = both[1]
     assert machine.draft_runner is not None
-    replayed = RecordedSteps(graphs, machine.drafter)
-    shapes = menu(RECORDED, 4, drafts_apart=True)
+    replayed = RecordedSteps(graphs, machine.recorded._kind)
+    shapes = menu(RECORDED, 4)
     replayed.record([machine.target, machine.draft_runner], shapes, 20, lambda _: None)
-    assert len(graphs.recordings) == 2 * len(shapes)
+    assert len(graphs.recordings) == sum(map(num_graphs, shapes))
     with serving(machine, replayed):
         served = compared(both, mixed())
-    assert sum(one.num_replays for one in graphs.recordings) == 2 * sum(shape is not None for shape in served)
+    assert sum(one.num_replays for one in graphs.recordings) == sum(map(num_graphs, filter(None, served)))
 
 
 @stands_in
@@ -171,42 +188,78 @@ def test_the_memory_of_graphs_is_planned(tmp_path: Path) -> None:
     head = folders.load(HEADS["dspark"](tmp_path / "head"), target)
     with tiny.with_recorded_steps(RECORDED), instead(building, "graphs_on", lambda *_: graphs):
         machine = tiny.build(target, head, max_num_seqs=2)
-    num_recordings = 2 * len(menu(RECORDED, 2))
+    num_recordings = sum(map(num_graphs, menu(RECORDED, 2)))
     assert len(graphs.recordings) == 2 * num_recordings
     assert machine.facts.memory_plan["graphs"] == 1000 * num_recordings
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("name", ["eagle3", "dflash2"])
+def test_answers_have_the_target_s_distribution(tmp_path: Path, name: str, is_wrong: bool) -> None:
+    """First three tokens of answers, against an enumeration of all texts; drafted by a head of three tokens."""
+    target = folders.target(VOCABULARY_OF_FEW, layers=2, spread=0.25)
+    few = {"vocabulary": VOCABULARY_OF_FEW, "taps": (0, 1, 2)}
+    if name == "eagle3":
+        written = folders.write_eagle(tmp_path / "head", draft_vocabulary=3, **few)
+    else:
+        written = folders.write_block(tmp_path / "head", kind=name, **few)
+    with tiny.with_recorded_steps([(0, 0), (3, 2)]):
+        engine = tiny.build(target, folders.load(written, target), max_model_len=32, max_num_seqs=32)
+    requests = [
+        tiny.request(str(seed), output_distribution.PROMPT, chains(3, 2), 6, temperature=1.0, seed=seed)
+        for seed in range(1600)
+    ]
+    variant = instead(RecordedStep, "_draft", distributions_of_another_row) if is_wrong else nullcontext()
+    with variant, noted() as shapes:
+        runs = [tiny.run(engine, requests[start : start + 32], enough=3) for start in range(0, len(requests), 32)]
+    assert sum(shape is not None and shape.num_drafts == 3 for shape in shapes) >= len(runs)
+    counts = Counter(tuple(tokens[:3]) for run in runs for tokens in run.tokens.values())
+    expected = output_distribution.exact_distribution(target, output_distribution.SAMPLINGS["plain"])
+    assert (output_distribution.g_test(counts, expected) < output_distribution.ALPHA) == is_wrong
+
+
+@stands_in
 def test_a_request_whose_drafts_are_not_finite_ends_alone(machines: Machines) -> None:
-    """Nor do its numbers reach what the others leave unused."""
     plain, machine = machines("dspark")
-    expected = tiny.run(plain, mixed()).tokens
-    seen: list[torch.Tensor] = []
+    expected, calls = tiny.run(plain, mixed()).tokens, 0
 
-    def broken(draw: Any, plan: Plan, drafter: Any, layout: Layout, *operands: Any) -> Any:
-        tokens_CL, drawn_from = draw(plan, drafter, layout, *operands)
-        if not seen:
-            drawn_from.probs_NV[drawn_from.row_CX[0, 0]] = torch.nan
-        return tokens_CL, drawn_from
+    def broken(start: Any, *operands: Any) -> torch.Tensor:
+        nonlocal calls
+        logits_NV: torch.Tensor = start(*operands)
+        calls += 1
+        if calls == 1:
+            logits_NV[0] = torch.nan
+        return logits_NV
 
-    def noting(draft: Any, chains: Any, *operands: Any) -> None:
-        draft(chains, *operands)
-        seen.append(chains.draft.probs_NV.isnan().any(1))
-
-    with instead(apart, "draw_plan", broken), instead(steps, "draft_into", noting):
+    with instead(OnePassDrafter, "start", broken):
         run = tiny.run(machine, mixed(), can_fail=True)
     assert {name: error.code for name, error in run.failed.items()} == {"0": NON_FINITE}
     assert {name: run.tokens[name] for name in "12"} == {name: expected[name] for name in "12"}
-    assert [int(is_nan_N.sum()) for is_nan_N in seen][:2] == [1, 0]
 
 
-def test_a_drafter_of_another_kind_drafts_apart() -> None:
-    """It has a draft model and reads states; without drafts it catches up with the text."""
+def room_for_one_token(draft_passes: Any, *operands: Any) -> Any:
+    nodes_of, *num_text = operands or (lambda *_: (),)
+    return draft_passes(nodes_of, 1 if num_text else 0)
+
+
+@pytest.mark.parametrize(("name", "is_wrong"), [("eagle3", False), ("dflash", False), ("dflash", True)])
+def test_what_a_text_misses_beyond_the_buffers_is_read_before(tmp_path: Path, name: str, is_wrong: bool) -> None:
+    """Long text drafts leave that much; here nothing but the last token has room."""
+    with instead(inputs, "DraftPasses", room_for_one_token):
+        both = built(folders.target(VOCABULARY, layers=2), HEADS[name](tmp_path / "head"))
+    variant = instead(HeadDrafter, "read_before", lambda *_: None) if is_wrong else nullcontext()
+    with variant, pytest.raises(AssertionError) if is_wrong else nullcontext():
+        assert None not in compared(both, mixed())[1:]
+
+
+def test_a_drafter_that_is_not_recorded_drafts_in_eager_steps() -> None:
     target = tiny.llama(1, layers=max(test_drafters.TAPS))
     draft = tiny.perturbed(target, 2, 0.05)
     plain = tiny.build(target, draft, kind=test_drafters.KIND)
     plain.recorded.serves = False
-    with tiny.with_recorded_steps(RECORDED):
-        recorded = tiny.build(target, draft, kind=test_drafters.KIND, max_num_seqs=4)
-    shapes = compared((plain, recorded), mixed())
-    assert {shape.drafts_apart for shape in shapes[1:] if shape} == {True}
-    assert None not in shapes[1:]
+    with tiny.with_paged_models():
+        engine = tiny.build(target, draft, kind=test_drafters.KIND, max_num_seqs=4)
+    assert {shape.num_drafts for shape in engine.recorded.steps} == {0}
+    assert None in compared((plain, engine), asked(2, lambda _: chains(1, 2), temperature=1.0))[1:]
+    assert None not in compared((plain, engine), asked(2, lambda _: tiny.OFF, temperature=1.0))[1:]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.attention.inputs import NO_NODES, Ints, NodeInput, SequenceInput
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, StepLayout
 from engine.attention.tensors import KVShape
 from engine.models import numba_decoder, numba_head
 from engine.models import numba_table as nt
@@ -103,22 +103,23 @@ class HeadDecoder(CpuDecoder, HeadBackend):
             return NO_STATES, states, leaving
         return states, np.empty((len(states), self._arrays[nt.PROJECTION + 2].shape[1]), dtype=np.float32), leaving
 
-    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts and compute whole blocks after them, in one call."""
         one = blocks[0] if blocks else reading.one  # type: ignore[union-attr]
-        layout, num_rows = one.layout, len(one.layout.token_ids_T) if blocks else 0
+        layout = _layout_of(one)
+        num_rows = len(layout.token_ids_T) if blocks else 0
         slots, positions = layout.slots_T[:num_rows], layout.positions_T[:num_rows]
         if reading is not None:
-            read = reading.one.layout
+            read = _layout_of(reading.one)
             slots, positions = np.concatenate([slots, read.slots_T]), np.concatenate([positions, read.positions_T])
         if len(blocks) > 1:
-            self._put(nt.OTHER_WORDS, blocks[1].layout.words)
+            self._put(nt.OTHER_WORDS, _layout_of(blocks[1]).words)
         logits = self.room_for_logits(len(rows_N))
         taps_TX = None if reading is None else reading.taps_TX
         states = self.states_of(taps_TX, len(rows_N), taps_TX is not None)
         ready = self.ready(one.metadata.storage, one.metadata.page_size, len(slots), int(layout.num_keys.sum()))
         tokens, parts = layout.token_ids_T[:num_rows], parts_of(layout.starts, layout.counts)[: None if blocks else 0]
-        numba_decoder.run(*ready, 0, tokens, slots, rows_N, parts, layout.seen, positions, states, logits)
+        numba_decoder.run(*ready, 0, tokens, slots, rows_N.numpy(), parts, layout.seen, positions, states, logits)
         return torch.from_numpy(states[2]), torch.from_numpy(logits)[:, : self.vocab_size]
 
     def term(self, memory_NR: Tensor) -> Tensor:
@@ -164,6 +165,12 @@ def _difference(head: Head, shape: KVShape, backends: Sequence[HeadBackend], blo
     return float(torch.stack(shares).max())  # NaN if one is
 
 
+def _layout_of(one: Pass) -> StepLayout:
+    """Return the layout of a pass that the decoder reads."""
+    assert one.metadata.layout is not None
+    return one.metadata.layout
+
+
 _NUM_READ = 20
 """Rows of the text that a comparison reads."""
 
@@ -198,7 +205,7 @@ def _block(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> 
         ]
         one, *passes = runner.prepare([[read], *([part] for part in after)])
         reading = Reading(one, _numbers(half, head.fc.in_features))
-        found += runner.block(reading, passes, np.arange(block.size))
+        found += runner.block(reading, passes, torch.arange(block.size))
     if _has_term(head):
         found.append(backend.term(_numbers(3, block.markov_rank)))
     return found

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.inputs import Ints
-from engine.kernels.transfer import to_device
 from engine.models.heads.config import BlockConfig, HeadConfig
 from engine.models.heads.head import Head, HeadOutput
 from engine.models.heads.layers import DecoderLayer, Memory, Norm, Rotary, Rotation
@@ -128,8 +127,8 @@ class DFlash(Head):
         if self.markov_head is not None:
             first_SH = None
             if self._reads_anchors:
-                of_row = np.repeat(np.arange(num_rows, num_rows + len(lengths)), lengths)
-                first_SH = output.state_NH[to_device(of_row, state_SH.device)]
+                anchors = zip(output.state_NH[num_rows:], lengths, strict=True)
+                first_SH = torch.cat([state_H.expand(length, -1) for state_H, length in anchors])
             return Markov(self, state_SH, first_SH, logits_SV, vocab_size)
         logits_SV = self.in_target_tokens(logits_SV, vocab_size)
         if self.candidate_selector is not None:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionMetadata
-from engine.attention.inputs import Ints, NodeInput
-from engine.kernels.transfer import to_device
+from engine.attention.inputs import NodeInput
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.heads.head import HeadOutput
 from engine.models.runner import ModelRunner, Pass
 
-_NO_ROWS = np.zeros(0, dtype=np.int64)
+_NO_ROWS = torch.zeros(0, dtype=torch.int64)
 
 
 class Reading(NamedTuple):
@@ -45,7 +44,7 @@ class HeadBackend(Backend):
         """
         raise NotImplementedError
 
-    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts and compute whole blocks after them; return the fields of a `HeadOutput` at some of their rows.
 
         Only heads of the DFlash types. blocks: a pass for each of `BlockConfig.causalities`, or none.
@@ -74,7 +73,7 @@ class TorchHead(TransformersBackend, HeadBackend):
         state_TH = self._model.project(state_TX) if of_target else state_TX
         return self._output(self._model(token_ids_T, state_TH, positions_T, metadata)[wanted_N])
 
-    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> tuple[Tensor, Tensor]:
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
         head = self._model
         if reading is not None:
             one, taps_TX = reading
@@ -84,7 +83,7 @@ class TorchHead(TransformersBackend, HeadBackend):
         by_causality = dict(zip(head.block_config.causalities, (one.metadata for one in blocks), strict=True))
         tensors = blocks[0].tensors
         state_TH = head.block(tensors.token_ids_T, tensors.positions_T, by_causality)
-        return self._output(state_TH[to_device(rows_N, head.device)])
+        return self._output(state_TH[rows_N])
 
     def term(self, memory_NR: Tensor) -> Tensor:
         term_NX: Tensor = self._model.markov_head.markov_w2(memory_NR)
@@ -135,7 +134,7 @@ class HeadRunner(ModelRunner):
         self.backend.block(reading, (), _NO_ROWS)
 
     @torch.inference_mode()
-    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Ints) -> HeadOutput:
+    def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> HeadOutput:
         """Read texts and compute whole blocks after them (`HeadBackend.block`)."""
         return HeadOutput(*self.backend.block(reading, blocks, rows_N))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from engine.drafting.drafter import Drafter
+from engine.drafting.drafter import DrafterKind, RecordedDrafter
 from engine.models.runner import ModelRunner
 from engine.step.recorded.inputs import DRAFT_PAGES, PAGES, StepShape
 
@@ -18,8 +18,9 @@ class Buffers(NamedTuple):
 
     target: ModelRunner
     draft: ModelRunner | None
-    drafter: Drafter | None
-    """Drafts by itself, outside the recorded work; None if the draft model's passes are recorded, or nothing drafts."""
+    drafter: RecordedDrafter | None
+    """None if nothing is drafted in recorded steps."""
+    is_head: bool
     most_pages: int
     spare_blocks: Mapping[str, int]
     """The last block of each model that has a block table: padding writes its K/V to it."""
@@ -30,7 +31,7 @@ class Buffers(NamedTuple):
     @staticmethod
     def of(
         runners: Sequence[ModelRunner],
-        drafter: Drafter | None,
+        kind: DrafterKind | None,
         shapes: Sequence[StepShape],
         most_pages: int,
         has_draft_pool: bool,
@@ -42,4 +43,10 @@ class Buffers(NamedTuple):
         counts = max(shape.num_rows for shape in shapes), max(shape.num_probs for shape in shapes)
         buffers = (torch.zeros((count, target.vocab_size), device=target.device) for count in counts)
         spare_blocks = dict(zip(tables, last_blocks, strict=False))
-        return Buffers(target, draft, drafter, most_pages, spare_blocks, *buffers)
+        if kind is None or draft is None or not kind.is_recorded:
+            return Buffers(target, draft, None, False, most_pages, spare_blocks, *buffers)
+        drafter = cast("RecordedDrafter", kind.make(draft, target))
+        # Masks have blocks that no request holds.
+        masks = [one.tokens for shape in shapes for one in drafter.pass_nodes(shape.fanout, 0)]
+        most_pages += -(-max(map(len, masks)) // target.block_size)
+        return Buffers(target, draft, drafter, kind.is_head, most_pages, spare_blocks, *buffers)

@@ -10,16 +10,16 @@ rows after them see nothing. Their results are not read, and they write K/V to a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.attention.inputs import place, slots_of, words_of
+from engine.attention.inputs import NO_NODES, NodeInput, place, slots_of, words_of
 from engine.drafting.draft import Layout
-from engine.drafting.model import level_nodes
+from engine.drafting.drafter import RecordedDrafter
 from engine.drafting.numbers import SCORE_PART, draw_numbers
 from engine.kernels.transfer import Field, views
 from engine.plan import Row
@@ -64,8 +64,6 @@ class StepShape(NamedTuple):
     """Independent chains of each request; 0 in plain decoding."""
     draft_length: int
     distributions: Distributions
-    drafts_apart: bool = False
-    """Whether the chains are drawn outside the recorded work (`apart.py`)."""
 
     @property
     def fanout(self) -> tuple[int, ...]:
@@ -87,86 +85,65 @@ class StepShape(NamedTuple):
         """Number of draft distributions: one below every root and node from which something is drawn."""
         return self.sequences * (1 + self.num_drafts * (self.draft_length - 1)) if self.num_drafts else 0
 
-    @property
-    def has_draft_passes(self) -> bool:
-        """Whether the draft model's passes are part of the step."""
-        return self.num_drafts > 0 and not self.drafts_apart
-
     def has_room(self, other: StepShape) -> bool:
         """Whether a step of the other shape can run as one of this shape."""
-        if self.drafts_apart and bool(self.num_drafts) != bool(other.num_drafts):
-            return False
         is_enough = self.sequences >= other.sequences and self.draft_length >= other.draft_length
         return is_enough and self.num_drafts >= other.num_drafts and self.distributions.can_make(other.distributions)
 
 
-class PassSize(NamedTuple):
-    """Size of a pass, in which all sequences have the same number of rows."""
-
-    queries: int
-    """Rows of each sequence."""
-    is_text: bool
-    """Whether they are the last tokens of the text, whose K/V is missing."""
+PassNodes = Callable[[tuple[int, ...], int], Sequence[NodeInput]]
 
 
-def passes_of(shape: StepShape) -> list[PassSize]:
-    """Return the draft model's pass over the text, those over its nodes level by level, and the target's."""
-    drafting = [PassSize(NUM_TEXT, True), *[PassSize(shape.num_drafts, False)] * (shape.draft_length - 1)]
-    return [*(drafting if shape.has_draft_passes else ()), PassSize(1 + shape.num_nodes, False)]
+class DraftPasses(NamedTuple):
+    """Passes of the drafting in steps of a shape."""
+
+    nodes_of: PassNodes = lambda *_: ()
+    """`RecordedDrafter.pass_nodes`."""
+    num_text: int = 0
+    """Rows of the first pass for the last tokens of each text, whose draft K/V is missing; its nodes follow them."""
+
+    def sizes(self, shape: StepShape) -> tuple[int, ...]:
+        """Return the rows of each sequence in the passes of drafting, and in the target's."""
+        nodes = [len(one.depths) for one in self.nodes_of(shape.fanout, 0)]
+        return *(count + self.num_text * (not number) for number, count in enumerate(nodes)), 1 + shape.num_nodes
 
 
-class _Rows(NamedTuple):
-    """Rows of a request in one pass."""
-
-    is_used_Q: Bools
-    """Whether the request uses the row; the others are padding."""
-    offset_Q: Ints
-    """Offset of the row's token from the end of the text; the root has -1."""
-    depth_Q: Ints
-    """Depth of the row's node; 0 for the root."""
-    word_Q: Ints
-    """Nodes of the request that the row sees: a bit for each."""
-    num_seen: int
-    """Number of nodes in the cache when the pass attends."""
+_Rows = tuple[Bools, Ints, Ints, Ints, int]
+"""Rows of a request in one pass: the first five arrays of `_Tables`, without the axis of requests."""
 
 
-def _rows(queries: int, offsets: Ints, depths: Ints, seen_QN: Bools) -> _Rows:
-    """Return rows of a pass: those in use, and unused ones after them, up to `queries`."""
+def _rows(queries: int, num_text: int, nodes: NodeInput) -> _Rows:
+    """Return rows of a pass: of the text's last tokens, of nodes, and unused ones after them, up to `queries`."""
+    text, num_seen = np.arange(-num_text, 0), nodes.ancestry.shape[1]
+    offsets = np.concatenate([text, len(nodes.cached_depths) + np.arange(len(nodes.depths))])
+    depths = np.concatenate([text + 1, np.array(nodes.depths, dtype=np.int64)])
     rest = (0, queries - len(offsets))
-    words = words_of([seen_QN], [0], queries)[:, 0]
-    return _Rows(
-        np.arange(queries) < len(offsets), np.pad(offsets, rest), np.pad(depths, rest), words, seen_QN.shape[1]
-    )
+    words = words_of([nodes.ancestry], [num_text], queries)[:, 0]
+    return np.arange(queries) < len(offsets), np.pad(offsets, rest), np.pad(depths, rest), words, num_seen
 
 
-def _rows_of_passes(shape: StepShape, fanout: tuple[int, ...]) -> Iterator[_Rows]:
+def _rows_of_passes(shape: StepShape, passes: DraftPasses, fanout: tuple[int, ...]) -> Iterator[_Rows]:
     """Yield the rows of a request that drafts `fanout`, pass by pass."""
-    for number, (queries, is_text) in enumerate(passes_of(shape)[:-1]):
-        if is_text:
-            text = np.arange(NUM_TEXT)
-            yield _rows(queries, text, 0 * text, np.zeros((NUM_TEXT, 0), dtype=np.bool_))
-        elif number >= len(fanout):
-            nothing = np.zeros(0, dtype=np.int64)
-            yield _rows(queries, nothing, nothing, np.zeros((0, 0), dtype=np.bool_))
-        else:
-            nodes = level_nodes(fanout[:number])
-            offsets = len(nodes.cached_depths) + np.arange(len(nodes.depths))
-            yield _rows(queries, offsets, np.array(nodes.depths), nodes.ancestry)
+    sizes, own = passes.sizes(shape), passes.nodes_of(fanout, 0)
+    for number, queries in enumerate(sizes[:-1]):
+        yield _rows(queries, passes.num_text if number == 0 else 0, own[number] if number < len(own) else NO_NODES)
     tree = drawn_tree(fanout)
-    seen_QN = np.concatenate([np.zeros((1, tree.num_nodes), dtype=np.bool_), tree.ancestry()])
-    yield _rows(1 + shape.num_nodes, np.arange(-1, tree.num_nodes), np.array([0, *tree.depths]), seen_QN)
+    yield _rows(sizes[-1], 1, NodeInput((), tree.depths, (), tree.ancestry()))
 
 
 class _Tables(NamedTuple):
     """Arrays that follow from the draft shapes of all requests of a step; each [S, ...]."""
 
     is_used: Bools
+    """[S, rows of all passes] Whether the request uses the row; the others are padding."""
     offsets: Ints
+    """[S, rows of all passes] Offset of the row's token from the end of the text; the root has -1."""
     depths: Ints
+    """[S, rows of all passes] Depth of the row's node; 0 for the root."""
     words: Ints
-    """[S, rows of all passes] See `_Rows`."""
+    """[S, rows of all passes] Nodes of the request that the row sees: a bit for each."""
     num_seen: Ints
-    """[S, passes] Nodes in the cache."""
+    """[S, passes] Number of nodes in the cache when the pass attends."""
     node_depths: Ints
     """[S, 2, nodes] Depths of the draft model's nodes, and of the target's."""
     tokens: Ints
@@ -180,12 +157,13 @@ class _Tables(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
+def _table_of(shape: StepShape, passes: DraftPasses, fanout: tuple[int, ...]) -> _Tables:
     """Return the tables of one request, without the axis of requests."""
-    used, offsets, depths, words, num_seen = zip(*_rows_of_passes(shape, fanout), strict=True)
+    used, offsets, depths, words, num_seen = zip(*_rows_of_passes(shape, passes, fanout), strict=True)
     tree, num_drafts, length = drawn_tree(fanout), fanout[0] if fanout else 0, len(fanout)
+    drafted = max(((*one.cached_depths, *one.depths) for one in passes.nodes_of(fanout, 0)), key=len, default=())
     node_depths = np.zeros((2, MOST_NODES), dtype=np.int64)
-    node_depths[0, : tree.num_nodes] = np.repeat(np.arange(1, length + 1), num_drafts)
+    node_depths[0, : len(drafted)] = drafted
     node_depths[1, : tree.num_nodes] = tree.depths
     tokens = np.zeros(shape.num_nodes, dtype=np.int64)
     chain_KL = np.arange(num_drafts)[:, None] * shape.draft_length + np.arange(length)
@@ -208,32 +186,49 @@ def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
 
 
 @lru_cache(maxsize=256)
-def tables_of(shape: StepShape, fanouts: tuple[tuple[int, ...], ...]) -> _Tables:
+def tables_of(shape: StepShape, passes: DraftPasses, fanouts: tuple[tuple[int, ...], ...]) -> _Tables:
     """Return the tables of requests that draft these shapes; padding drafts nothing."""
     padded = [*fanouts, *[()] * (shape.sequences - len(fanouts))]
-    return _Tables(*map(np.stack, zip(*(_table_of(shape, fanout) for fanout in padded), strict=True)))
+    return _Tables(*map(np.stack, zip(*(_table_of(shape, passes, fanout) for fanout in padded), strict=True)))
 
 
 class StepInputs:
     """Prepares the numbers of steps of one shape."""
 
     def __init__(
-        self, shape: StepShape, layout: Layout, block_size: int, most_pages: int, spare_blocks: Mapping[str, int]
+        self,
+        shape: StepShape,
+        layout: Layout,
+        block_size: int,
+        most_pages: int,
+        spare_blocks: Mapping[str, int],
+        drafter: RecordedDrafter | None = None,
+        is_head: bool = False,
     ) -> None:
         """layout: of the chains that all S requests draft; most_pages: of the longest text with its drafts;
         spare_blocks: to which padding writes its K/V, by table: `PAGES`, and `DRAFT_PAGES` if the draft model has one.
         """
         self.shape, self._layout = shape, layout
-        self.passes = passes_of(shape)
-        of_target = sum(one.queries for one in self.passes[:-1])
+        self._drafter = drafter if shape.num_drafts else None
+        self._first_key = int(is_head)
+        """Index of the first token with draft K/V: for a head, a text's first token has no state before it."""
+        self.draft_passes, self._num_readable = DraftPasses(), 0
+        if self._drafter is not None and self._drafter.runner is not None:
+            num_text = shape.draft_length + 1 if is_head else NUM_TEXT
+            self.draft_passes = DraftPasses(self._drafter.pass_nodes, num_text)
+            self._num_readable = self._drafter.runner.num_embeddings
+        self.sizes = self.draft_passes.sizes(shape)
+        """Rows of each sequence in every pass; the last is the target's."""
         self._parts = {PAGES: slice(None)}
         """Rows of the passes that use each table."""
-        if DRAFT_PAGES in spare_blocks and shape.has_draft_passes:
+        if DRAFT_PAGES in spare_blocks and self._drafter is not None:
+            of_target = sum(self.sizes[:-1])
             self._parts = {DRAFT_PAGES: slice(of_target), PAGES: slice(of_target, None)}
         self.draft_pages = next(iter(self._parts))
         """Table that the draft model's passes use."""
         self._block_size, self._spare_blocks = block_size, {name: spare_blocks[name] for name in self._parts}
-        self.fields = _fields(shape, self.passes, layout, most_pages, self._parts)
+        nodes = self.draft_passes.nodes_of(shape.fanout, 0)
+        self.fields = _fields(shape, self.sizes, nodes, layout, most_pages, self._parts, is_head)
         self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
         self._views = views(self._flat, self.fields)
         self._written: dict[str, list[tuple[int, ...]]] = {}
@@ -241,6 +236,9 @@ class StepInputs:
         for name, spare_block in self._spare_blocks.items():
             self._views[name][:] = spare_block
             self._written[name] = [()] * shape.sequences
+        self._mask = nodes[0].tokens[0] if nodes and nodes[0].tokens else 0
+        if "block" in self._views:
+            self._views["block"][:] = nodes[-1].tokens
 
     def of(self, rows: Sequence[Row]) -> Array:
         """Return the numbers of a step [words], valid until the next call."""
@@ -249,23 +247,39 @@ class StepInputs:
         end_S = np.ones(count, dtype=np.int64)
         end_S[: len(rows)] = [row.end for row in rows]
         v["root"][: len(rows)] = [row.input_ids[0] for row in rows]
-        self._write_pages(PAGES, [row.block_ids for row in rows])
-        if self.shape.has_draft_passes:
-            for number, row in enumerate(rows):
-                if row.draft_input_ids:
-                    count_S[number], first_S[number] = len(row.draft_input_ids), row.first_draft_key
-                    v["text"][number, : len(row.draft_input_ids)] = row.draft_input_ids
+        drafter, blocks = self._drafter, [row.block_ids for row in rows]
         if self.draft_pages != PAGES:
             self._write_pages(self.draft_pages, [row.draft_table if row.draft_input_ids else () for row in rows])
-        tables = tables_of(self.shape, tuple([row.fanout for row in rows]))
+        elif drafter is not None:
+            blocks = [drafter.table_of(row, number) for number, row in enumerate(rows)]
+        self._write_pages(PAGES, blocks)
+        if drafter is not None:
+            self._fill_text(rows, count_S, first_S)
+        tables = tables_of(self.shape, self.draft_passes, tuple([row.fanout for row in rows]))
         self._fill_passes(tables, count_S, end_S)
         v["ends"][:], v["first keys"][:] = end_S, first_S
         v["node positions"][:] = (end_S - 1)[:, None] + tables.node_depths.swapaxes(0, 1)
-        if self.shape.has_draft_passes:
-            v["wanted"][:] = np.arange(count) * NUM_TEXT + count_S.clip(min=1) - 1
         self._fill_chains(tables)
         self._fill_distributions(rows, end_S, tables.is_dead.ravel())
         return self._flat
+
+    def _fill_text(self, rows: Sequence[Row], count_S: Ints, first_S: Ints) -> None:
+        """Fill the tokens that the first passes of drafting read. count_S, first_S: output, their number and the first
+        visible one.
+        """
+        v, least = self._views, self._first_key
+        v["text"][:] = self._mask
+        for number, row in enumerate(rows):
+            if row.draft_input_ids and (row.fanout or not least):
+                text = row.draft_input_ids[-min(self.draft_passes.num_text, row.end - least) :]
+                count_S[number], first_S[number] = len(text), max(least, row.first_draft_key)
+                v["text"][number, : len(text)] = text
+        last_S = np.arange(len(count_S)) * self.sizes[0] + count_S.clip(min=1) - 1
+        v["wanted"][:] = last_S[:, None] + np.arange(v["wanted"].shape[1])
+        if "block" in v:
+            v["block"][:, 0] = v["root"]
+        for name in v.keys() & {"text", "block"}:
+            np.putmask(v[name], v[name] >= self._num_readable, 0)
 
     def _write_pages(self, name: str, tables: Sequence[tuple[int, ...]]) -> None:
         """Write the block tables that are not those of the last step; padding has spare blocks.
@@ -281,26 +295,34 @@ class StepInputs:
 
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
         """Fill positions, slots and what is seen, for all rows of all passes."""
-        v, size = self._views, self._block_size
-        text, is_used, offsets, depths = slice(0, NUM_TEXT), tables.is_used, tables.offsets, tables.depths
-        if self.shape.has_draft_passes:
-            is_used, offsets, depths = is_used.copy(), offsets.copy(), depths.copy()
-            is_used[:, text] = tables.offsets[:, text] < count_S[:, None]
-            offsets[:, text] -= count_S[:, None]
-            depths[:, text] = offsets[:, text] + 1
+        v, size, row_S1 = self._views, self._block_size, np.arange(len(end_S))[:, None]
+        is_used, offsets, depths, words = tables.is_used, tables.offsets, tables.depths, tables.words
+        first = self.sizes[0] if self._drafter is not None else 0
+        if first:
+            # A request that misses less of its text has its rows further to the left.
+            index_SQ = np.arange(first) + (self.draft_passes.num_text - count_S)[:, None]
+            moved = row_S1, np.minimum(index_SQ, first - 1)
+            is_used, offsets, depths, words = (
+                np.concatenate([one[moved], one[:, first:]], 1) for one in (is_used, offsets, depths, words)
+            )
+            is_used[:, :first] &= index_SQ < first
+            words[:, :first] *= is_used[:, :first]
         places = place(end_S[:, None], np.where(is_used, offsets, -1), np.where(is_used, depths, 0))
-        positions, limits, row_S1 = places.positions, places.limits, np.arange(len(end_S))[:, None]
-        if self.shape.has_draft_passes:
-            limits[:, text] *= is_used[:, text]
+        positions, limits = places.positions, places.limits
+        limits[:, :first] *= is_used[:, :first]
         slots = np.empty_like(positions)
         for name, part in self._parts.items():
             own = slots_of(v[name], row_S1, places.indices[:, part], size)
             slots[:, part] = np.where(is_used[:, part], own, self._spare_blocks[name] * size)
+        if "before" in v:
+            is_text = (is_used & (offsets < 0))[:, :first]
+            before = np.where(is_text, places.indices[:, :first] - 1, 0)
+            v["before"][:] = np.where(is_text, slots_of(v[PAGES], row_S1, before, size), -1)
         start = 0
-        for number, one in enumerate(self.passes):
-            part = slice(start, start + one.queries)
+        for number, queries in enumerate(self.sizes):
+            part = slice(start, start + queries)
             start = part.stop
-            for name, values in (("slots", slots), ("limits", limits), ("words", tables.words)):
+            for name, values in (("slots", slots), ("limits", limits), ("words", words)):
                 v[f"{name} {number}"][:] = values[:, part]
             v[f"counts {number}"][:] = is_used[:, part].sum(1)
             v[f"positions {number}"][:] = v[f"short positions {number}"][:] = positions[:, part]
@@ -331,8 +353,15 @@ class StepInputs:
 
 
 def _fields(
-    shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_pages: int, tables: Iterable[str]
+    shape: StepShape,
+    sizes: Sequence[int],
+    drafted: Sequence[NodeInput],
+    layout: Layout,
+    most_pages: int,
+    tables: Iterable[str],
+    is_head: bool,
 ) -> list[Field]:
+    """Return the arrays of a step. drafted: nodes in the passes of drafting."""
     count, num_chains = shape.sequences, layout.num_chains
     fields = [
         *(Field(name, np.int32, (count, most_pages)) for name in tables),
@@ -348,10 +377,15 @@ def _fields(
     ]
     if shape.num_drafts:
         fields.append(Field("tokens", np.int64, (count, shape.num_nodes)))
-    if shape.has_draft_passes:
-        fields += [Field("text", np.int64, (count, NUM_TEXT)), Field("wanted", np.int64, (count,))]
-    for number, one in enumerate(passes):
-        of_rows = (count, one.queries)
+    if drafted:
+        fields.append(Field("text", np.int64, (count, sizes[0])))
+        fields.append(Field("wanted", np.int64, (count, 1 + len(drafted[0].depths))))
+        if is_head:
+            fields.append(Field("before", np.int64, (count, sizes[0])))
+        if drafted[-1].tokens and len(drafted) > 1:
+            fields.append(Field("block", np.int64, (count, sizes[1])))
+    for number, queries in enumerate(sizes):
+        of_rows = (count, queries)
         fields += [
             Field(f"positions {number}", np.int64, of_rows),
             Field(f"short positions {number}", np.int32, of_rows),

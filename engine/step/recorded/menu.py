@@ -31,7 +31,6 @@ def menu(
     drafts: Sequence[tuple[int, int]],
     most_sequences: int,
     distributions: Sequence[Distributions] = DISTRIBUTIONS,
-    drafts_apart: bool = False,
 ) -> list[StepShape]:
     """Return the shapes that are recorded, with few requests first, because launches weigh most there.
 
@@ -44,9 +43,7 @@ def menu(
         most = min(most_sequences, MOST_ROWS // (1 + nodes)) if nodes <= MOST_NODES else 0
         counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
         shapes += [
-            StepShape(count, chains, length, of_distributions, drafts_apart)
-            for count in counts
-            for of_distributions in distributions
+            StepShape(count, chains, length, of_distributions) for count in counts for of_distributions in distributions
         ]
     return sorted(shapes, key=lambda shape: (shape.sequences, *work(shape)))
 
@@ -56,18 +53,21 @@ def buffer_bytes(shapes: Sequence[StepShape], vocab_size: int) -> int:
     return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_probs for shape in shapes))
 
 
-def shape_of(plan: Plan, drafts_apart: bool = False) -> StepShape | None:
-    """Return the smallest shape that has room for a step; None if such steps are not recorded."""
+def shape_of(plan: Plan, by_head: bool = False) -> StepShape | None:
+    """Return the smallest shape that has room for a step; None if such steps are not recorded.
+
+    by_head: whether a head drafts, which reads the texts that do not draft after the step.
+    """
     rows = plan.rows
-    if not rows or not all(map(_is_usual, rows)) or not (drafts_apart or all(map(_is_read_at_once, rows))):
+    if not rows or not all(map(_is_usual, rows)) or not (by_head or all(map(_is_read_at_once, rows))):
         return None
     # The draft model's first pass is needed even if it only reads.
-    least = int(not drafts_apart and any(row.draft_input_ids for row in rows))
+    least = int(not by_head and any(row.draft_input_ids for row in rows))
     fanouts = {row.fanout for row in rows}
     num_drafts = max([least, *[prod(fanout) for fanout in fanouts if fanout]])
     draft_length = max([least, *map(len, fanouts)])
     distributions = _distributions_of([row.sampling for row in rows])
-    return StepShape(len(rows), num_drafts, draft_length, distributions, drafts_apart)
+    return StepShape(len(rows), num_drafts, draft_length, distributions)
 
 
 def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:

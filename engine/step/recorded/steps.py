@@ -1,10 +1,9 @@
 """Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the device.
 
-The first graph drafts: all passes of the draft model, with the distribution and the draw of every level. The second is
-the target's pass. The third makes the distributions of all nodes and the verdict. Other drafters, such as heads, draft
-before the second graph (`apart.py`). A step runs as the smallest recorded
-shape that has room for its requests and for what each of them drafts. `EagerStep` takes other steps: with prompts, text
-drafts, edited logits, other rules, or more rows than any shape has.
+The first graph drafts: all passes of the draft model or head, with the distribution and the draw of every level. The
+second is the target's pass. The third makes the distributions of all nodes and the verdict. A step runs as the smallest
+recorded shape that has room for its requests and for what each of them drafts. `EagerStep` takes other steps: with
+prompts, text drafts, edited logits, other rules, or more rows than any shape has.
 
 Passes, distributions, draws and the rule are the functions of eager steps. Without CUDA nothing is recorded, and the
 same work is computed on the same padded arrays; the tests use this.
@@ -23,21 +22,20 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionMetadata
-from engine.attention.paged import Paged
+from engine.attention.paged import DevicePass, Paged
 from engine.control.step_work import Shape, StepWork
 from engine.drafting.chains import draw_levels
 from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
-from engine.drafting.drafter import Drafter
+from engine.drafting.drafter import DrafterKind
 from engine.drafting.numbers import noise_of
 from engine.errors import LoadError
 from engine.kernels.protocol import Chains, Filters, ProbsTable
 from engine.kernels.transfer import bits, fill, to_device, views
-from engine.models.runner import ModelRunner
+from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, StepVerdict
 from engine.sampling.distribution import FILTERS, DistributionParameters, distribution
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
-from engine.step.recorded.apart import draft_into
 from engine.step.recorded.buffers import Buffers
 from engine.step.recorded.inputs import NUM_TEXT, PAGES, StepInputs, StepShape
 from engine.step.recorded.menu import shape_of, work
@@ -73,16 +71,26 @@ class RecordedStep:
 
     def __init__(self, shape: StepShape, shared: Buffers) -> None:
         self.shape, self._shared = shape, shared
-        target = shared.target
+        target, self._drafter = shared.target, shared.drafter if shape.num_drafts else None
         self._layout = layout_of((ChainShape(shape.fanout, "iid", "iid"),) * shape.sequences, target.device)
-        self._inputs = StepInputs(shape, self._layout, target.block_size, shared.most_pages, shared.spare_blocks)
+        self._inputs = StepInputs(
+            shape,
+            self._layout,
+            target.block_size,
+            shared.most_pages,
+            shared.spare_blocks,
+            self._drafter,
+            shared.is_head,
+        )
         self._numbers = torch.from_numpy(self._inputs.of([])).to(target.device, copy=True)
         self._views = views(self._numbers, self._inputs.fields)
-        self._fixed = [self._fixed_of(number) for number in range(len(self._inputs.passes))]
+        *draft_passes, self._target_pass = map(self._pass, range(len(self._inputs.sizes)))
         self._parameters = self._parameters_of_rows()
         self._uniform_LC, self._noise = noise_of(self._views["noise"], self._layout.max_length)
         self._probs_NV = shared.draft_probs_NV[: self._layout.num_probs]
         self._logits_NV = shared.logits_NV[: shape.num_rows]
+        self._sequence_N = to_device(np.arange(shape.sequences).repeat(1 + shape.num_nodes), target.device)
+        """The sequence of each row of the target's pass."""
         size = self._layout.num_chains, self._layout.max_length
         self._chains = Chains(
             torch.zeros(size, dtype=torch.int64, device=target.device),
@@ -94,6 +102,10 @@ class RecordedStep:
         )
         num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_probs
         self._result = torch.zeros(num_found, dtype=torch.int64, device=target.device)
+        if self._drafter is not None:
+            before_T = self._views["before"].view(-1) if "before" in self._views else None
+            fanouts = (shape.fanout,) * shape.sequences
+            self._work = self._drafter.work_of(draft_passes, fanouts, before_T, self._views["root"])
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
@@ -102,21 +114,17 @@ class RecordedStep:
 
     def parts(self) -> dict[str, Callable[[], None]]:
         """Return the work that is recorded, in order."""
-        drafting = {"draft": self._draft} if self.shape.has_draft_passes else {}
+        drafting = {} if self._drafter is None else {"draft": self._draft}
         return {**drafting, "target": self._target, "verify": self._verify}
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan) -> Draft:
         """Draft the plan's chains; their tokens stay on the device."""
-        drafter = self._shared.drafter
         fill(self._numbers, self._inputs.of(plan.sampling_rows))
-        if self.shape.has_draft_passes:
+        if self._drafter is not None:
+            self._drafter.read_before(plan, self._inputs.draft_passes.num_text)
             self._replay("draft", self._draft)
-        elif drafter is not None and self.shape.num_drafts:
-            draft_into(self._chains, self._layout, self._uniform_LC, plan, drafter)
-        elif drafter is not None:
-            drafter.begin(plan)  # it may have to catch up
         return self._draft_of(plan)
 
     def forward(self, plan: Plan, draft: Draft | None) -> Tensor:  # noqa: ARG002
@@ -171,18 +179,12 @@ class RecordedStep:
 
     def _draft(self) -> None:
         """Draw all levels, with the functions of eager steps."""
-        assert self._shared.draft is not None
-        v = self._views
-        root_NV = self._logits(self._shared.draft, 0, v["text"].view(-1), v["wanted"]).float()
+        assert self._drafter is not None
+        root_NV = self._drafter.start(self._work)
         tokens_CL = draw_levels(
-            (), self._layout, self._parameters, self._uniform_LC, root_NV, self._below, self._probs_NV
+            (), self._layout, self._parameters, self._uniform_LC, root_NV, self._drafter.below, self._probs_NV
         )
         self._chains.tokens_CL.copy_(tokens_CL)
-
-    def _below(self, depth: int, token_N: Tensor) -> Tensor:
-        """Return the draft model's logits [N, V] below the nodes of a depth."""
-        assert self._shared.draft is not None
-        return self._logits(self._shared.draft, depth, token_N).float()
 
     def _target(self) -> None:
         """Run the target's pass."""
@@ -190,13 +192,16 @@ class RecordedStep:
         token_ids = v["root"].unsqueeze(1)
         if shape.num_drafts:
             token_ids = torch.cat([token_ids, self._chains.tokens_CL.take(v["tokens"])], 1)
-        self._logits_NV.copy_(self._logits(self._shared.target, len(self._fixed) - 1, token_ids.view(-1)))
+        metadata, tensors = self._target_pass
+        logits_NV = self._shared.target.run_on_device(
+            token_ids.view(-1), tensors.positions_T, metadata, tensors.wanted_N
+        )
+        self._logits_NV.copy_(logits_NV)
 
     def _verify(self) -> None:
         """Make the distribution of every node, and apply the rule."""
-        row_N = self._fixed[-1].sequence_T
         target = ProbsTable(
-            distribution(self._logits_NV, self._parameters.select(row_N)),
+            distribution(self._logits_NV, self._parameters.select(self._sequence_N)),
             self._views["nodes"].view(len(self._chains.tokens_CL), -1),
             self._parameters.kernels,
         )
@@ -213,16 +218,18 @@ class RecordedStep:
         found = RULES["bv_race"].verify(self._chains, target, self._noise)
         return found.chain_B, found.accepted_B, found.next_token_B
 
-    def _logits(self, runner: ModelRunner, number: int, token_ids_T: Tensor, wanted_N: Tensor | None = None) -> Tensor:
-        """Return the logits [N, V] of a pass in the model's type, at all its rows if none are named."""
-        v, fixed = self._views, self._fixed[number]
-        is_target = runner is self._shared.target
-        one = self._inputs.passes[number]
+    def _pass(self, number: int) -> Pass:
+        """Return a pass over the buffers."""
+        v, queries, count = self._views, self._inputs.sizes[number], self.shape.sequences
+        is_target, device = number == len(self._inputs.sizes) - 1, self._numbers.device
+        runner = self._shared.target if is_target else self._shared.draft
+        assert runner is not None
+        all_rows = to_device(np.arange(count * queries), device)
         paged = Paged(
             pages=v[PAGES if is_target else self._inputs.draft_pages],
-            starts=fixed.starts,
+            starts=to_device(np.arange(count, dtype=np.int32) * np.int32(queries), device),
             counts=v[f"counts {number}"],
-            first_keys=fixed.zeros if is_target else v["first keys"],
+            first_keys=to_device(np.zeros(count, dtype=np.int32), device) if is_target else v["first keys"],
             ends=v["ends"],
             num_keys=v[f"num keys {number}"],
             node_positions=v["node positions"][int(is_target)],
@@ -230,23 +237,20 @@ class RecordedStep:
             words=v[f"words {number}"].view(-1, 1),
             positions=v[f"short positions {number}"].view(-1),
             page_size=runner.block_size,
-            most_queries=one.queries,
+            most_queries=queries,
             most_keys=self._shared.most_pages * runner.block_size,
             is_padded=True,
         )
+        wanted_N, token_ids_T, drawn_M = all_rows, all_rows, all_rows
+        if not is_target:
+            known = "text" if number == 0 else "block"
+            if number == 0:
+                wanted_N = v["wanted"].view(-1)
+            if known in v:
+                token_ids_T, drawn_M = v[known].view(-1), all_rows[:0]
         metadata = AttentionMetadata(runner.storage, v[f"slots {number}"].view(-1), paged=paged)
-        wanted_N = fixed.rows if wanted_N is None else wanted_N
-        return runner.run_on_device(token_ids_T, v[f"positions {number}"].view(-1), metadata, wanted_N)
-
-    def _fixed_of(self, number: int) -> _Fixed:
-        queries, count = self._inputs.passes[number].queries, self.shape.sequences
-        device = self._shared.target.device
-        return _Fixed(
-            starts=to_device(np.arange(count, dtype=np.int32) * np.int32(queries), device),
-            zeros=to_device(np.zeros(count, dtype=np.int32), device),
-            rows=to_device(np.arange(count * queries), device),
-            sequence_T=to_device(np.arange(count).repeat(queries), device),
-        )
+        positions_T, slots_T = v[f"positions {number}"].view(-1), v[f"slots {number}"].view(-1)
+        return Pass(metadata, DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged))
 
     def _parameters_of_rows(self) -> DistributionParameters:
         """Return the parameters of the S requests; they lie in the buffer."""
@@ -256,27 +260,17 @@ class RecordedStep:
         return DistributionParameters(self._views["temperature"], any_greedy, False, filters, target.kernels)
 
 
-class _Fixed(NamedTuple):
-    """Arrays of a pass that do not change."""
-
-    starts: Tensor
-    zeros: Tensor
-    rows: Tensor
-    sequence_T: Tensor
-    """The sequence of each row."""
-
-
 class RecordedSteps:
     """The recorded steps of an engine."""
 
     def __init__(
-        self, graphs: Graphs | None = None, drafter: Drafter | None = None, has_draft_pool: bool = False
+        self, graphs: Graphs | None = None, kind: DrafterKind | None = None, has_draft_pool: bool = False
     ) -> None:
-        """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere. drafter: drafts apart;
-        None if the draft model's passes are recorded, or there is none. has_draft_pool: whether the draft model has
-        other blocks than the target.
+        """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere. kind: of the drafter;
+        None if nothing is drafted. has_draft_pool: whether the draft model has other blocks than the target.
         """
-        self._graphs, self._drafter, self._has_draft_pool = graphs, drafter, has_draft_pool
+        self._graphs, self._kind, self._has_draft_pool = graphs, kind, has_draft_pool
+        self._is_head = kind is not None and kind.is_head
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
         """The recorded step for each smallest shape; None if there is none."""
@@ -297,7 +291,7 @@ class RecordedSteps:
         """Return the step that carries out a plan; None if no recorded shape has room for it."""
         if not self.steps or not self.serves:
             return None
-        wanted = shape_of(plan, drafts_apart=self._drafter is not None)
+        wanted = shape_of(plan, self._is_head)
         if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
             return None
         if wanted not in self._chosen:
@@ -312,7 +306,7 @@ class RecordedSteps:
         """
         if not self.steps or not self.serves:
             return False
-        reads_much = self._drafter is None and work.read > (NUM_TEXT - 1) * work.drafting
+        reads_much = not self._is_head and work.read > (NUM_TEXT - 1) * work.drafting
         if work.prompt or reads_much:
             return True
         drafts = work.shape, -(-work.nodes // max(1, work.drafting))
@@ -341,13 +335,13 @@ class RecordedSteps:
         self._most_pages = most_pages
         graphs = self._graphs or graphs_on(runners[0].device)
         if graphs is None:
-            shared = Buffers.of(runners, self._drafter, shapes, most_pages, self._has_draft_pool)
+            shared = Buffers.of(runners, self._kind, shapes, most_pages, self._has_draft_pool)
             self.steps = {shape: RecordedStep(shape, shared) for shape in shapes}
             return
         with graphs.recorder() as record:
             free_bytes = graphs.free_bytes()
             try:
-                shared = Buffers.of(runners, self._drafter, shapes, most_pages, self._has_draft_pool)
+                shared = Buffers.of(runners, self._kind, shapes, most_pages, self._has_draft_pool)
                 wait = find_wait(graphs, _one_of_each_kind(shapes, shared))
                 if wait is not None:
                     log.warning(HOST_WAITS, wait)
