@@ -9,6 +9,7 @@ from typing import Any
 from analysis.loading import load_pair
 from analysis.pair import answers_of
 from engine.request import Speculation
+from engine.scheduling.outcome import Outcome
 from loadtest.environment import environment
 
 TEMPERATURES = (1.0, 0.0)
@@ -34,29 +35,29 @@ def served_acceptance(
     found: dict[str, Any] = {"rule": RULE, "draft_length": draft_length, "prompts": len(kept), "answer_tokens": tokens}
     for temperature in TEMPERATURES:
         answers = answers_of(engine, kept, speculation, temperature, tokens)
-        found[f"temperature {temperature:g}"] = acceptance([step for answer in answers for step in answer.steps])
+        found[f"temperature {temperature:g}"] = acceptance([step for answer in answers for _, step in answer.steps])
     plain = answers_of(engine, kept, Speculation(), 0.0, tokens)
     equal = [one.tokens == other.tokens for one, other in zip(answers, plain, strict=True)]
     found["greedy_answers_equal_plain"] = sum(equal) / len(equal)
     return found | {"environment": environment()}
 
 
-def acceptance(steps: Sequence[Any]) -> dict[str, Any]:
+def acceptance(steps: Sequence[Outcome]) -> dict[str, Any]:
     """Acceptance by depth, given that the depths above were accepted, and tokens of a pass.
 
     The first token of an answer is not drafted: a head reads the target's states, and there are none yet.
     """
-    drafted = [step for step in steps if step.drafted]
-    longest = max((step.drafted for step in drafted), default=0)
+    drafted = [step for step in steps if step.draft_length]
+    longest = max((step.draft_length for step in drafted), default=0)
     by_depth = []
     for depth in range(longest):
-        reached = [step for step in drafted if step.drafted > depth and step.accepted >= depth]
-        accepted = sum(step.accepted > depth for step in reached)
+        reached = [step for step in drafted if step.draft_length > depth and step.num_accepted >= depth]
+        accepted = sum(step.num_accepted > depth for step in reached)
         by_depth.append(round(accepted / len(reached), 4) if reached else None)
-    emitted = sum(step.emitted for step in drafted)
+    emitted = sum(len(step.token_ids) for step in drafted)
     return {
         "acceptance_by_depth": by_depth,
-        "accepted_per_pass": round(sum(step.accepted for step in drafted) / max(1, len(drafted)), 4),
+        "accepted_per_pass": round(sum(step.num_accepted for step in drafted) / max(1, len(drafted)), 4),
         "tokens_per_pass": round(emitted / max(1, len(drafted)), 4),
         "passes": len(drafted),
     }

@@ -37,7 +37,7 @@ class NumbaKernels(Kernels):
     def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
         if not (chains.max_length and self.takes_logits(target.probs_NV)):
             return super().race(chains, target, noise)
-        verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64)
+        verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=chains.length_C.device)
         operands = (
             *(chains.tokens_CL, chains.length_C, chains.request_C),
             *(target.probs_NV, target.row_CX, chains.draft.probs_NV, chains.draft.row_CX),

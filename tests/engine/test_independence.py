@@ -13,6 +13,7 @@ from engine.plan import LogitContext
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling import rows
 from engine.scheduling.sequence import Sequence
+from engine.text_counts import TextCounts
 from tests.engine import tiny
 from tests.wrong import instead
 
@@ -74,7 +75,7 @@ def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyp
     assert grown.num_preemptions > 0
 
     def counted_anew(text_of: Any, sequence: Sequence) -> LogitContext | None:
-        return dataclasses.replace(text, counts=None) if (text := text_of(sequence)) else None
+        return dataclasses.replace(text, counts=TextCounts(text.num_prompt)) if (text := text_of(sequence)) else None
 
     with instead(rows, "text_of", counted_anew):
         assert tiny.run(tiny.build(*pair), requests).tokens == grown.tokens

@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from engine.drafting import chains, draft
+from engine.kernels.protocol import Filters
 from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from engine.speculation.rule_facts import MOST_LIKELY
@@ -111,7 +112,7 @@ def unfiltered() -> AbstractContextManager[Any]:
     """Walk by the target's distribution before its filters."""
 
     def without_filters(node_distributions: Any, rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any) -> Any:
-        return node_distributions(rows, nodes, logits_NV, replace(parameters, values={}))
+        return node_distributions(rows, nodes, logits_NV, replace(parameters, filters=Filters()))
 
     return instead(target, "node_distributions", without_filters)
 
