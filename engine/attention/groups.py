@@ -3,7 +3,7 @@
 A call for every sequence costs more than its work. Sequences of about the same size are padded to one shape here, and
 one call serves them all. Their keys and values are gathered into a buffer, which every layer uses again. It is small
 enough to stay in the processor's cache. Long prompts and lone sequences are groups of one: they are not padded, and not
-gathered if their blocks follow each other. Score softcapping and attention sinks are for the models that have them.
+gathered if their blocks follow each other.
 """
 
 from __future__ import annotations

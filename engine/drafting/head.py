@@ -102,6 +102,8 @@ class HeadDrafter:
             ]
             for number in range(1, max(map(len, nodes)))
         )
+        if not self._wants_ends:  # such a pass has no nodes, and may be of fewer rows
+            return [list(last), *later]
         return [[replace(part, nodes=own[0]) for part, own in zip(last, nodes, strict=True)], *later]
 
     def _read_all(self, reading: Sequence[Sequence[SequenceInput]]) -> None:

@@ -38,11 +38,12 @@ def import_torchao() -> None:
 
     is_torchao_available.cache_clear()
     # It warns of libraries for layouts that are not served, and torch of names that it registers.
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         importlib.reload(quantizer_torchao)
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.drafting import one_pass, reading
+from engine.drafting import head, one_pass, reading
 from engine.drafting.one_pass import BlockDrafter
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.heads import dflash, samplers
@@ -78,6 +78,23 @@ def test_logits_are_those_of_the_formulas(target: LoadedModel, tmp_path: Path, n
     written = write(tmp_path / "head", name)
     recorder, texts = served(target, written, SPECULATIONS["chains"], few=True)
     assert largest_error(target, written, oracle(written, target), recorder, texts, most=20) < 1e-3
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_texts_are_read_in_passes_of_bounded_size(target: LoadedModel, tmp_path: Path, name: str) -> None:
+    num_cut = 0
+
+    def short(readings: Any, rows: Any, ends_wanted: bool) -> Any:
+        nonlocal num_cut
+        passes = readings(rows, ends_wanted, most_rows=2)
+        num_cut += bool(rows) and bool(rows[0].fanout) and len(passes) > 1
+        return passes
+
+    written = write(tmp_path / "head", name)
+    with instead(head, "readings", short):
+        recorder, texts = served(target, written, SPECULATIONS["chains"], few=True)
+    assert num_cut > 0
+    assert largest_error(target, written, oracle(written, target), recorder, texts, most=12) < 1e-3
 
 
 FLAGS: list[tuple[str, dict[str, Any]]] = [
