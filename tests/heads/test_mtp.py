@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.attention.tensors import NORMED
 from engine.config import MTP, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.drafting import eagle, reading
+from engine.drafting import reading
 from engine.drafting.eagle import EagleDrafter
 from engine.errors import ConfigError, LoadError
 from engine.models import taps
@@ -71,7 +71,7 @@ def without_norm(forward: Any, module: Mtp, *rows: Any) -> Any:
 WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "states before the final norm": (taps, "_hook", before_the_norm),
     "states of another token": (reading, "_slots_before", of_another_token),
-    "states of another parent": (eagle, "parents", of_the_first_parent),
+    "states of another parent": ("engine.drafting.head", "places_of", of_the_first_parent),
     "accepted rows as they were drafted": (Scheduler, "_append", keeping_drafts),
     "state before embedding": (Mtp, "forward", joined_the_other_way),
     "states without the module's norm": (Mtp, "forward", without_norm),

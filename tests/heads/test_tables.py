@@ -18,6 +18,7 @@ from engine.drafting import one_pass, tables
 from engine.drafting.draft import ChainShape, Draft, layout_of
 from engine.drafting.levels import Levels
 from engine.fixed_edits import FixedEdits
+from engine.kernels.protocol import Filters
 from engine.kernels.torch_kernels import TORCH
 from engine.models.heads.samplers import Tables
 from engine.plan import LogitContext, Plan, Row
@@ -277,7 +278,7 @@ def base_of_another_row(draw_below: Any, levels: Any, base_SX: Any, *of: Any) ->
 def terms_without_filters(draw_below: Any, *of: Any) -> Any:
     *before, parameters, uniform_LC, probs_NV = of
     tokens_CL = draw_below(*of)
-    draw_below(*before, replace(parameters, values={}, largest={}), uniform_LC, probs_NV)
+    draw_below(*before, replace(parameters, filters=Filters()), uniform_LC, probs_NV)
     return tokens_CL
 
 
