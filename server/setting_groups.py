@@ -94,6 +94,11 @@ def rates_of(text: str) -> list[tuple[int, float]]:
 class _Group(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split())
+
 
 class GeneralSettings(_Group):
     """general"""

@@ -112,6 +112,18 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert anchor in slugs, link
 
 
+@pytest.mark.parametrize("folder", ["engine", "server", "analysis", "loadtest", "demo", "docs"])
+def test_modules_that_texts_name_exist(folder: str) -> None:
+    """In backticks, with any part of the path before the name; the log may name what is gone."""
+    tops = ("engine", "server", "analysis", "loadtest", "demo", "tests", "deploy", "examples")
+    modules = " ".join(f"/{path.relative_to(ROOT)}" for top in tops for path in (ROOT / top).rglob("*.py")) + " "
+    texts = [path for ending in ("py", "md") for path in (ROOT / folder).rglob(f"*.{ending}") if path.name != "log.md"]
+    assert texts
+    for path in texts:
+        for name in re.findall(r"`([\w/]+\.py)`", path.read_text()):
+            assert f"/{name} " in modules, (path.name, name)
+
+
 def test_pages_name_every_analysis_and_no_other() -> None:
     """One verb after `polydraft analyze`, or several with commas."""
     named = [

@@ -6,8 +6,9 @@ next L - tau - 1 positions therefore follow p'(x|v) = norm_x (P_v p(x|v) - G_vx)
 of the target and G that of the selected chain, both since the block began. A later block inside the window uses p' as
 its target and may cause another change, so changes nest: one *shift* each, oldest first.
 
-G is that of the chain which the score race selects among K (`race.py`); with one chain G is the draft law. With
-f_K(t) = 1 - (1 - t)^K and all joint probabilities divided by P_v, a node's *state* is (r, u, carry, gamma):
+G is that of the chain which the score race selects among K (`verification/chain_rules.py`); with one chain G is the
+draft law. With f_K(t) = 1 - (1 - t)^K and all joint probabilities divided by P_v, a node's *state* is
+(r, u, carry, gamma):
   r = Q_v/P_v, u = the ceiling min(1, min R), gamma = G_v/P_v, carry = what its parent hands down;
   m = min(p u, r q);  u_x = m/p;  e = (r q - m)+;  kappa = e/sum e;  eta = (f_K(u) - sum p f_K(u_x))+ + carry;
   g = p f_K(u_x) + kappa eta = G_vx/P_v;   child x: (r q_x/p_x, u_x, kappa_x eta/p_x, g_x/p_x).

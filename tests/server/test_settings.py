@@ -173,7 +173,9 @@ def test_the_engine_is_told_what_was_set() -> None:
 
 def test_every_setting_is_described() -> None:
     """`--help` explains each flag."""
+    shown = Serve.model_json_schema()["properties"]
     assert all(field.description for field in Serve.model_fields.values())
+    assert not [name for name, field in shown.items() if "\n" in field["description"]]
 
 
 def test_spaces_and_line_ends_around_keys_are_no_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
