@@ -209,6 +209,35 @@ def test_keys_before_the_first_are_not_seen() -> None:
     check(operands(torch.float32, 130, first_key=77), ScoreOptions(), 1e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_of_recorded_steps_see_no_keys_before_a_draft_window(parts: int) -> None:
+    """Every sequence has room for as many rows, as in recorded steps; it uses fewer."""
+    sequences, storage, query, _ = operands(torch.float32, 130, first_key=77, nodes=4)
+    paged = paged_of(sequences)
+    most = paged.most_queries + 3
+    rows = torch.cat([most * i + torch.arange(count) for i, count in enumerate(paged.counts.tolist())]).to(tiny.DEVICE)
+    num_rows = most * len(sequences)
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_zeros((num_rows, *tensor.shape[1:])).index_copy(0, rows, tensor)
+
+    paged = paged._replace(
+        **{name: padded(getattr(paged, name)) for name in ("words", "limits", "positions")},
+        starts=torch.arange(len(sequences), dtype=torch.int32, device=tiny.DEVICE) * most,
+        most_queries=most, most_keys=400, total_keys=0, num_scores=0, is_padded=True,
+    )  # fmt: skip
+    queries = padded(query[0].transpose(0, 1)).transpose(0, 1)[None]
+    expected = reference(sequences, storage, query, None, ScoreOptions())
+
+    def error(paged: Paged) -> torch.Tensor:
+        with in_parts(parts):
+            found = triton_attention.attend_paged(paged, storage, 0, queries, None, ScoreOptions(), None)[0]
+        return (found[rows].cpu().double() - expected).abs().max()
+
+    assert error(paged) < 1e-5
+    assert not error(paged._replace(first_keys=torch.zeros_like(paged.first_keys))) < 1e-3
+
+
 def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
     parts, storage, query, window = case
     paged = paged_of(parts)
