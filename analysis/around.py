@@ -166,10 +166,10 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
 class Version:
     """Process that serves with one version of the project on request."""
 
-    def __init__(self, tree: Path | None, settings: str) -> None:
-        """tree: folder of the project, None is this one; settings: JSON of the options of the pair and its prompts."""
+    def __init__(self, tree: Path | None, flags: Sequence[str]) -> None:
+        """tree: folder of the project, None is this one; flags: of the pair and its prompts, as older versions have."""
         environ = os.environ if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
-        command = [sys.executable, "-P", "-m", "analysis.around", settings]
+        command = [sys.executable, "-P", "-m", "analysis.around", *flags]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=environ, cwd=tree, stdin=pipe, stdout=pipe, text=True)
 
@@ -228,9 +228,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all cells."""
     names = ("target", "draft", "dtype", "device", "threads", "prompt_length")
-    settings = json.dumps({name: getattr(options, name) for name in names})
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     trees = {"before": options.beside, "now": None} if options.beside else {"now": None}
-    versions = {name: Version(tree, settings) for name, tree in trees.items()}
+    versions = {name: Version(tree, flags) for name, tree in trees.items()}
     cells = [(count, float(text)) for text in options.temperatures.split(",") for count in options.concurrency]
     turns: dict[tuple[int, float, str], list[TurnSums]] = defaultdict(list)
     order = random.Random(0)
@@ -258,11 +259,14 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve turns as requested on standard input; the argument: the settings of `Version`."""
+    """Serve turns as requested on standard input, with the flags of `Version`."""
+    parser = argparse.ArgumentParser()
+    add_pair_arguments(parser)
+    parser.add_argument("--prompt-length", type=int)
     # As a script this module has two names; its parts are looked up under the other one.
     module = importlib.import_module("analysis.around")
     shares = module.Shares()
-    turn = module._served(argparse.Namespace(**json.loads(sys.argv[1])), shares)
+    turn = module._served(parser.parse_args(), shares)
     shares.install()
     for line in sys.stdin:
         print(json.dumps(turn(*json.loads(line))), flush=True)
