@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,24 @@ def test_every_part_names_modules_and_tests_that_exist() -> None:
         tests = [*part.get("tests", []), *part.get("daemons", [])]
         assert tests
         assert all(Path(test).exists() for test in tests), tests
+
+
+def words_without_tests(part: dict[str, Any]) -> list[str]:
+    """Words of a part's `-k` that no name of its files and tests has, and that is no case in quotes."""
+    options = part.get("options", [])
+    chosen = options[options.index("-k") + 1] if "-k" in options else ""
+    files = [Path(test) for test in part.get("tests", [])]
+    text = " ".join(f"{file.stem} {file.read_text()}" for file in files) if chosen else ""
+    names = " ".join(re.findall(r'\btest_\w+|"\w+"', text)).lower()
+    return [
+        word for word in re.findall(r"\w+", chosen) if word not in {"and", "or", "not"} and word.lower() not in names
+    ]
+
+
+def test_every_word_that_chooses_tests_is_in_the_name_of_one() -> None:
+    assert [word for part in PARTS for word in words_without_tests(part)] == []
+    gone = {"tests": ["tests/engine/test_verification_parts.py"], "options": ["-k", "stay_within or not race_takes"]}
+    assert words_without_tests(gone) == ["race_takes"]
 
 
 @pytest.mark.parametrize(
