@@ -1,7 +1,8 @@
 """Kernels of a CPU are right on processors with AVX-512, with AVX2 and with neither, whichever one runs the tests.
 
 Numba, oneDNN and torch read the processor's features when they are imported, so the tests of the kernels run once more
-in a process that is limited to fewer of them.
+in a process that is limited to fewer of them. With the block width of the machine, Numba is not limited: its kernels
+are those that are compiled already, for all features of the machine.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ sys.exit(status)
 def limited_to(name: str, is_at_hand: bool) -> dict[str, str]:
     """Environment in which kernels are compiled for this processor, and new memory is filled with -1.7e38.
 
-    is_at_hand: whether the machine's own kernels, which are compiled already, have blocks of this width.
+    is_at_hand: whether the machine's own kernels have blocks of this width; these run then, for all its features, and
+    only oneDNN and torch are limited.
     """
     processor, features, onednn, torch_capability = PROCESSORS[name]
     limits = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features)}
@@ -86,7 +88,7 @@ def test_kernels_are_right_on_this_processor(name: str) -> None:
     assert run.returncode == 0, f"with {name}:\n{run.stdout[-4000:]}{run.stderr[-2000:]}"
     *_, counts, blocks = run.stdout.splitlines()
     assert " passed" in counts
-    # Kernels are compiled for the processor that Numba is limited to.
+    # Kernels have the blocks of this class, whether Numba is limited to it or the machine is of it.
     assert blocks == f"blocks {block} {most_rows}"
 
 
