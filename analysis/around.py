@@ -47,7 +47,7 @@ PARTS = {
     "pass inputs": (
         "engine.step.eager:target_inputs",
         "engine.models.runner:ModelRunner.forward",
-        "engine.drafting.model:ModelDrafter._prepare",
+        "engine.drafting.model:ModelDrafter.begin",
     ),
     "passes": ("engine.models.runner:ModelRunner.run",),
     "draft loop": ("engine.drafting.chains:draw_levels", "engine.drafting.model:ModelDrafter.draw"),
