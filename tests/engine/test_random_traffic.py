@@ -10,7 +10,9 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ import pytest
 import torch
 
 from engine.attention.attention import HOOK
+from engine.drafting import eagle, head
 from engine.errors import RequestError
 from engine.models.loading import LoadedModel
+from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.scheduling.outcome import Outcome, read_logprobs
 from engine.scheduling.request_checks import check_requests
@@ -33,6 +37,7 @@ from tests.engine import tiny
 from tests.engine.test_output_distribution import edited_by_hand
 from tests.grid import grid
 from tests.heads import folders
+from tests.scheduling.test_scheduler import Whims
 from tests.wrong import instead
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -326,6 +331,57 @@ def test_a_draft_window_changes_no_certain_answer(tmp_path: Path, seed: int) -> 
     crowded = build_crowded(pair, caps, r, draft_window=r.choice([1, 2, 3]))
     together = run(crowded, certain, r)
     assert any(outcome.num_accepted for outcomes in together.outcomes.values() for outcome in outcomes)
+    for one in certain:
+        assert together.tokens(one.request_id) == expected.tokens(one.request_id), one
+
+
+class RandomShapes(Whims):
+    """A controller that changes its choice at random steps."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self._random = r
+
+    def choose(self, *_: object) -> None:
+        if self._random.random() < 0.4:
+            shape = self._random.choice([(0, 0), (0, 0), (1, 2), (2, 2), (4, 3)])
+            self.tell(*shape, beside=self._random.random() < 0.5)
+
+
+@pytest.mark.usefixtures("attention_in_torch")
+@pytest.mark.parametrize(
+    ("kind", "is_recorded", "seed"),
+    grid(product(["eagle3", "dspark", "mtp"], [False, True], range(6)), {("dspark", False, 0), ("eagle3", True, 1)}),
+)
+def test_changing_shapes_change_no_certain_answer(tmp_path: Path, kind: str, is_recorded: bool, seed: int) -> None:
+    """Heads read what they have missed in passes of a few tokens when their requests draft again."""
+    r, pair, caps = random.Random(seed), make(kind, tmp_path / "head"), (4, 3, 4)
+    plain = build(pair, caps)
+    asked = Speculation(num_drafts=4, draft_length=3, adaptive=True)
+    certain = [
+        msgspec.structs.replace(one, speculation=asked, prediction=())
+        for one in some_requests(r, plain, 40)
+        if one.sampling.is_certain and not one.reports_drafts
+    ]
+    expected = run(plain, [msgspec.structs.replace(one, speculation=tiny.OFF) for one in certain], r)
+    num_cut, most_rows = 0, r.choice([2, 7])
+
+    def short(readings: Any, rows: Sequence[Row], ends_wanted: bool) -> Any:
+        nonlocal num_cut
+        passes = readings(rows, ends_wanted, most_rows)
+        num_cut += len(passes) > 1 and bool(rows[0].fanout)
+        return passes
+
+    with ExitStack() as patches:
+        if is_recorded:
+            patches.enter_context(tiny.with_recorded_steps([(0, 0), (1, 2), (4, 3)]))
+        crowded = build_crowded(pair, caps, r)
+        crowded.scheduler.controller = RandomShapes(r)
+        for module in (head, eagle):
+            patches.enter_context(instead(module, "readings", short))
+        together = run(crowded, certain, r)
+    assert num_cut > 0
+    assert any(outcome.num_nodes for outcomes in together.outcomes.values() for outcome in outcomes)
     for one in certain:
         assert together.tokens(one.request_id) == expected.tokens(one.request_id), one
 
