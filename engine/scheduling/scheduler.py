@@ -195,7 +195,7 @@ class Scheduler:
         drafts = self.controller.drafts_with_prompt(sum(part.num_known - part.emits for part in parts.values()))
         for part in adaptive:
             # The last token of an answer is not drafted, so nothing of the shape may remain.
-            fanout, draft_chunk = self.controller.fanout(part.sequence)[: part.sequence.num_remaining - 1], 0
+            fanout, draft_chunk = self.controller.fanout(part.sequence)[: max(0, part.sequence.num_remaining - 1)], 0
             if fanout and (not drafts or self.draft_prefill.is_far(part.sequence)):
                 fanout, draft_chunk = (), self.draft_prefill.chunk
             elif not fanout and part.num_known > 1:

@@ -127,3 +127,15 @@ def test_shapes_are_chosen_for_exactly_those_that_emit(lengths: tuple[int, ...],
         emitting.append(len(plan.sampling_rows))
         scheduler.commit(plan, verdict(plan))
     assert noting.chosen_for == emitting
+
+
+def test_blocks_of_a_prompt_without_an_answer_are_read_as_published() -> None:
+    """The wrong variant replaces the planned row by one that reads nothing, after its blocks are published as read."""
+    scheduler, whims = build(), Whims()
+    scheduler.controller = whims
+    whims.tell(2, 3)
+    speculation = Speculation(num_drafts=2, draft_length=3, adaptive=True)
+    scheduler.submit(msgspec.structs.replace(request("none", 3 * BLOCK_SIZE, 0), speculation=speculation))
+    [row] = scheduler.plan().rows
+    assert not row.fanout
+    assert len(row.draft_input_ids) == len(row.input_ids) == 3 * BLOCK_SIZE
