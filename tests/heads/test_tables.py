@@ -87,6 +87,17 @@ def laws_along(draft: Draft) -> list[Tensor]:
     ]
 
 
+def drawn_both_ways(engine: Engine) -> tuple[Draft, Draft]:
+    """Draw a plan at once, and level by level."""
+    plan = mixed_plan(engine)
+    at_once = engine.eager.draw(plan)
+    with instead(type(engine.drafter), "draw", lambda *_: None):
+        by_level = engine.eager.draw(plan)
+    assert at_once is not None
+    assert by_level is not None
+    return at_once, by_level
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path, kind: str) -> None:
     target = folders.target()
@@ -94,12 +105,7 @@ def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path,
     assert engine.target.storage.hidden is not None
     torch.manual_seed(3)
     engine.target.storage.hidden.normal_()
-    plan = mixed_plan(engine)
-    at_once = engine.eager.draw(plan)
-    with instead(type(engine.drafter), "draw", lambda *_: None):
-        by_level = engine.eager.draw(plan)
-    assert at_once is not None
-    assert by_level is not None
+    at_once, by_level = drawn_both_ways(engine)
     lengths = at_once.layout.length_C.tolist()
     for mine, others, length in zip(at_once.chains.tokens_CL, by_level.chains.tokens_CL, lengths, strict=True):
         assert mine[:length].tolist() == others[:length].tolist()
@@ -120,12 +126,7 @@ def test_the_term_that_is_stored_once_serves_draws_at_once_and_level_by_level(tm
     engine.draft_runner.backend.prepare(lambda: True)
     assert not head.model.markov_head.markov_w2.weight.numel()
     engine.target.storage.hidden.normal_(generator=torch.Generator().manual_seed(3))
-    plan = mixed_plan(engine)
-    at_once = engine.eager.draw(plan)
-    with instead(type(engine.drafter), "draw", lambda *_: None):
-        by_level = engine.eager.draw(plan)
-    assert at_once is not None
-    assert by_level is not None
+    at_once, by_level = drawn_both_ways(engine)
     for mine, others in zip(laws_along(at_once), laws_along(by_level), strict=True):
         assert torch.equal(mine, others)
 
