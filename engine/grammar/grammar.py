@@ -33,10 +33,10 @@ from engine.grammar.grammar_process import (
     GrammarReady,
     Masks,
     Start,
-    Vocabulary,
     encode,
     from_child,
 )
+from engine.grammar.grammar_tokens import Vocabulary
 from engine.request import GRAMMAR
 
 Bools = npt.NDArray[np.bool_]

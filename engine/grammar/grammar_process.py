@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.config import GrammarConfig
 from engine.errors import GRAMMAR_UNAVAILABLE
-from engine.models.files import model_file
+from engine.grammar.grammar_tokens import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:  # the engine imports this module for its messages; only the process needs the library
     from llguidance import LLMatcher, LLTokenizer
@@ -42,21 +41,6 @@ _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
 # Beginning of llguidance's message if no token may follow.
 _DEAD_END = "NoExtensionBias"
-
-
-class Vocabulary(msgspec.Struct, frozen=True):
-    """To the process: vocabulary and limits of its children."""
-
-    tokenizer: str
-    """Folder with tokenizer.json, or a hub name."""
-    revision: str | None
-    """Revision of the hub's repository."""
-    vocab_size: int
-    eos_token_ids: list[int]
-    limits: GrammarConfig
-    """Limits of each child. One that still reads its grammar after the CPU time for this exits, even if the engine no
-    longer waits for it.
-    """
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -154,8 +138,19 @@ class GrammarMatcher:
         mask = bytes(matcher.compute_bitmask())
         if _is_dead_end(matcher):
             return bytes(len(mask))
-        # A limit of the library: an answer that reaches it fails when its tokens arrive, and must not end before.
-        return self._all_but_ends if path and matcher.is_error() else mask
+        if path and matcher.is_error():
+            # A limit of the library: an answer that reaches it fails when its tokens arrive, and must not end before.
+            return self._all_but_ends
+        return mask if matcher.is_accepting() or matcher.is_error() else self._without_ends(mask)
+
+    def _without_ends(self, mask: bytes) -> bytes:
+        """Return a mask without ends, which a grammar may name as a part of its text."""
+        if not any(mask[token // 8] >> token % 8 & 1 for token in self._ends):
+            return mask
+        cleared = bytearray(mask)
+        for token in self._ends:
+            cleared[token // 8] &= ~(1 << token % 8)
+        return bytes(cleared)
 
     def _beyond(self, path: Sequence[int]) -> bytes:
         """Return the mask below a path that cannot be followed.
@@ -184,17 +179,6 @@ def _brief(text: str) -> str:
     first, *others = (text.strip() or "unknown error").splitlines()
     cause = next((line.removeprefix("error:") for line in others if line.startswith("error: ")), "")
     return first[:400] + cause[:400]
-
-
-def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
-    """Read the tokens that masks refer to; raise whatever llguidance raises."""
-    from llguidance import LLTokenizer
-
-    file = model_file(vocabulary.tokenizer, "tokenizer.json", vocabulary.revision)
-    if file is None:
-        raise FileNotFoundError("there is none")
-    size = max(vocabulary.vocab_size, LLTokenizer(str(file)).vocab_size)
-    return LLTokenizer(str(file), n_vocab=size, eos_token=vocabulary.eos_token_ids or None)
 
 
 def follow(connection: Connection, tokenizer: LLTokenizer) -> None:

@@ -26,7 +26,7 @@ from engine.drafting.model import ModelDrafter
 from engine.drafting.one_pass import BlockDrafter, MaskDrafter
 from engine.errors import ConfigError
 from engine.grammar.grammar import GrammarPool
-from engine.grammar.grammar_process import Vocabulary
+from engine.grammar.grammar_tokens import Vocabulary
 from engine.kernels.choosing import choose
 from engine.kernels.torch_kernels import Kernels
 from engine.models.heads.head import Head

@@ -22,7 +22,8 @@ from engine.config import GrammarConfig
 from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
 from engine.fixed_edits import FixedEdits
 from engine.grammar.grammar import GrammarClient, GrammarPool
-from engine.grammar.grammar_process import Begun, Masks, Vocabulary, _brief, follow, read_vocabulary
+from engine.grammar.grammar_process import Begun, Masks, _brief, follow
+from engine.grammar.grammar_tokens import Vocabulary, read_vocabulary
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.sampling.edits import NodeContext, edit

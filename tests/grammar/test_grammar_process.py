@@ -30,12 +30,11 @@ from engine.grammar.grammar_process import (
     GrammarReady,
     Masks,
     Start,
-    Vocabulary,
     encode,
     from_child,
-    read_vocabulary,
     serve,
 )
+from engine.grammar.grammar_tokens import Vocabulary, read_vocabulary
 from tests.server.tiny_models import write_pair
 
 GRAMMAR = 'start: "ab" | "ac"'
