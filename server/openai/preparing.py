@@ -135,7 +135,7 @@ async def prepare(
     # Strict tools alone do not restrict the beginning of an answer.
     is_bound = bool(structure.grammar) or (tools is not None and tools.forced)
     if tools is not None:
-        structure = await server.tokenizer.run(tools.structure, structure)
+        structure = await server.tokenizer.run(tools.structure, structure, server.tokenizer.special_token)
     prediction: tuple[int, ...] = ()
     if body.prediction is not None:
         text = plain_text(body.prediction.content, "prediction")
@@ -146,7 +146,7 @@ async def prepare(
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction, thinking)
     echo = isinstance(body, CompletionRequest) and body.echo
     # Calls may be marked by special tokens, and so may thoughts.
-    has_marks = tools is not None or (thoughts != "none" and server.tokenizer.has_special(CLOSE))
+    has_marks = tools is not None or (thoughts != "none" and server.tokenizer.special_token(CLOSE) is not None)
     is_asked = "skip_special_tokens" in body.model_fields_set
     skips = body.skip_special_tokens and (is_asked or not has_marks)
     options = TextOptions(

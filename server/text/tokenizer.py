@@ -195,10 +195,10 @@ class Tokenizer:
         token: int | None = self._backend.token_to_id(text)
         return token
 
-    def has_special(self, text: str) -> bool:
-        """Return whether a text is a special token."""
+    def special_token(self, text: str) -> int | None:
+        """Return the special token with this text, or None."""
         token = self.token_of(text)
-        return token is not None and token in self._special
+        return token if token in self._special else None
 
     def token_text(self, token: int) -> str:
         """Return a token's spelling in the vocabulary."""

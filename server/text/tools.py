@@ -11,7 +11,7 @@ Not for: reading calls from an answer (`tool_calls.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,12 @@ from server.text.structured import LONGEST_GRAMMAR, Structure, closed, compact
 
 PARTIAL_JSON = "partial_json"
 """Key of arguments that are not JSON, in an object with this key alone."""
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _GRAMMARS = {
     HERMES: {
-        "call": 'call: "<tool_call>\\n" body "\\n</tool_call>"',
+        "call": 'call: open "\\n" body "\\n" close',
         "between": '"\\n"',
-        "free": 'start: (trigger "\\n" body "\\n</tool_call>")* TEXT\n'
+        "free": 'start: (before "\\n" body "\\n" close)* TEXT\n'
         "trigger[lazy]: /(?s:.*)<tool_call>/\n"
         "TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
     },
@@ -64,11 +65,11 @@ class ToolUse:
         """Return the tools in the format of chat templates."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
-    def structure(self, answer: Structure) -> Structure:
+    def structure(self, answer: Structure, special_token: Callable[[str], int | None]) -> Structure:
         """Return the structure of the answer; an empty one if the model is unrestricted.
 
         answer: structure of an answer without calls. Calls are the alternative, or the only option if a call is
-        forced.
+        forced. special_token: returns the special token with a text, with which the model may write a mark.
         """
         bound = bool(answer.grammar) and not self.forced
         if not bound and not self.forced and not any(tool.function.strict for tool in self.tools):
@@ -91,7 +92,12 @@ class ToolUse:
             head = f"start: answer | call{more}\nanswer: {answer.rule}\n{known['call']}"
         bodies = " | ".join(f"body_{number}" for number in range(len(self.tools)))
         lark = "\n".join(
-            [head, f"body: {bodies}", *(self._rules(tool, number) for number, tool in enumerate(self.tools))]
+            [
+                head,
+                *(_mark_rules(special_token) if self.format == HERMES else ()),
+                f"body: {bodies}",
+                *(self._rules(tool, number) for number, tool in enumerate(self.tools)),
+            ]
         )
         if len(lark) > LONGEST_GRAMMAR:
             raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
@@ -104,6 +110,16 @@ class ToolUse:
         schema = compact(closed({"type": "object", **((function.parameters if followed else None) or {})}, followed))
         begin = json.dumps(f'{{"name":{json.dumps(function.name)},"{key}":')
         return f'body_{number}: {begin} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
+
+
+def _mark_rules(special_token: Callable[[str], int | None]) -> list[str]:
+    """Return the rules of the marks of a Hermes call. A mark is text, or the special token with this text."""
+    opens, closes = special_token(_OPEN), special_token(_CLOSE)
+    return [
+        f'open: "{_OPEN}"' if opens is None else f'open: "{_OPEN}" | <[{opens}]>',
+        f'close: "{_CLOSE}"' if closes is None else f'close: "{_CLOSE}" | <[{closes}]>',
+        "before: trigger" if opens is None else f"before: trigger | TEXT <[{opens}]>",
+    ]
 
 
 def format_of(setting: str, chat_template: str, response_template: dict[str, Any] | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from engine.config import GrammarConfig
 from engine.grammar.grammar_process import GrammarMatcher
 from engine.grammar.grammar_tokens import GrammarTokens, Vocabulary, read_vocabulary
+from server.openai.fields import Tool
+from server.text.structured import Structure
+from server.text.tools import ToolUse
 from tests.wrong import instead
 
 END = "<|im_end|>"
@@ -154,3 +158,30 @@ def test_text_is_encoded_without_a_space_before_it(tokenizer: LLTokenizer) -> No
     for text in ("tool", " tool", "a  tool", "ünï ☃", '{"tool":"<b>"}'):
         assert tokenizer.decode_bytes(tokenizer.tokenize_str(text)) == text.encode()
     assert len(tokenizer.tokenize_str("tool")) == 1
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("forced", [False, True])
+def test_calls_may_begin_with_the_mark_s_token_or_its_letters(tmp_path: Path, is_special: bool, forced: bool) -> None:
+    """Forced calls and strict tools allow both, also where the mark is a special token, and only these."""
+    tokenizer = byte_level()
+    marks = ["<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.add_tokens([AddedToken(mark, special=is_special, normalized=False) for mark in marks])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    numbers = {word: tokenizer.token_to_id(word) for word in (END, *marks)}
+    function = {"name": "now", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    use = ToolUse((Tool.model_validate({"type": "function", "function": function}),), "hermes", True, forced)
+    lark = use.structure(Structure(), lambda text: numbers[text] if is_special else None).grammar
+    read = read_vocabulary(vocabulary(tmp_path, numbers))
+    body = read.tokenize_str('\n{"name":"now","arguments":{}}\n')
+    spelled = [[numbers[mark]] for mark in marks], [read.greedy_tokenize(mark) for mark in marks]
+    for opens, closes in itertools.product(*zip(*spelled, strict=True)):
+        before = [] if forced else read.tokenize_str("So ")
+        answer = [*before, *opens, *body, *closes]
+        for count in range(len(before), len(answer)):
+            assert answer[count] in allowed(read, lark, answer[:count])
+        assert numbers[END] in allowed(read, lark, answer)
+        assert numbers[END] not in allowed(read, lark, answer[:-1])
+    if is_special:
+        assert numbers["</tool_call>"] not in allowed(read, lark, [])

@@ -264,7 +264,7 @@ def test_the_format_is_seen_in_the_template(template: str, form: str | None) -> 
 @pytest.mark.parametrize("form", [form for form in SPELL if form not in ("hermes", "llama3_json")])
 def test_such_calls_cannot_be_forced(form: str) -> None:
     with pytest.raises(RequestError, match="neither forced nor strict"):
-        ToolUse(TOOLS, form, True, forced=True).structure(Structure())
+        ToolUse(TOOLS, form, True, forced=True).structure(Structure(), lambda _: None)
 
 
 DEFINITIONS: dict[str, Any] = {

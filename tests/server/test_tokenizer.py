@@ -176,7 +176,8 @@ def test_a_special_token_without_a_role_is_special(tmp_path: Path) -> None:
     tokenizer = Tokenizer(str(tmp_path))
     (mark,), (plain,) = (tokenizer.encode(text, False) for text in ("<mark>", "<plain>"))
     assert tokenizer.decode([mark, plain], skip_special_tokens=True) == "<plain>"
-    assert (tokenizer.has_special("<mark>"), tokenizer.has_special("<plain>")) == (True, False)
+    assert tokenizer.special_token("<mark>") == tokenizer.token_of("<mark>")
+    assert tokenizer.special_token("<plain>") is None
     assert (tokenizer.is_special(mark), tokenizer.is_special(plain)) == (True, False)
     tokenizer.close()
 
@@ -245,9 +246,9 @@ def test_a_template_gets_more_variables_and_leaves_the_last_message_open() -> No
 
 
 def test_special_tokens_are_known_by_their_text(tokenizer: Tokenizer) -> None:
-    assert tokenizer.has_special("<|end|>")
-    assert not tokenizer.has_special("the")
-    assert not tokenizer.has_special("</think>")
+    assert tokenizer.special_token("<|end|>") == tokenizer.token_of("<|end|>")
+    assert tokenizer.special_token("the") is None
+    assert tokenizer.special_token("</think>") is None
 
 
 @pytest.mark.parametrize(
