@@ -11,7 +11,6 @@ Not for: following grammars (`grammar_process.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,7 +71,7 @@ class GrammarTokens:
         self.special_token_ids = [
             token for token in range(named.vocab_size) if named.is_special_token(token) and token not in text_tokens
         ]
-        self._special: Collection[int] = frozenset(self.special_token_ids)
+        self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
         """Return the text tokens of a text as the model's tokenizer would choose them, without a space before it.

@@ -169,7 +169,7 @@ def test_calls_may_begin_with_the_mark_s_token_or_its_letters(tmp_path: Path, is
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     tokenizer.add_tokens([AddedToken(mark, special=is_special, normalized=False) for mark in marks])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    numbers = {word: tokenizer.token_to_id(word) for word in (END, *marks)}
+    numbers: dict[str, int] = {word: tokenizer.token_to_id(word) for word in (END, *marks)}
     function = {"name": "now", "strict": True, "parameters": {"type": "object", "properties": {}}}
     use = ToolUse((Tool.model_validate({"type": "function", "function": function}),), "hermes", True, forced)
     lark = use.structure(Structure(), lambda text: numbers[text] if is_special else None).grammar
