@@ -132,7 +132,7 @@ def test_a_special_token_that_spells_its_name_is_noticed(folder: Path, numbers: 
 
 
 def test_a_mark_is_one_token_or_its_letters(tokenizer: LLTokenizer, numbers: dict[str, int]) -> None:
-    """Both go on with what follows the mark, in forced text and behind free text."""
+    """Both go on with what follows the mark, in forced text and after free text."""
     (x,) = tokenizer.tokenize_str("x")
     letters = tokenizer.greedy_tokenize("<tool_call"), tokenizer.greedy_tokenize(">")
     for grammar in ('start: "<tool_call>" "x"', 'start: trigger "x"\ntrigger[lazy]: /(?s:.*)<tool_call>/'):
