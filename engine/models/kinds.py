@@ -11,9 +11,8 @@ from engine.models.packing import is_plain
 from engine.models.quantising import has_scheme, is_quantised
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Types that choose their frequencies from the longest position of the whole batch."""
-_ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
+_ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "longrope"})
+"""Types with one table of frequencies, those that `rope.py` fixes included."""
 
 
 def may_decode(config: Any) -> bool:

@@ -65,7 +65,8 @@ class LeanDecoder(Backend):
         self._sign = torch.cat([-half, half])
         self.use_kernels = use_kernels(torch.device(model.device), model.dtype)
         # Position by position, the angles take a dozen launches in every pass.
-        num_places = min(context_length(config), longest or context_length(config)) if self.use_kernels else 0
+        # One position at least, because the embedding of transformers looks for the largest.
+        num_places = min(context_length(config), longest or context_length(config)) if self.use_kernels else 1
         self._rotation_PD = self._rotation(torch.arange(num_places, device=model.device), half)
         self._product = partial(product, use_kernels=self.use_kernels)
         self._head = self._product([model.lm_head])

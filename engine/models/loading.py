@@ -1,8 +1,8 @@
 """Loads transformers checkpoints that the attention hook serves correctly, and refuses the others.
 
 Some architectures run through the hook without an exception but compute wrong logits (recurrent or hybrid layers,
-rotary embeddings that depend on the longest request of a batch, encoders). So there is a list of supported families, a
-check of the configuration, and a probe (`probe.py`).
+encoders). So there is a list of supported families, a check of the configuration, and a probe (`probe.py`). Rotary
+embeddings that depend on the longest request of a batch are fixed before a model is built (`rope.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.models.heads.config import HeadConfig, check_target
 from engine.models.heads.head import Head
 from engine.models.heads.loading import head_config, load_head, mtp_config
 from engine.models.importing import import_transformers
-from engine.models.kinds import BATCH_DEPENDENT_ROPE, may_decode
+from engine.models.kinds import may_decode
 from engine.models.parallel import Ranks, check_split, start_ranks
 from engine.models.quantising import (
     FORMATS,
@@ -37,6 +37,7 @@ from engine.models.quantising import (
     multiplies_float8,
     stored_method,
 )
+from engine.models.rope import depends_on_length, fix_rope, limit_reason, original_length
 from engine.models.weight_files import check_unplaced, check_weight_files
 
 log = logging.getLogger("polydraft")
@@ -68,6 +69,10 @@ class Outline:
     max_positions: int
     max_draft_length: int | None = None
     """Most tokens of a chain that it drafts; None is no limit."""
+    short_context: int | None = None
+    """Longest context that the short factors of a longrope model serve; None for other models."""
+    limit_reason: str = ""
+    """Why `max_positions` is the limit, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,8 @@ class LoadedModel(Outline):
     """Whether this is one rank's share of a split model."""
     ranks: Ranks | None = None
     """On rank 0: the processes that hold the other shares."""
+    remark: str = ""
+    """Line for the log about a choice that was made while the model was loaded."""
 
     @property
     def weight_bytes(self) -> int:
@@ -144,16 +151,24 @@ def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
 
 
 def load(
-    name: str, revision: str | None, dtype: str, device: torch.device, split: bool = False, weights: str = "auto"
+    name: str,
+    revision: str | None,
+    dtype: str,
+    device: torch.device,
+    split: bool = False,
+    weights: str = "auto",
+    context: int = 0,
 ) -> LoadedModel:
     """Load one checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be read).
 
-    dtype, weights: of `ModelConfig`; split: only this rank's share of it (`parallel.py`).
+    dtype, weights: of `ModelConfig`; split: only this rank's share of it (`parallel.py`); context: tokens of the
+    longest text that is served, 0 is the model's own limit.
     """
     transformers = import_transformers()
     register()
     config = _read_config(name, revision)
     check_config(name, config)
+    remark = fix_rope(name, config, context or context_length(config))
     # On a device the weights are loaded one by one, and never pass through this process's memory as a whole.
     placed = {"tp_plan": "auto"} if split else {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
@@ -162,6 +177,7 @@ def load(
             warnings.simplefilter("ignore", FutureWarning)
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 name,
+                config=config,
                 revision=revision,
                 dtype=_load_dtype(dtype, config, device, split, weights in FORMATS),
                 attn_implementation=HOOK,
@@ -183,13 +199,14 @@ def load(
     check_is_quantised(name, model, weights)
     if model.dtype == torch.bfloat16 and multiplies_float8(device):
         adopt_float8(model)
-    return replace(adopt(model, name), is_share=split)
+    return replace(adopt(model, name), is_share=split, remark=remark)
 
 
 def adopt(model: Any, name: str) -> LoadedModel:
     """Wrap a transformers model that was built with `attn_implementation=HOOK`."""
     config = model.config
     check_config(name, config)
+    assert not depends_on_length(config), "the rotary embedding is fixed before a model is built"
     model.eval().requires_grad_(False)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     eos = config.eos_token_id if eos is None else eos
@@ -203,6 +220,8 @@ def _outline(name: str, config: Any) -> Outline:
         model_type=config.model_type,
         vocab_size=int(config.vocab_size),
         max_positions=context_length(config),
+        short_context=original_length(config),
+        limit_reason=limit_reason(config),
     )
 
 
@@ -267,15 +286,6 @@ def check_config(name: str, config: Any) -> None:
             f"{name}: architecture {config.model_type!r} is not known to give right logits here; "
             f"it must be one of: {', '.join(sorted(FITTING_MODEL_TYPES))}"
         )
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {rope.get("rope_type", rope.get("type"))} if isinstance(rope, dict) else set()
-    kinds |= {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    if bad := kinds & BATCH_DEPENDENT_ROPE:
-        raise ConfigError(
-            f"{name}: rotary embedding of type {bad.pop()!r} depends on the longest request of a batch, so one "
-            "request would change another's answer; remove the rope scaling from config.json to serve the "
-            "original context length"
-        )
 
 
 def check_pair(target: Outline, draft: Outline, revision: str | None = None, draft_revision: str | None = None) -> None:
@@ -310,27 +320,38 @@ def end_tokens(config: ModelConfig, progress: Progress) -> frozenset[int]:
     return roles.ends
 
 
-def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load target and draft, which `outline_pair` has checked."""
+def load_pair(config: ModelConfig, progress: Progress, context: int = 0) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load target and draft, which `outline_pair` has checked; context: tokens of the longest text that is served, 0 is
+    each model's own limit.
+    """
     device = choose_device(config.device)
     progress(f"loading target {config.target}")
     splits, ranks = config.tensor_parallel_size > 1, None
     if splits:
         check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
-        ranks = start_ranks(config, device)
-    target = load(config.target, config.revision, config.dtype, device, splits, config.weights)
+        ranks = start_ranks(config, device, context)
+    target = load(config.target, config.revision, config.dtype, device, splits, config.weights, context)
     target = replace(target, ranks=ranks)
-    if config.draft is None:
-        return target, None
+    draft = None if config.draft is None else _load_draft(config, target, progress, context)
+    for model in (target, draft):
+        if model is not None and model.remark:
+            progress(model.remark)
+    return target, draft
+
+
+def _load_draft(config: ModelConfig, target: LoadedModel, progress: Progress, context: int) -> LoadedModel:
+    """Load a configured draft model or head."""
+    assert config.draft is not None
     head = find_head(config)
     if head is not None:
         name, revision = config.draft_source or (config.draft, None)
         progress(f"loading the {head.kind} head of {name}")
-        return target, adopt_head(load_head(head, revision, target.model), target)
+        return adopt_head(load_head(head, revision, target.model), target)
     progress(f"loading draft {config.draft}")
-    return target, load(config.draft, config.draft_revision, config.dtype, device, weights=config.weights)
+    device = choose_device(config.device)
+    return load(config.draft, config.draft_revision, config.dtype, device, weights=config.weights, context=context)
 
 
 def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:
     """Wrap a head that is attached to its target."""
-    return replace(target, model=head, eos_token_ids=frozenset(), **_facts_of(head.config))
+    return replace(target, model=head, eos_token_ids=frozenset(), remark="", **_facts_of(head.config))

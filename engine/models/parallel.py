@@ -67,8 +67,8 @@ def check_split(name: str, config: Any, size: int) -> None:
         )
 
 
-def start_ranks(config: ModelConfig, device: torch.device) -> Ranks:
-    """Start ranks 1 and on, and join them as rank 0."""
+def start_ranks(config: ModelConfig, device: torch.device, context: int) -> Ranks:
+    """Start ranks 1 and on, and join them as rank 0; context: tokens of the longest text that is served."""
     size = config.tensor_parallel_size
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
@@ -80,7 +80,7 @@ def start_ranks(config: ModelConfig, device: torch.device) -> Ranks:
     for rank in range(1, size):
         command = [sys.executable, "-P", "-m", "engine.models.rank"]
         ranks.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(rank, size)))
-    ranks.tell(config, store)
+    ranks.tell(config, store, context)
     os.environ.update(_environment(0, size))
     joined = threading.Event()
     threading.Thread(target=_watch, args=(ranks, joined), daemon=True).start()

@@ -30,12 +30,12 @@ def main() -> NoReturn:
     """
     end_with_parent()
     calls = sys.stdin.buffer
-    config, store = pickle.load(calls)
+    config, store, context = pickle.load(calls)
     assert isinstance(config, ModelConfig)
     keep_freed_memory()
     torch.set_num_threads(cpu_threads(config))
     device = join(store, choose_device(config.device))
-    loaded = load(config.target, config.revision, config.dtype, device, split=True)
+    loaded = load(config.target, config.revision, config.dtype, device, split=True, context=context)
     _probe, block_size = next_call(calls)
     shape = find_kv_shape(loaded)
     choice = choose_backend(loaded, shape, block_size, config)

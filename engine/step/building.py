@@ -66,9 +66,10 @@ def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> E
     Errors that can be found without the weights are raised before they are read.
     """
     check_settings(config)
-    check_outlines(config, outline_pair(config.model))
+    outlines = outline_pair(config.model)
+    check_outlines(config, outlines)
     ends = end_tokens(config.model, progress)
-    target, draft = load_pair(config.model, progress)
+    target, draft = load_pair(config.model, progress, _max_model_len(config, outlines))
     return assemble(config, replace(target, eos_token_ids=ends), draft, progress, is_owner=True)
 
 
@@ -335,7 +336,8 @@ def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:
     wanted = config.scheduler.max_model_len
     if wanted > longest:
         raise ConfigError(
-            f"--max-model-len {wanted}: {shortest.name} reaches {longest} positions; lower it to {longest}"
+            f"--max-model-len {wanted}: {shortest.name} reaches {longest} positions{shortest.limit_reason}; lower it "
+            f"to {longest}"
         )
     return wanted or longest
 
@@ -349,3 +351,12 @@ def _report_context(config: EngineConfig, models: Sequence[Outline], context: in
     if context < shortest.max_positions:
         reason = "the K/V cache has no room for more; give it memory (--kv-cache-memory-bytes)"
     log.warning("context %d of the model's %d: %s, or set --max-model-len", context, reach, reason)
+    for model in models:
+        if context <= (model.short_context or 0) < shortest.max_positions:
+            log.warning(
+                "%s: the long factors of its rotary embedding were chosen before the context was shortened to %d; its "
+                "short factors suit this context: set --max-model-len %d",
+                model.name,
+                context,
+                context,
+            )

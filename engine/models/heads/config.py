@@ -15,7 +15,7 @@ from typing import Any
 from engine.attention.tensors import NORMED
 from engine.errors import ConfigError, first_line
 from engine.models.importing import import_transformers
-from engine.models.kinds import BATCH_DEPENDENT_ROPE
+from engine.models.rope import depends_on_length
 
 Raw = Mapping[str, Any]
 
@@ -284,8 +284,8 @@ def layers_config(name: str, kind: str, stored: Raw) -> Any:
         layers = import_transformers().AutoConfig.for_model(kind, **fields)
     except Exception as error:  # transformers raises exceptions of many types
         raise ConfigError(f"{name}: no readable config of its layers: {first_line(error)}") from error
-    rope = layers.rope_parameters.get("rope_type")
-    if rope in BATCH_DEPENDENT_ROPE:
+    if depends_on_length(layers):
+        rope = layers.rope_parameters["rope_type"]
         raise ConfigError(f"{name}: rotary embedding of type {rope!r} is not served in heads")
     if layers.hidden_act != "silu" or getattr(layers, "mlp_bias", False):
         raise ConfigError(f"{name}: layers with {layers.hidden_act} or biases in the MLP are not served in heads")
