@@ -72,7 +72,7 @@ class Outline:
     short_context: int | None = None
     """Longest context that the short factors of a longrope model serve; None for other models."""
     limit_reason: str = ""
-    """Why `max_positions` is the limit, for messages."""
+    """Reason for `max_positions`, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)

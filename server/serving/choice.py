@@ -91,7 +91,8 @@ class Choice:
         self._has_begun = False
         self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
-        self._cut = StopCut(options.stops, options.include_stop)
+        hidden = tokenizer.special_texts if options.skip_special_tokens and options.stops else ()
+        self._cut = StopCut(options.stops, options.include_stop, hidden)
         # One parser splits the released text, which lags because of stop strings; the other counts tokens at once.
         self._reasoning, self._counting = (
             None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
@@ -226,6 +227,12 @@ class Choice:
         if self._counting_calls is not None:
             self._counting_calls.feed("".join(part for part in parts if isinstance(part, str)), False)
 
+    def _hidden_text(self, token: int) -> str:
+        """Return the text of a token that the answer leaves out, if a stop string may spell it; else ""."""
+        if not self._cut.looks_at_hidden or not self._tokenizer.is_special(token):
+            return ""
+        return self._tokenizer.token_text(token)
+
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
         """Return the released text and the number of tokens in the answer; the end token counts, without its text."""
         text = ""
@@ -236,7 +243,7 @@ class Choice:
             looks = self.num_tokens + count > self.request.limits.min_tokens
             piece = self._detokenizer.step(token)
             self._count(piece)
-            text += self._cut.feed(piece, looks)
+            text += self._cut.feed(piece, looks, self._hidden_text(token))
             if self._cut.is_cut or (self._counting_calls is not None and self._counting_calls.is_over):
                 return text, count
         return text, len(outcome.token_ids)

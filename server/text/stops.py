@@ -1,11 +1,13 @@
 """Cuts an answer at its stop strings, also if one spans several tokens or steps.
 
-Text that may become a stop string is held back, so no character of one is ever released.
+Text that may become a stop string is held back, so no character of one is ever released. An answer may leave out the
+text of its special tokens. A stop string that spells such a token is looked for in the text with these tokens, any
+other stop string in the text that the client sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def num_held(text: str, marks: Sequence[str]) -> int:
@@ -18,10 +20,15 @@ def num_held(text: str, marks: Sequence[str]) -> int:
 class StopCut:
     """Filter that releases text once it certainly belongs to the answer."""
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False, hidden: Collection[str] = ()) -> None:
+        """hidden: texts of the special tokens that the answer leaves out."""
         self._stops = tuple(stops)
+        self._with_hidden = tuple(stop for stop in self._stops if any(text in stop for text in hidden))
+        self._shown = tuple(stop for stop in self._stops if stop not in self._with_hidden)
         self._include = include
         self._held = ""
+        self._places: list[int] = []
+        """Places of the shown characters in the text that is held back; the other characters are hidden."""
         self.found: str | None = None
         """Stop string that has ended the answer."""
 
@@ -30,28 +37,48 @@ class StopCut:
         """Whether a stop string has ended the answer."""
         return self.found is not None
 
-    def feed(self, text: str, looks: bool = True) -> str:
+    @property
+    def looks_at_hidden(self) -> bool:
+        """Whether a stop string spells a token that the answer leaves out."""
+        return bool(self._with_hidden)
+
+    def feed(self, text: str, looks: bool = True, hidden: str = "") -> str:
         """Take a piece of text and return the text to release; nothing after the first stop string.
 
-        looks: False for text in which stop strings do not count (before min_tokens).
+        looks: False for text in which stop strings do not count (before min_tokens). hidden: text of a special token
+        after the piece.
         """
-        if self.is_cut:
-            return ""
-        self._held += text
-        if not self._stops or not looks:
+        if self.is_cut or not self._stops:
+            return "" if self.is_cut else text
+        self._places += range(len(self._held), len(self._held) + len(text))
+        self._held += text + hidden
+        if not looks:
             return self._release(len(self._held))
-        hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        shown = self._shown_text()
+        hits = [(at + len(stop), at, stop) for stop in self._with_hidden if (at := self._held.find(stop)) >= 0]
+        for stop in self._shown:
+            if (at := shown.find(stop)) >= 0:
+                hits.append((self._places[at + len(stop) - 1] + 1, self._places[at], stop))
         if hits:
             # The first complete stop string ends the answer, the longer one if two end together.
-            at, stop = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            self.found = stop
-            return self._release(at + len(stop) if self._include else at)
-        return self._release(len(self._held) - num_held(self._held, self._stops))
+            _, at, self.found = min(hits)
+            return self._release(at) + (self.found if self._include else "")
+        first_held = len(shown) - num_held(shown, self._shown)
+        first_place = self._places[first_held] if first_held < len(shown) else len(self._held)
+        return self._release(min(first_place, len(self._held) - num_held(self._held, self._with_hidden)))
 
     def finish(self) -> str:
         """Return the text held back, after the answer has ended without a stop string."""
         return "" if self.is_cut else self._release(len(self._held))
 
+    def _shown_text(self) -> str:
+        if len(self._places) == len(self._held):
+            return self._held
+        return "".join(self._held[place] for place in self._places)
+
     def _release(self, count: int) -> str:
-        released, self._held = self._held[:count], self._held[count:]
+        """Take the first `count` characters out of the text that is held back, and return the shown ones."""
+        released = "".join(self._held[place] for place in self._places if place < count)
+        self._places = [place - count for place in self._places if place >= count]
+        self._held = self._held[count:]
         return released

@@ -200,6 +200,11 @@ class Tokenizer:
         token = self.token_of(text)
         return token if token in self._special else None
 
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """Texts of all special tokens."""
+        return frozenset(map(self.token_text, self._special)) - {""}
+
     def token_text(self, token: int) -> str:
         """Return a token's spelling in the vocabulary."""
         return str(self._backend.id_to_token(token))

@@ -31,6 +31,42 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
     return text, False
 
 
+HIDDEN = "<x>"
+WITH_HIDDEN = st.lists(st.one_of(st.text("ab", max_size=3), st.just(HIDDEN)), max_size=16)
+STOPS_WITH_HIDDEN = st.lists(
+    st.lists(st.sampled_from(["a", "b", HIDDEN]), min_size=1, max_size=4).map("".join), max_size=4
+)
+
+
+def reference_with_hidden(
+    words: list[str], stops: list[str], include: bool, hidden: frozenset[str]
+) -> tuple[str, int | None]:
+    """The answer, and the number of the word that completed a stop string; None if none did.
+
+    Words in `hidden` are left out of the answer. Stop strings that spell one are looked for in the text with them.
+    """
+    full = shown = ""
+    places: list[int] = []
+    for number, word in enumerate(words):
+        for letter in word:
+            full += letter
+            if word not in hidden:
+                shown += letter
+                places.append(len(full) - 1)
+            complete = []
+            for stop in stops:
+                spells = any(text in stop for text in hidden)
+                if spells and full.endswith(stop):
+                    complete.append((len(full) - len(stop), stop))
+                if not spells and word not in hidden and shown.endswith(stop):
+                    complete.append((places[len(shown) - len(stop)], stop))
+            if complete:
+                start, stop = min(complete)
+                before = sum(place < start for place in places)
+                return shown[:before] + (stop if include else ""), number
+    return shown, None
+
+
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     """`text` in pieces, some of them empty."""
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -55,6 +91,23 @@ def test_any_split_gives_the_cut_of_the_whole_text(text: str, stops: list[str], 
 
 
 @settings(deadline=None)
+@given(words=WITH_HIDDEN, stops=STOPS_WITH_HIDDEN, include=st.booleans())
+def test_hidden_tokens_end_an_answer_if_a_stop_string_spells_them(
+    words: list[str], stops: list[str], include: bool
+) -> None:
+    """Alone, within other text, and beside stop strings that cross them in the text without them."""
+    expected, ended_by = reference_with_hidden(words, stops, include, frozenset([HIDDEN]))
+    cut, released, last = StopCut(stops, include, [HIDDEN]), "", None
+    for number, word in enumerate(words):
+        released += cut.feed("", hidden=word) if word == HIDDEN else cut.feed(word)
+        assert expected.startswith(released)
+        if cut.is_cut:
+            last = number
+            break
+    assert (released + cut.finish(), last) == (expected, ended_by)
+
+
+@settings(deadline=None)
 @given(text=TEXT, stops=STOPS)
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
     """The text held back is the beginning of a stop string."""
@@ -69,11 +122,14 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: li
 
 
 NAMES = ["a", "b", "ab", "ba", "aab", "\u00e9", "\u6f22", "\U0001f600", " ", "\n"]
+SPECIAL = ["<|user|>", "<|system|>"]
 
 
 def random_case(random: Random, tokenizer: Tokenizer) -> tuple[list[int], list[str], bool]:
-    """(tokens, stop strings, whether they are included): pieces of text, some ending within a character."""
-    text = "".join(random.choices(NAMES, k=random.randint(1, 12)))
+    """(tokens, stop strings, whether they are included): pieces of text, some ending within a character, and special
+    tokens.
+    """
+    text = "".join(random.choices(NAMES + random.choice([[], SPECIAL]), k=random.randint(1, 12)))
     tokens = tokenizer.encode(text, False)
     if random.random() < 0.3:
         # The first bytes of a character, and then something else.
@@ -83,7 +139,7 @@ def random_case(random: Random, tokenizer: Tokenizer) -> tuple[list[int], list[s
     stops = []
     for _ in range(random.randint(0, 4)):
         start = random.randrange(len(whole))
-        found = whole[start : start + random.randint(1, 4)]
+        found = whole[start : start + random.choice([1, 2, 3, 4, 9, 10])]
         stops.append("".join(random.choices(NAMES, k=random.randint(1, 3))) if random.random() < 0.4 else found)
     return tokens, stops, random.random() < 0.3
 
@@ -91,7 +147,7 @@ def random_case(random: Random, tokenizer: Tokenizer) -> tuple[list[int], list[s
 def test_ten_thousand_answers_are_cut_where_a_reference_cuts_them() -> None:
     """Tokens in random accepted runs through the server's own `Choice`: text, reason and count agree with the cut."""
     random, tokenizer = Random(5), Tokenizer(str(TOKENIZER))
-    num_cut = 0
+    num_cut = num_by_special = 0
     for _ in range(10_000):
         tokens, stops, include = random_case(random, tokenizer)
         choice = Choice(Request(request_id="x", prompt_token_ids=(1,)), tokenizer, TextOptions(stops, include))
@@ -103,14 +159,15 @@ def test_ten_thousand_answers_are_cut_where_a_reference_cuts_them() -> None:
             parts, *_ = choice.add(replace(outcome(1, 0), token_ids=run, finish_reason=reason), stats())
             released += "".join(str(part) for part in parts)
         # The reference decodes token by token and looks at the whole text after each.
-        detokenizer, text, expected = tokenizer.detokenizer(), "", None
-        for number, token in enumerate(tokens, start=1):
-            text += detokenizer.step(token)
-            answer, is_cut = reference(text, stops, include)
-            if is_cut:
-                expected = (answer, "stop", number)
-                break
-        expected = expected or (text, "length", len(tokens))
+        detokenizer = tokenizer.detokenizer()
+        words = [
+            detokenizer.step(token) or (tokenizer.token_text(token) if tokenizer.is_special(token) else "")
+            for token in tokens
+        ]
+        answer, ended_by = reference_with_hidden(words, stops, include, frozenset(tokenizer.special_texts))
+        expected = (answer, "length", len(tokens)) if ended_by is None else (answer, "stop", ended_by + 1)
         assert (released, choice.finish_reason, choice.num_tokens) == expected
-        num_cut += expected[1] == "stop"
-    assert 3000 < num_cut < 9000
+        num_cut += ended_by is not None
+        num_by_special += ended_by is not None and any(text in (choice.stop_string or "") for text in SPECIAL)
+    assert 3000 < num_cut < 9500
+    assert num_by_special > 50

@@ -131,3 +131,33 @@ def test_each_choice_stops_by_itself(http: httpx.Client) -> None:
     answer = http.post(PATH, json={**call, "stop": stop}).json()
     assert [choice["text"] for choice in answer["choices"]] == [free[0], free[1][:20], free[2]]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "stop", "length"]
+
+
+USER = 4
+"""Id of the special token `<|user|>` of the embedded pair."""
+FORCED: dict[str, Any] = {**CALL, "max_tokens": 6, "temperature": 0, "logit_bias": {str(USER): 100}}
+
+
+@pytest.mark.parametrize("includes", [False, True])
+@pytest.mark.parametrize("stop", ["<|user|>", "<|user|><|user|>"])
+def test_a_special_token_that_is_not_shown_ends_an_answer(http: httpx.Client, stop: str, includes: bool) -> None:
+    """Whole and streamed; several tokens of a step are cut after the one that completes the stop string."""
+    free = http.post(PATH, json={**FORCED, "return_token_ids": True}).json()["choices"][0]
+    assert free["token_ids"] == [USER] * 6
+    assert free["text"] == ""
+    call = {**FORCED, "stop": [stop], "include_stop_str_in_output": includes}
+    answer = http.post(PATH, json=call).json()
+    (choice,) = answer["choices"]
+    expected = stop if includes else ""
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+    assert answer["usage"]["completion_tokens"] == stop.count("user")
+    with open_stream(http, PATH, **call) as stream:
+        assert texts(stream.read()).get(0, "") == expected
+
+
+def test_a_special_token_may_be_a_stop_of_a_chat_or_a_bad_word(http: httpx.Client) -> None:
+    forced = {key: value for key, value in FORCED.items() if key != "prompt"}
+    (choice,) = http.post("/v1/chat/completions", json={**forced, **CHAT, "stop": "<|user|>"}).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["message"]["content"]) == ("stop", "<|user|>", "")
+    barred = http.post(PATH, json={**FORCED, "bad_words": ["<|user|>"], "return_token_ids": True}).json()
+    assert USER not in barred["choices"][0]["token_ids"]
