@@ -15,7 +15,17 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from engine.api import ConfigError, EngineConfig, Weights, check_source, model_file, read_object
+from engine.api import (
+    ConfigError,
+    EngineConfig,
+    Source,
+    Weights,
+    check_source,
+    check_vocabularies,
+    model_file,
+    read_object,
+    warn_of_adapter,
+)
 from server.settings import Serve
 
 log = logging.getLogger("polydraft")
@@ -25,14 +35,27 @@ _BACKLOG = 2048
 
 
 def check_sources(config: EngineConfig) -> None:
-    """Raise ConfigError if a model does not exist."""
+    """Raise ConfigError if a model does not exist, or if target and draft model have different tokens."""
     if not log.isEnabledFor(logging.DEBUG):
         for client in _HTTP_CLIENTS:
             # One log line per request to the hub would hide the important one.
             logging.getLogger(client).setLevel(logging.WARNING)
     check_source(config.model.target, config.model.revision)
-    if config.model.draft_source is not None:
-        check_source(*config.model.draft_source)
+    warn_of_adapter(config.model.target)
+    source = config.model.draft_source
+    if source is None or source[0] == config.model.target:
+        return
+    check_source(*source)
+    folders = Path(config.model.target), Path(source[0])
+    # The engine compares models of the hub, after it has imported torch.
+    if all(folder.is_dir() for folder in folders) and _is_language_model(folders[1]):
+        check_vocabularies(Source(str(folders[0])), Source(str(folders[1])))
+
+
+def _is_language_model(folder: Path) -> bool:
+    """Whether a draft model's configuration is not that of a trained head."""
+    named = read_object(folder / "config.json").get("architectures")
+    return isinstance(named, list) and all(str(name).endswith("ForCausalLM") for name in named)
 
 
 def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:

@@ -176,6 +176,21 @@ def read_tokenizer(source: Source) -> Tokenizer | None:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
 
 
+def check_vocabularies(target: Source, draft: Source) -> bool:
+    """Whether both models have a tokenizer.json; raise ConfigError if their tokens differ."""
+    of_target, of_draft = read_tokenizer(target), read_tokenizer(draft)
+    if of_target is None or of_draft is None:
+        return False
+    target_tokens, draft_tokens = of_target.get_vocab(), of_draft.get_vocab()
+    if target_tokens != draft_tokens:
+        odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
+        raise ConfigError(
+            f"{draft.name} and {target.name} have different vocabularies ({len(draft_tokens)} and "
+            f"{len(target_tokens)} tokens, {odd} of the draft's differ); choose a draft model of the same family"
+        )
+    return True
+
+
 def _stored(source: Source, file: str) -> dict[str, Any]:
     """Return the statements of a file; for a model of several parts, those of its text model if it has none itself."""
     path = model_file(source.name, file, source.revision)

@@ -25,6 +25,7 @@ NO_GGUF = (
     "GGUF files are for llama.cpp and not served; name the same model in transformers format, a folder or a hub "
     "repository with config.json and safetensors"
 )
+_ADAPTER = "adapter_config.json"
 _FILES_READ = (
     "config.json",
     "generation_config.json",
@@ -44,7 +45,11 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
     model, this process and its children do not ask again. is_model: else it is a tokenizer.
     """
     file = "config.json" if is_model else "tokenizer.json"
-    if Path(name).is_dir():
+    try:
+        is_folder = Path(name).is_dir()
+    except PermissionError as error:
+        raise ConfigError(f"{name}: this process's user may not look into a folder above it; grant access") from error
+    if is_folder:
         _check_folder(Path(name), file, is_model)
         return
     if Path(name).is_file():
@@ -87,6 +92,8 @@ def _check_folder(folder: Path, file: str, must_exist: bool) -> None:
             raise ConfigError(f"{path}: {fault}")
     if folder / file in there or not must_exist:
         return
+    if (folder / _ADAPTER).is_file():
+        raise ConfigError(f"{folder}: {_of_adapter(folder)}")
     # A download may have put the model one folder deeper; the hub's cache has it two folders deeper.
     inner = sorted(found.parent for pattern in ("*", "snapshots/*") for found in folder.glob(f"{pattern}/{file}"))
     if inner:
@@ -94,6 +101,26 @@ def _check_folder(folder: Path, file: str, must_exist: bool) -> None:
     if any(folder.glob("*.gguf")):
         raise ConfigError(f"{folder}: this folder has GGUF files and no {file}; {NO_GGUF}")
     raise ConfigError(f"{folder}: this folder has no {file}; {_RIGHT_FOLDER}")
+
+
+def _of_adapter(folder: Path) -> str:
+    """Return the message about a folder that holds an adapter only."""
+    base = read_object(folder / _ADAPTER).get("base_model_name_or_path")
+    named = base if isinstance(base, str) and base else "another model"
+    return (
+        f"an adapter (LoRA) of {named}, not a model; adapters are not served: serve {named}, or merge the two (peft: "
+        "merge_and_unload, save_pretrained) and name the merged folder"
+    )
+
+
+def warn_of_adapter(name: str) -> None:
+    """Warn of an adapter in the folder of a whole model, which is not applied."""
+    if (Path(name) / _ADAPTER).is_file() and (Path(name) / "config.json").is_file():
+        log.warning(
+            "%s: the adapter in the model's folder (%s) is not applied; merge it into the weights if answers need it",
+            name,
+            _ADAPTER,
+        )
 
 
 def file_fault(path: Path) -> str:

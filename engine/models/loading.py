@@ -8,6 +8,7 @@ embeddings that depend on the longest request of a batch are fixed before a mode
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 from engine.attention.attention import HOOK, register
 from engine.config import MTP, ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
-from engine.models.checkpoint import Source, context_length, length_remark, read_tokenizer, token_roles
+from engine.models.checkpoint import Source, check_vocabularies, context_length, length_remark, token_roles
 from engine.models.files import check_source
 from engine.models.heads.config import HeadConfig, check_target
 from engine.models.heads.head import Head
@@ -38,7 +39,7 @@ from engine.models.quantising import (
     stored_method,
 )
 from engine.models.rope import depends_on_length, fix_rope, limit_reason, original_length
-from engine.models.weight_files import check_unplaced, check_weight_files
+from engine.models.weight_files import check_unplaced, check_weight_files, missing_fault, wrapper_prefix
 
 log = logging.getLogger("polydraft")
 
@@ -169,6 +170,9 @@ def load(
     config = _read_config(name, revision)
     check_config(name, config)
     remark = fix_rope(name, config, context or context_length(config))
+    renamed: dict[str, Any] = {}
+    if Path(name).is_dir() and (prefix := wrapper_prefix(Path(name))):
+        renamed = {"key_mapping": {f"^{re.escape(prefix)}": ""}}
     # On a device the weights are loaded one by one, and never pass through this process's memory as a whole.
     placed = {"tp_plan": "auto"} if split else {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
@@ -184,16 +188,14 @@ def load(
                 output_loading_info=True,
                 **load_options(weights, stored_method(config), device),
                 **placed,
+                **renamed,
             )
     except Exception as error:  # transformers and safetensors raise exceptions of many types
         raise LoadError(f"{name}: the weights cannot be loaded: {first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
-            some = ", ".join(sorted(str(key) for key in report[kind])[:3])
-            raise LoadError(
-                f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
-                "download it again, or point to the folder that holds them"
-            )
+            fault = missing_fault(report[kind], report.get("unexpected_keys", ()))
+            raise LoadError(f"{name}: {fault}")
     unplaced = map(str, report.get("unexpected_keys", ()))
     check_unplaced(name, model, unplaced, is_quantised=stored_method(config) is not None)
     check_is_quantised(name, model, weights)
@@ -290,18 +292,9 @@ def check_config(name: str, config: Any) -> None:
 
 def check_pair(target: Outline, draft: Outline, revision: str | None = None, draft_revision: str | None = None) -> None:
     """Raise ConfigError if the two models do not have the same tokens; revision: the target's."""
-    of_target, of_draft = (
-        read_tokenizer(Source(*of)) for of in ((target.name, revision), (draft.name, draft_revision))
-    )
-    if of_target is not None and of_draft is not None:  # sizes are compared if a model has no tokenizer.json
-        target_tokens, draft_tokens = of_target.get_vocab(), of_draft.get_vocab()
-        if target_tokens != draft_tokens:
-            odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
-            raise ConfigError(
-                f"{draft.name} and {target.name} have different vocabularies ({len(draft_tokens)} and "
-                f"{len(target_tokens)} tokens, {odd} of the draft's differ); choose a draft model of the same family"
-            )
-    elif target.vocab_size != draft.vocab_size:
+    are_compared = check_vocabularies(Source(target.name, revision), Source(draft.name, draft_revision))
+    # Sizes are compared if a model has no tokenizer.json.
+    if not are_compared and target.vocab_size != draft.vocab_size:
         raise ConfigError(
             f"{draft.name} has a vocabulary of {draft.vocab_size}, {target.name} of {target.vocab_size}; "
             "choose a draft model of the same family"

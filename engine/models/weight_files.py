@@ -29,6 +29,8 @@ _INDEXES = tuple(f"{name}.index.json" for name in _WHOLE)
 _COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$")
 """Buffers that the model computes itself, and that older checkpoints contain."""
 _SHOWN = 3
+_WRAPPERS = re.compile(r"(_orig_mod\.|module\.)+")
+"""Prefixes of tensors that were saved from a model wrapped by torch.compile or DistributedDataParallel."""
 
 
 def check_weight_files(folder: Path) -> None:
@@ -69,6 +71,30 @@ def _without_weights(folder: Path) -> str:
     return (
         f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only {some}; "
         "download the model again"
+    )
+
+
+def wrapper_prefix(folder: Path) -> str:
+    """Return the prefix of all tensors in a folder's safetensors files, if torch.compile or DDP has put one there."""
+    names: list[str] = []
+    for file in folder.glob("model*.safetensors"):
+        if _header_fault(file):
+            return ""
+        with safe_open(file, framework="pt") as tensors:
+            names += tensors.keys()
+    found = _WRAPPERS.match(names[0]) if names else None
+    return found[0] if found and all(name.startswith(found[0]) for name in names) else ""
+
+
+def missing_fault(missing: Iterable[object], unplaced: Iterable[object]) -> str:
+    """Return why a model's weights are missing, and what to do; unplaced: tensors that have no place in it."""
+    lacking, others = sorted(map(str, missing)), sorted(map(str, unplaced))
+    fault = f"the checkpoint lacks {len(lacking)} of the model's weights ({_some(lacking)})"
+    if not others:
+        return f"{fault}; download it again, or point to the folder that holds them"
+    return (
+        f"{fault}, and has {len(others)} tensors with other names ({_some(others)}); rename them as transformers does "
+        "(save_pretrained of the unwrapped model), or correct the architecture in config.json"
     )
 
 

@@ -127,6 +127,24 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
         load(name, None, "float32", torch.device("cpu"))
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_weights_that_a_wrapper_has_renamed_are_read(tmp_path: Path, prefix: str) -> None:
+    """If all have its prefix; a fault otherwise names the other names, and not a download."""
+    from safetensors.torch import load_file, save_file
+
+    name, device = saved(tmp_path), torch.device("cpu")
+    expected = load(name, None, "float32", device).model.state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({prefix + key: value for key, value in tensors.items()}, tmp_path / "model.safetensors")
+    found = load(name, None, "float32", device).model.state_dict()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    renamed = {f"inner.{key}": value for key, value in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=r"tensors with other names \(inner\.") as refusal:
+        load(name, None, "float32", device)
+    assert "download" not in str(refusal.value)
+
+
 ATTENTION = "model.layers.1.self_attn"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine.api import ConfigError
-from engine.models.files import read_object
+from engine.models.files import read_object, warn_of_adapter
 from engine.models.weight_files import _header_fault
 from engine.step.calibration import read_profile
 from server.cli import main
@@ -165,14 +165,11 @@ def failing(daemons: Daemons, models: TinyModels, tmp_path_factory: pytest.TempP
     """Daemons whose engine cannot load, started together because each takes a while to find out."""
     folder = tmp_path_factory.mktemp("broken")
     write_folder(folder / "mamba", MAMBA)
-    write_folder(folder / "other-words", llama_config(1), llama_weights(1))
-    swap_two_tokens(folder / "other-words" / "tokenizer.json")
     write_folder(folder / "incomplete", llama_config(2), llama_weights(1))
     target = str(models.target)
     return {
         "max-model-len": daemons.start(target, "--max-model-len", "9999"),
         "mamba": daemons.start(str(folder / "mamba")),
-        "other-words": daemons.start(target, "--draft-model", str(folder / "other-words")),
         "incomplete": daemons.start(str(folder / "incomplete")),
     }
 
@@ -186,20 +183,43 @@ def swap_two_tokens(path: Path) -> None:
     path.write_text(json.dumps(tokenizer))
 
 
+def test_a_draft_model_with_other_tokens_is_refused_before_the_engine_starts(
+    capsys: pytest.CaptureFixture[str], models: TinyModels, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "draft", llama_config(1))
+    swap_two_tokens(tmp_path / "draft" / "tokenizer.json")
+    code, errors = run(capsys, str(models.target), "--port", "0", "--draft-model", str(tmp_path / "draft"))
+    assert code == 2
+    assert "different vocabularies" in one_line(errors)
+
+
+def test_an_adapter_names_its_base(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, models: TinyModels, tmp_path: Path
+) -> None:
+    """Alone it is refused; in the folder of a whole model a line says that it is not applied."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    code, errors = run(capsys, str(tmp_path), "--port", "0")
+    assert code == 2
+    assert "an adapter (LoRA) of owner/base" in one_line(errors)
+    (tmp_path / "config.json").write_text("{}")
+    warn_of_adapter(str(tmp_path))
+    warn_of_adapter(str(models.target))
+    assert [record.getMessage().count("is not applied") for record in caplog.records] == [1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
         ("max-model-len", 2, "reaches 2048 positions; lower it to 2048"),
         ("mamba", 2, "architecture 'mamba'"),
-        ("other-words", 2, "different vocabularies"),
         ("incomplete", 1, "the checkpoint lacks"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_explained(
     failing: dict[str, Daemon], name: str, code: int, words: str
 ) -> None:
-    """An unsupported architecture or a draft with other tokens: 2. A checkpoint without some weights: 1."""
+    """An unsupported architecture: 2. A checkpoint without some weights: 1."""
     daemon = failing[name]
     assert daemon.exit_code() == code
     line = error_line(daemon)

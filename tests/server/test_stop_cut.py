@@ -95,7 +95,7 @@ def test_any_split_gives_the_cut_of_the_whole_text(text: str, stops: list[str], 
 def test_hidden_tokens_end_an_answer_if_a_stop_string_spells_them(
     words: list[str], stops: list[str], include: bool
 ) -> None:
-    """Alone, within other text, and beside stop strings that cross them in the text without them."""
+    """Alone, within other text, and with stop strings that cross them in the text without them."""
     expected, ended_by = reference_with_hidden(words, stops, include, frozenset([HIDDEN]))
     cut, released, last = StopCut(stops, include, [HIDDEN]), "", None
     for number, word in enumerate(words):
