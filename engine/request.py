@@ -14,12 +14,17 @@ GRAMMAR = "grammar"
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """Thoughts at the beginning of an answer, between an opening and a closing token."""
+    """Thoughts at the beginning of an answer, between an opening mark and a closing token."""
 
-    opens: int
+    opens: tuple[int, ...]
+    """Tokens of the opening mark."""
     closes: int
+    between: tuple[int, ...] = ()
+    """Tokens after closed thoughts, before further thoughts or the lead."""
+    lead: tuple[int, ...] = ()
+    """Tokens of the mark that begins the rest of the answer. Without one, the rest follows the closing token."""
     is_begun: bool
-    """Whether the prompt has opened them; otherwise the first token of the answer may."""
+    """Whether the prompt has opened the thoughts; otherwise the first tokens of the answer may."""
     budget: int | None = None
     """Most tokens of the thoughts; then they are closed."""
     may_end: bool = True

@@ -37,7 +37,7 @@ from server.serving.tracing import Tracing
 from server.settings import Serve
 from server.start_lines import start_lines
 from server.state import Server
-from server.text.reasoning import thinks
+from server.text.thought_marks import thought_marks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.text.tools import format_of
 from server.text.turn_end import check_template, turn_remark
@@ -106,9 +106,9 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     unknown = UnknownFields(settings.strict_fields, BODIES, FOREIGN)
     tracing = Tracing(endpoint, settings.served_name()) if (endpoint := settings.otlp_traces_endpoint) else None
     observer = Observer(metrics, settings.enable_log_requests, tracing)
-    has_thoughts = thinks(settings.reasoning_parser, tokenizer.chat_template)
+    thoughts = thought_marks(settings.reasoning_parser, tokenizer.chat_template)
     name = settings.served_name()
-    return Server(settings, client, tokenizer, defaults, observer, name, call_format, has_thoughts, unknown)
+    return Server(settings, client, tokenizer, defaults, observer, name, call_format, thoughts, unknown)
 
 
 class _Daemon:

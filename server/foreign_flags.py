@@ -49,7 +49,7 @@ OPPOSITE = {
 VALUES = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "generation_config": {"vllm": "neutral"},
-    "reasoning_parser": {"deepseek-r1": "deepseek_r1"},
+    "reasoning_parser": {"deepseek-r1": "deepseek_r1", "openai_gptoss": "harmony", "gpt-oss": "harmony"},
 }
 """Values of settings, translated."""
 

@@ -16,6 +16,7 @@ from pydantic_settings import NoDecode
 
 from engine.api import Device, Dtype, KVDtype, Probe, Weights, file_fault
 from server.text.call_formats import CallFormat
+from server.text.thought_marks import Parser
 
 RARE: dict[str, Any] = {"rare": True}
 """Mark of a setting that only `--help=all` prints."""
@@ -135,9 +136,9 @@ class ModelSettings(_Group):
     """file with a Jinja chat template"""
     tool_call_parser: Literal["auto"] | CallFormat = "auto"
     """format of the model's tool calls; auto: from its chat or response template"""
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
-    """whether answers contain thoughts between <think> tags; deepseek_r1: the prompt opens them; auto: from chat
-    template and prompt"""
+    reasoning_parser: Parser = "auto"
+    """marks around the thoughts in answers, by the family that has them; qwen3: <think> tags; deepseek_r1: the prompt
+    opens them; auto: from chat template and prompt"""
     generation_config: Rare[Literal["auto", "neutral"]] = "auto"
     """sampling defaults: the model's generation_config.json, or neutral ones"""
     weights: Weights = "auto"

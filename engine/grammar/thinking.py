@@ -1,11 +1,15 @@
 """Thoughts at the beginning of an answer: their budget, and a grammar that holds only after them.
 
-Both are masks of single nodes: the allowed tokens depend on the answer and the drafted path alone.
+Thoughts stand between two marks. In formats in which the rest of the answer begins with a mark, too (its lead), there
+may be several thoughts. All masks are masks of single nodes: the allowed tokens depend on the answer and the drafted
+path alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +19,33 @@ from engine.plan import Grammar
 from engine.request import Thinking
 
 Bools = npt.NDArray[np.bool_]
+Route = tuple[int, ...] | None
+"""Tokens of a mark that are still to come; None if the text does not lead there."""
+
+
+class _At(Enum):
+    BETWEEN = auto()
+    """Before thoughts or the rest of the answer."""
+    INSIDE = auto()
+    OTHER = auto()
+    """In text that has neither mark; further thoughts may follow."""
+    OVER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place in an answer."""
+
+    at: _At
+    num_tokens: int = 0
+    num_thought: int = 0
+    """Number of tokens of thoughts, without their marks."""
+    to_thoughts: Route = None
+    """Rest of the mark before thoughts."""
+    to_answer: Route = None
+    """Rest of the mark before the rest of the answer."""
+    end: int = 0
+    """Number of tokens before the rest of the answer, once it has begun."""
 
 
 class ThinkingGrammar:
@@ -24,86 +55,139 @@ class ThinkingGrammar:
         """Combine the thoughts of a request and its grammar."""
         self._thinking = thinking
         self._grammar = grammar
-        self._only_close = np.zeros(facts.vocab_size, dtype=bool)
-        self._only_close[thinking.closes] = True
+        self._size = facts.vocab_size
+        self._only_close = self._only(thinking.closes)
         self._any: Bools | None = None
         if not thinking.may_end:
-            self._any = np.ones(facts.vocab_size, dtype=bool)
-            self._any[[token for token in facts.eos_token_ids if token < facts.vocab_size]] = False
-        self._begin(())
+            self._any = np.ones(self._size, dtype=bool)
+            self._any[[token for token in facts.eos_token_ids if token < self._size]] = False
+            # A mark of the answer within thoughts would begin it unseen.
+            self._any[[*thinking.between[:1], *thinking.lead[:1]]] = False
+        self._answer: tuple[int, ...] = ()
+        self._place = _Place(_At.INSIDE) if thinking.is_begun else self._before(())
+
+    def _only(self, *tokens: int) -> Bools:
+        mask = np.zeros(self._size, dtype=bool)
+        mask[list(tokens)] = True
+        return mask
+
+    def _before(self, between: tuple[int, ...], num_tokens: int = 0, num_thought: int = 0) -> _Place:
+        """Return the place before thoughts or the rest of the answer."""
+        thinking = self._thinking
+        return _Place(_At.BETWEEN, num_tokens, num_thought, between + thinking.opens, between + thinking.lead)
 
     def _begin(self, answer: Sequence[int]) -> None:
         """Continue below this answer."""
-        self._answer = tuple(answer)
-        self._end = self._end_in(self._answer)
+        answer = tuple(answer)
+        num_known = len(self._answer)
+        if answer[:num_known] != self._answer:
+            num_known = 0
+            self._place = _Place(_At.INSIDE) if self._thinking.is_begun else self._before(())
+        self._answer = answer
+        self._place = self._after(self._place, answer[num_known:])
 
-    def _end_in(self, tokens: tuple[int, ...]) -> int | None:
-        """Return the index after the token that closes the thoughts, 0 if there are none, None if they are open or
-        have not begun.
-        """
-        thinking = self._thinking
-        if not thinking.is_begun and tokens[:1] not in ((), (thinking.opens,)):
-            return 0
-        return tokens.index(thinking.closes) + 1 if thinking.closes in tokens else None
+    def _after(self, place: _Place, tokens: Sequence[int]) -> _Place:
+        """Return the place after further tokens."""
+        for token in tokens:
+            if place.at is _At.OVER:
+                return place
+            place = self._next(place, token)
+        return place
 
-    def _end_below(self, path: Sequence[int]) -> int | None:
-        """Return the index in answer and path at which the text after the thoughts begins; None before it."""
-        if self._end is not None:
-            return self._end
-        if not self._answer:
-            return self._end_in(tuple(path))
-        closes = self._thinking.closes
-        return len(self._answer) + path.index(closes) + 1 if closes in path else None
+    def _next(self, place: _Place, token: int) -> _Place:
+        num_tokens, num_thought = place.num_tokens + 1, place.num_thought
+        if place.at is _At.BETWEEN:
+            return self._along(place, token)
+        if token == self._thinking.closes:
+            if not self._thinking.lead:
+                return _Place(_At.OVER, num_tokens, num_thought, end=num_tokens)
+            return self._before(self._thinking.between, num_tokens, num_thought)
+        if place.at is _At.INSIDE:
+            return _Place(_At.INSIDE, num_tokens, num_thought + 1)
+        return self._other(place, token)
+
+    def _other(self, place: _Place, token: int) -> _Place:
+        """Return the place after a token of text without marks, in which thoughts may begin."""
+        opens = self._thinking.opens
+        route = _beyond(place.to_thoughts, token)
+        route = _beyond(opens, token) if route is None else route
+        at = _At.INSIDE if route == () else _At.OTHER
+        return _Place(at, place.num_tokens + 1, place.num_thought, opens if route is None else route)
+
+    def _along(self, place: _Place, token: int) -> _Place:
+        """Return the place after a token before thoughts or the rest of the answer."""
+        num_tokens, num_thought = place.num_tokens + 1, place.num_thought
+        to_thoughts, to_answer = (_beyond(route, token) for route in (place.to_thoughts, place.to_answer))
+        if to_thoughts == ():
+            return _Place(_At.INSIDE, num_tokens, num_thought)
+        if to_answer == ():
+            return _Place(_At.OVER, num_tokens, num_thought, end=num_tokens)
+        if to_thoughts is not None or to_answer is not None:
+            return _Place(_At.BETWEEN, num_tokens, num_thought, to_thoughts, to_answer)
+        return self._other(place, token) if self._thinking.lead else _Place(_At.OVER, num_tokens, num_thought)
+
+    def _asks(self, place: _Place) -> bool:
+        """Return whether the client's grammar may begin at a place, or has begun before it."""
+        return self._grammar is not None and (place.at is _At.OVER or place.to_answer == ())
 
     def check_answer(self, emitted: Sequence[int]) -> None:
         """Pass the tokens that a step has emitted after the thoughts to the grammar's check."""
-        end = self._end_below(emitted)
-        if self._grammar is not None and end is not None:
-            self._grammar.check_answer(emitted[max(0, end - len(self._answer)) :])
+        place = self._after(self._place, emitted)
+        if self._grammar is not None and place.at is _At.OVER:
+            self._grammar.check_answer(emitted[max(0, place.end - len(self._answer)) :])
 
     def allows(self, emitted: Sequence[int]) -> bool:
         """Whether the masks of thoughts allow the tokens that a step has emitted. If they do not, all masks of the
         request together left no token. `check_answer` checks a first token that may belong to the grammar.
         """
-        for depth, token in enumerate(emitted):
-            path, num_tokens = tuple(emitted[:depth]), len(self._answer) + depth
-            begins = self._grammar is not None and not (self._thinking.is_begun or num_tokens)
-            mask = None if begins or self._end_below(path) is not None else self._inside(num_tokens)
+        place = self._place
+        for token in emitted:
+            mask = None if self._asks(place) else self._mask(place)
             if mask is not None and not mask[token]:
                 return False
+            place = self._after(place, (token,))
         return True
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
         """Ask which tokens may follow an answer and each path below it, as in `plan.Grammar`."""
         self._begin(answer)
-        num_answered = len(answer)
-        ends = [self._end_below(path) for path in paths]
-        # Thoughts are optional: the grammar may begin instead.
-        begins = [not (self._thinking.is_begun or answer or path) for path in paths]
-        masks = [
-            self._inside(num_answered + len(path)) if end is None else None
-            for end, path in zip(ends, paths, strict=True)
-        ]
+        places = [self._after(self._place, path) for path in paths]
+        masks = [self._mask(place) for place in places]
+        asked = [n for n, place in enumerate(places) if self._asks(place)]
         if self._grammar is None:
             return lambda: masks
-        asked = [n for n, end in enumerate(ends) if end is not None or begins[n]]
-        over = self._end
-        rests = [paths[n][max(0, (ends[n] or 0) - num_answered) :] for n in asked]
-        wait = self._grammar.masks(() if over is None else answer[over:], rests)
+        begun = answer[self._place.end :] if self._place.at is _At.OVER else ()
+        rests = [paths[n][max(0, places[n].end - len(answer)) :] for n in asked]
+        wait = self._grammar.masks(begun, rests)
 
         def found() -> list[Bools | None]:
             for n, mask in zip(asked, wait(), strict=True):
-                if mask is not None and begins[n]:
+                if mask is not None and places[n].at is _At.BETWEEN:
+                    # Thoughts are optional: the grammar may begin instead.
                     mask = mask.copy()
-                    mask[self._thinking.opens] = True
+                    mask[self._thinking.opens[0]] = True
                 masks[n] = mask
             return masks
 
         return found
 
-    def _inside(self, num_tokens: int) -> Bools | None:
-        """Return the mask after this many tokens of an answer whose thoughts are open or not begun; None for all."""
-        thinking = self._thinking
-        length = num_tokens - (not thinking.is_begun)
-        is_over = thinking.budget is not None and length >= thinking.budget
-        return self._only_close if is_over else self._any
+    def _mask(self, place: _Place) -> Bools | None:
+        """Return the mask of the thoughts and marks at a place; None if all tokens may follow."""
+        budget, lead = self._thinking.budget, self._thinking.lead
+        is_spent = budget is not None and place.num_thought >= budget
+        if place.at is _At.INSIDE:
+            return self._only_close if is_spent else self._any
+        if place.at is _At.OVER or (place.at is _At.BETWEEN and place.to_answer == ()):
+            return None
+        to_thoughts, to_answer = (route[0] if route else None for route in (place.to_thoughts, place.to_answer))
+        may_think = to_thoughts is not None and not (is_spent and lead and to_answer != to_thoughts)
+        if self._grammar is None:
+            has_begun = place.to_thoughts != self._thinking.opens
+            return ~self._only(to_thoughts) if to_thoughts is not None and has_begun and not may_think else None
+        routes = [to_thoughts if may_think else None, to_answer]
+        return self._only(*(token for token in routes if token is not None))
+
+
+def _beyond(route: Route, token: int) -> Route:
+    """Return the rest of a mark after a token; None if the token does not belong to it."""
+    return route[1:] if route and route[0] == token else None

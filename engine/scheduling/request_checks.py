@@ -136,7 +136,7 @@ def _check_masks(request: Request, facts: EngineFacts) -> None:
     _check_tokens("allowed_token_ids", sampling.allowed_token_ids, facts)
     _check_tokens("bad_words", [token for word in sampling.bad_words for token in word], facts)
     if thinking := sampling.thinking:
-        _check_tokens("thinking", [thinking.opens, thinking.closes], facts)
+        _check_tokens("thinking", [*thinking.opens, thinking.closes, *thinking.between, *thinking.lead], facts)
     masked = {word[0] for word in sampling.bad_words if len(word) == 1}
     if limits.min_tokens and not sampling.grammar:
         masked |= set(limits.stop_token_ids)

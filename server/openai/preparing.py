@@ -34,7 +34,7 @@ from server.serving.choice import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
 from server.text.call_formats import call_marks
-from server.text.reasoning import CLOSE, knows_thinking, thinking_variables
+from server.text.reasoning import knows_thinking, thinking_variables
 from server.text.structured import Structure, structure_of
 from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
 
@@ -142,19 +142,21 @@ async def prepare(
         most = server.client.ready_facts().max_model_len
         prediction = tuple(await server.tokenizer.run_encode(text, False, most, "prediction"))
     prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
-    thoughts, thinking = thoughts_of(server, body, prompts[0], is_bound)
-    requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction, thinking)
+    thoughts = thoughts_of(server, body, prompts[0], is_bound)
+    requests = engine_requests(
+        server, body, prompts, max_tokens, bad_words, structure.grammar, prediction, thoughts.followed
+    )
     echo = isinstance(body, CompletionRequest) and body.echo
-    # Calls may be marked by special tokens, and so may thoughts.
-    has_marks = tools is not None or (thoughts != "none" and server.tokenizer.special_token(CLOSE) is not None)
+    # Calls may be marked by special tokens.
     is_asked = "skip_special_tokens" in body.model_fields_set
-    skips = body.skip_special_tokens and (is_asked or not has_marks)
+    skips = body.skip_special_tokens and (is_asked or tools is None)
     options = TextOptions(
         stop_strings(body),
         body.include_stop_str_in_output,
         skips,
         echo,
-        thoughts,
+        thoughts.reader,
+        thoughts.shown,
         tools,
         body.prompt_logprobs,
         body.speculation is not None and body.speculation.return_drafts,
@@ -174,6 +176,13 @@ def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
     variables = thinking_variables(body.reasoning_effort, is_wanted)
+    efforts = dict(server.thoughts.efforts) if server.thoughts else {}
+    effort = body.reasoning_effort or ("none" if is_wanted is False else "")
+    if effort in efforts:
+        variables["reasoning_effort"] = efforts[effort]
+        asked = (name for name in ("reasoning_effort", "enable_thinking") if getattr(body, name) is not None)
+        why = f"this model always thinks, with low, medium or high effort; {efforts[effort]} is used"
+        server.unknown_fields.ignore(next(asked, "thinking"), why)
     if not variables or knows_thinking(server.tokenizer.chat_template):
         return variables
     for name in ("reasoning_effort", "enable_thinking", "thinking"):

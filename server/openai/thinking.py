@@ -6,47 +6,85 @@ answer's text (`text/reasoning.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from engine.api import RequestError, Thinking
 from server.openai.fields import ChatRequest, GenerationFields
 from server.openai.sampling_fields import max_tokens_of
 from server.state import Server
-from server.text.reasoning import CLOSE, OPEN, is_closed, is_open
+from server.text.harmony import HarmonyMessages
+from server.text.reasoning import Reasoning, ThoughtReader, is_closed, is_open
+from server.text.thought_marks import DEEPSEEK_R1, ThoughtMarks
 
-Thoughts = Literal["none", "possible", "begun"]
 _PROMPT_END = 16
 """Number of last prompt tokens in which a chat template may open or close the thoughts."""
 
 
-def thoughts_of(
-    server: Server, body: GenerationFields, prompt: Sequence[int], is_bound: bool
-) -> tuple[Thoughts, Thinking | None]:
-    """Return whether an answer may contain thoughts or the prompt has opened them, and the thoughts that the engine
-    tracks.
+@dataclass(frozen=True)
+class Thoughts:
+    """Thoughts of one request."""
 
-    is_bound: the answer must follow a grammar. The grammar applies after the thoughts, or, if the tags are not tokens
+    reader: Callable[[], ThoughtReader] | None = None
+    """Makes a parser that separates them; None if the answer has none."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that the parser needs in the text."""
+    followed: Thinking | None = None
+    """Thoughts that the engine tracks."""
+
+
+def thoughts_of(server: Server, body: GenerationFields, prompt: Sequence[int], is_bound: bool) -> Thoughts:
+    """Return the thoughts that an answer may contain.
+
+    is_bound: the answer must follow a grammar. The grammar applies after the thoughts, or, if the marks are not tokens
     of the model, from the first token on. Raises RequestError for a budget that cannot be enforced.
     """
-    if not server.thinks or not isinstance(body, ChatRequest):
-        return "none", None
+    marks = server.thoughts
+    if marks is None or not isinstance(body, ChatRequest):
+        return Thoughts()
     end = server.tokenizer.decode(prompt[-_PROMPT_END:])
-    is_begun = server.settings.reasoning_parser == "deepseek_r1" or is_open(end)
+    is_begun = server.settings.reasoning_parser == DEEPSEEK_R1 or is_open(end, marks)
     budget, most = body.thinking_token_budget, max_tokens_of(body)
     if budget is not None and most is not None and budget >= most:
         budget = None  # the length ends the answer first
-    opens, closes = server.tokenizer.token_of(OPEN), server.tokenizer.token_of(CLOSE)
-    if budget is not None and (opens is None or closes is None):
+    shown = server.tokenizer.special_in(marks.texts())
+    tokens = _tokens_of(server, marks)
+    if budget is not None and tokens is None:
         raise RequestError(
-            f"thinking_token_budget: {OPEN} and {CLOSE} are not tokens of this model, so that its thoughts cannot be "
-            "ended; leave it out, and bound thoughts and answer together by max_tokens",
+            f"thinking_token_budget: {marks.open.strip()} and {marks.close} are not tokens of this model, so that its "
+            "thoughts cannot be ended; leave it out, and bound thoughts and answer together by max_tokens",
             "thinking_token_budget",
             "unsupported_value",
         )
-    can_begin = not (is_closed(end) or body.continue_final_message)
-    is_followed = budget is not None or (is_bound and (is_begun or can_begin))
+    can_begin = not (is_closed(end, marks) or body.continue_final_message)
+    may_think = is_begun or can_begin
+    # Without a lead, thoughts may begin although the prompt has closed some.
+    is_followed = may_think if is_bound else budget is not None and (may_think or not marks.lead)
     followed = None
-    if is_followed and opens is not None and closes is not None:
-        followed = Thinking(opens=opens, closes=closes, is_begun=is_begun, budget=budget, may_end=not is_bound)
-    return "begun" if is_begun and (followed or not is_bound) else "possible", followed
+    if is_followed and tokens is not None:
+        opens, (closes,), between, lead = tokens
+        followed = Thinking(
+            opens=opens,
+            closes=closes,
+            between=between,
+            lead=lead,
+            is_begun=is_begun,
+            budget=budget,
+            may_end=not is_bound,
+        )
+    if marks.lead:
+        return Thoughts(partial(HarmonyMessages, end), shown, followed)
+    starts_inside = is_begun and (followed is not None or not is_bound)
+    return Thoughts(partial(Reasoning, starts_inside, marks), shown, followed)
+
+
+def _tokens_of(server: Server, marks: ThoughtMarks) -> list[tuple[int, ...]] | None:
+    """Return the tokens of opening mark, closing mark, the text between, and the lead; None if the model has no tokens
+    for them.
+    """
+    tokens = [tuple(server.tokenizer.encode(text, False)) if text else () for text in marks.texts()]
+    if server.tokenizer.token_of(marks.close) is None or len(tokens[1]) != 1:
+        return None
+    is_single = server.tokenizer.token_of(marks.open) is not None
+    return tokens if is_single or not server.tokenizer.special_in([marks.open]).isdisjoint(tokens[0]) else None

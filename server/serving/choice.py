@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -19,7 +18,7 @@ from server.serving.statistics import Clock, SpeculationCount, answer_part, draf
 from server.text.call_pieces import Call, Piece
 from server.text.logprobs import SpelledToken, spell
 from server.text.prompts import ShownPrompt
-from server.text.reasoning import Reasoning, Thought
+from server.text.reasoning import Thought, ThoughtReader
 from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
@@ -38,8 +37,10 @@ class TextOptions:
     skip_special_tokens: bool = True
     echo: bool = False
     """Begin with the prompt."""
-    thoughts: Literal["none", "possible", "begun"] = "none"
-    """Whether the answer may contain thoughts between <think> tags, and whether the prompt has begun them."""
+    thoughts: Callable[[], ThoughtReader] | None = None
+    """Makes a parser of thoughts; None if the answer has none."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that the parser of thoughts needs in the text."""
     tools: ToolUse | None = None
     """Functions that the answer may call."""
     num_prompt_logprobs: int | None = None
@@ -90,13 +91,13 @@ class Choice:
         self._prompt = prompt
         self._has_begun = False
         self._skips_special = options.skip_special_tokens
-        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
-        hidden = tokenizer.special_texts if options.skip_special_tokens and options.stops else ()
+        self._shown = options.shown
+        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens, options.shown)
+        looks_at_hidden = options.skip_special_tokens and bool(options.stops)
+        hidden = tokenizer.special_texts(options.shown) if looks_at_hidden else ()
         self._cut = StopCut(options.stops, options.include_stop, hidden)
         # One parser splits the released text, which lags because of stop strings; the other counts tokens at once.
-        self._reasoning, self._counting = (
-            None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
-        )
+        self._reasoning, self._counting = (None if options.thoughts is None else options.thoughts() for _ in range(2))
         tools, template = options.tools, tokenizer.response_template
         self._calls = None if tools is None else ToolCalls(tools, template)
         self._counting_calls = None if tools is None or tools.parallel else ToolCalls(tools, template)
@@ -176,19 +177,20 @@ class Choice:
         return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_taken]))
 
     def _read(self, text: str) -> list[Part]:
-        """Return the thoughts and the other parts of a text."""
+        """Return the thoughts and the other parts of a text, in order."""
         is_last = self.finish_reason is not None
         found = [text] if self._reasoning is None else self._reasoning.feed(text, is_last)
-        thoughts = [part for part in found if isinstance(part, Thought)]
-        # All text follows the thoughts.
-        return [*thoughts, *self._read_calls("".join(part for part in found if isinstance(part, str)))]
+        parts: list[Part] = []
+        for part in found:
+            parts += [part] if isinstance(part, Thought) else self._read_calls(part)
+        return [*parts, *self._read_calls("", is_last)] if is_last else parts
 
-    def _read_calls(self, text: str) -> list[str | CallPiece]:
+    def _read_calls(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
         """Return the text outside calls and the pieces of calls. If only one call is allowed, it ends the answer."""
         if self._calls is None:
             return [text] if text else []
-        found = self._calls.feed(text, self.finish_reason is not None)
-        if self.finish_reason == "stop" and self._calls.are_complete:
+        found = self._calls.feed(text, is_last)
+        if is_last and self.finish_reason == "stop" and self._calls.are_complete:
             self.finish_reason = "tool_calls"
         return [part if isinstance(part, str) else self._named(part) for part in found]
 
@@ -229,7 +231,7 @@ class Choice:
 
     def _hidden_text(self, token: int) -> str:
         """Return the text of a token that the answer leaves out, if a stop string may spell it; else ""."""
-        if not self._cut.looks_at_hidden or not self._tokenizer.is_special(token):
+        if not self._cut.looks_at_hidden or not self._tokenizer.is_special(token) or token in self._shown:
             return ""
         return self._tokenizer.token_text(token)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 CallFormat = Literal[
-    "hermes", "llama3_json", "mistral", "mistral_v11", "qwen3_coder", "deepseek_v3", "deepseek_v31", "response_template"
-]
+    "hermes", "llama3_json", "mistral", "mistral_v11", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony",
+    "response_template",
+]  # fmt: skip
 HERMES, LLAMA3_JSON, QWEN3_CODER, RESPONSE_TEMPLATE = "hermes", "llama3_json", "qwen3_coder", "response_template"
 
 _SPACE = r"\s{0,99}"
@@ -20,6 +21,8 @@ _NAME = r"(?P<name>[\w.-]{1,64})"
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _FENCE = "```"
+_HARMONY_NAME = rf"(?:functions\.)?{_NAME}"
+_HARMONY_TYPE = r"\s{0,9}(?:<\|constrain\|>)?\s{0,9}\w{0,32}<\|message\|>" + _SPACE + r"\{"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,15 @@ JSON_FORMATS: dict[str, JsonFormat] = {
         {"[TOOL_CALLS]": rf"{_SPACE}{_NAME}(?:\[CALL_ID\]\w{{1,99}})?(?:\[ARGS\])?{_SPACE}\{{"}, is_named=True
     ),
     "deepseek_v3": _deepseek(rf"function{_SEPARATOR}{_NAME}\n{_FENCE}json\n{_SPACE}\{{", f"{_FENCE}{_SPACE}"),
+    # The recipient comes before or after the channel.
+    "harmony": JsonFormat(
+        {
+            "<|channel|>": rf"\w{{1,32}}\s{{1,9}}to={_HARMONY_NAME}{_HARMONY_TYPE}",
+            " to=": rf"{_HARMONY_NAME}\s{{0,9}}<\|channel\|>\w{{1,32}}{_HARMONY_TYPE}",
+        },
+        rf"{_SPACE}<\|call\|>",
+        is_named=True,
+    ),
     "deepseek_v31": _deepseek(rf"{_NAME}{_SEPARATOR}{_SPACE}\{{", ""),
 }
 
@@ -64,6 +76,8 @@ def named_in(chat_template: str) -> str | None:
         return QWEN3_CODER
     if "tool▁call▁begin" in chat_template:
         return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
+    if "<|channel|>commentary" in chat_template and "to=" in chat_template:
+        return "harmony"
     if "[TOOL_CALLS]" in chat_template:
         return "mistral_v11" if "[ARGS]" in chat_template else "mistral"
     return None
@@ -71,6 +85,8 @@ def named_in(chat_template: str) -> str | None:
 
 def call_marks(form: str | None) -> tuple[str, ...]:
     """Return the texts with which a format's calls may begin, the outermost first; empty if they are not known."""
+    if form == "harmony":
+        return ("<|start|>assistant to=",)
     if form in JSON_FORMATS:
         return tuple(JSON_FORMATS[form].opens)
     return {QWEN3_CODER: ("<tool_call>",), LLAMA3_JSON: ("{",)}.get(form or "", ())

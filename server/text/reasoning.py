@@ -1,9 +1,10 @@
-"""Separates a model's thoughts, between <think> and </think>, from its answer.
+"""Separates a model's thoughts, between two marks at its beginning, from its answer.
 
-Qwen3, DeepSeek-R1 and similar models use these tags. If the chat template has opened the thoughts, the answer has only
-the closing tag.
+Most families do so, with different marks (`thought_marks.py`). If the chat template has opened the thoughts, the
+answer has only the closing mark.
 
-Not for: whether a model thinks, which its chat template decides (`thinking_variables`).
+Not for: whether a model thinks, which its chat template decides (`thinking_variables`); answers of several messages
+(`harmony.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from server.text.stops import num_held
+from server.text.thought_marks import THINK, ThoughtMarks
 
-OPEN, CLOSE = "<think>", "</think>"
 _VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -25,6 +26,17 @@ class Thought:
     """Text of a thought."""
 
     text: str
+
+
+class ThoughtReader(Protocol):
+    """Parser of the thoughts in one answer."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the last text was a thought."""
+
+    def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
+        """Return the parts found in a piece of text; the last piece releases everything."""
 
 
 class _State(Enum):
@@ -39,8 +51,9 @@ class _State(Enum):
 class Reasoning:
     """Parser of one answer's text, in pieces of any size. White space next to a tag is dropped."""
 
-    def __init__(self, starts_inside: bool) -> None:
+    def __init__(self, starts_inside: bool, marks: ThoughtMarks = THINK) -> None:
         """starts_inside: the prompt has opened the thoughts."""
+        self._open, self._close = marks.open.rstrip(), marks.close
         self._state = _State.INSIDE if starts_inside else _State.START
         self._is_blank = True
         """Whether the thoughts have been white space so far."""
@@ -67,9 +80,9 @@ class Reasoning:
         before = self._state
         if self._state is _State.START:
             start = self._held.lstrip()
-            if start.startswith(OPEN):
-                self._state, self._held = _State.INSIDE, start.removeprefix(OPEN)
-            elif start and not OPEN.startswith(start):
+            if start.startswith(self._open):
+                self._state, self._held = _State.INSIDE, start.removeprefix(self._open)
+            elif start and not self._open.startswith(start):
                 self._state = _State.OUTSIDE
         elif self._state is _State.INSIDE:
             self._think(parts)
@@ -81,12 +94,12 @@ class Reasoning:
         return self._state is not before
 
     def _think(self, parts: list[str | Thought]) -> None:
-        thought, tag, rest = self._held.partition(CLOSE)
+        thought, tag, rest = self._held.partition(self._close)
         if tag:
             parts += self._thought(thought.rstrip())
             self._held, self._state = rest, _State.BEHIND
             return
-        sure = self._held[: len(self._held) - num_held(self._held, [CLOSE])].rstrip()
+        sure = self._held[: len(self._held) - num_held(self._held, [self._close])].rstrip()
         parts += self._thought(sure)
         self._held = self._held[len(sure) :]
 
@@ -96,19 +109,14 @@ class Reasoning:
         return [Thought(text)] if text else []
 
 
-def thinks(setting: str, chat_template: str) -> bool:
-    """Return whether answers may contain thoughts, by the setting or else by the tags in the chat template."""
-    return CLOSE in chat_template or OPEN in chat_template if setting == "auto" else setting != "none"
-
-
-def is_open(prompt_end: str) -> bool:
+def is_open(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
     """Return whether a prompt with this end has opened the thoughts."""
-    return prompt_end.rstrip().endswith(OPEN)
+    return prompt_end.rstrip().endswith(marks.open.rstrip())
 
 
-def is_closed(prompt_end: str) -> bool:
-    """Return whether a prompt with this end has closed the thoughts, so that the answer has none."""
-    return prompt_end.rstrip().endswith(CLOSE)
+def is_closed(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
+    """Return whether a prompt with this end has begun the rest of the answer, so that no thoughts may follow."""
+    return prompt_end.rstrip().endswith(marks.lead or marks.close)
 
 
 def knows_thinking(chat_template: str) -> bool:

@@ -1,9 +1,10 @@
 """Renders a conversation with a chat template, and checks that no part of it is lost.
 
 Templates differ in what they accept: arguments as an object or as text, ids of nine letters and digits, one call per
-message. The first variant that the template accepts is used. Then a copy of the conversation, with a marker word in
-each part, shows which parts the template omits. An omitted system prompt moves into the user's last message, omitted
-text next to calls moves before the calls, and any other omitted part is refused by name.
+message, no text next to thoughts and calls. The first variant that the template accepts is used. Then a copy of the
+conversation, with a marker word in each part, shows which parts the template omits. An omitted system prompt moves into
+the user's last message, calls after the first get messages of their turn, omitted text next to calls moves before the
+calls, and any other omitted part is refused by name.
 
 Not for: thoughts. Most templates omit those of earlier turns on purpose.
 """
@@ -46,6 +47,9 @@ def render_conversation(
     """
     taken, text = _taken(render, _forms(list(messages)), tools, documents)
     missing = _missing(render, taken, tools, documents)
+    if any(kind == "tool_calls" and len(taken[number]["tool_calls"]) > 1 for kind, number in missing):
+        taken, text = _taken(render, [_with_one_call_a_turn(taken)], tools, documents)
+        missing = _missing(render, taken, tools, documents)
     if any(kind == "python" for kind, _ in missing):
         taken, text = _taken(render, [_with_arguments_as_text(taken)], tools, documents)
         missing = _missing(render, taken, tools, documents)
@@ -100,6 +104,8 @@ def _forms(messages: Messages) -> Iterator[Messages]:
         changes.append(_with_short_ids)
     if calls:
         changes.append(_with_arguments_as_text)
+    if any(_has_text_and_thoughts(message) for message in messages):
+        changes.append(_with_texts_before_thoughts)
     if any(len(message.get("tool_calls", ())) > 1 for message in messages):
         changes.append(_with_one_call_a_turn)
     if any(message["role"] == "system" for message in messages[1:]):
@@ -145,6 +151,21 @@ def _with_arguments_as_text(messages: Messages) -> Messages:
         else message
         for message in messages
     ]
+
+
+def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
+    return "tool_calls" in message and "thinking" in message and bool(message["content"])
+
+
+def _with_texts_before_thoughts(messages: Messages) -> Messages:
+    """Return the messages with the text next to thoughts and calls in a separate message before them."""
+    result: Messages = []
+    for message in messages:
+        if _has_text_and_thoughts(message):
+            result.append({"role": message["role"], "content": message["content"]})
+            message = {**message, "content": ""}
+        result.append(message)
+    return result
 
 
 def _with_one_call_a_turn(messages: Messages) -> Messages:

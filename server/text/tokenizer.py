@@ -200,10 +200,9 @@ class Tokenizer:
         token = self.token_of(text)
         return token if token in self._special else None
 
-    @cached_property
-    def special_texts(self) -> frozenset[str]:
-        """Texts of all special tokens."""
-        return frozenset(map(self.token_text, self._special)) - {""}
+    def special_texts(self, but: frozenset[int] = frozenset()) -> frozenset[str]:
+        """Return the texts of all special tokens `but` some."""
+        return frozenset(map(self.token_text, self._special - but)) - {""}
 
     def token_text(self, token: int) -> str:
         """Return a token's spelling in the vocabulary."""
@@ -269,9 +268,18 @@ class Tokenizer:
         found = getattr(self._fast, "response_template", None)
         return found if isinstance(found, dict) else None
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a new incremental decoder of tokens that follow others."""
-        return Detokenizer(self._backend, self._before, skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """Return a new incremental decoder of tokens that follow others.
+
+        shown: special tokens that are not skipped, because a parser of the text needs them.
+        """
+        skipped = self._special - shown if skip_special_tokens else frozenset()
+        return Detokenizer(self._backend, self._before, skipped)
+
+    def special_in(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the special tokens of which these texts consist, next to ordinary ones."""
+        tokens = {token for text in texts for token in self.encode(text, False)}
+        return frozenset(tokens & self._special)
 
     def close(self) -> None:
         """End the threads."""
@@ -286,21 +294,25 @@ def _too_long(most: int, length: str, param: str) -> RequestError:
 class Detokenizer:
     """Incremental decoder of one answer; holds back partial UTF-8 characters."""
 
-    def __init__(self, backend: Any, before: Sequence[int], skip_special_tokens: bool) -> None:
-        """before: tokens of plain text before the answer, so that a leading space is decoded."""
+    def __init__(self, backend: Any, before: Sequence[int], skipped: frozenset[int]) -> None:
+        """before: tokens of plain text before the answer, so that a leading space is decoded. skipped: tokens without
+        text.
+        """
         self._backend = backend
         self._before = before
-        self._skips_special = skip_special_tokens
+        self._skipped = skipped
         self._stream = self._new_stream()
 
     def _new_stream(self) -> DecodeStream:
-        stream = DecodeStream(skip_special_tokens=self._skips_special)
+        stream = DecodeStream(skip_special_tokens=False)
         for token in self._before:
             stream.step(self._backend, token)
         return stream
 
     def step(self, token: int) -> str:
         """Return the text that `token` completes; empty while a character is incomplete."""
+        if token in self._skipped:
+            return ""
         try:
             return self._stream.step(self._backend, token) or ""
         except Exception as error:  # the library has no class for it

@@ -203,7 +203,8 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
     if thought := message.reasoning_content or message.reasoning:
         if message.role != "assistant":
             raise RequestError("messages: reasoning belongs to the assistant", "messages")
-        result["reasoning_content"] = thought
+        # Names in different templates.
+        result["reasoning_content"] = result["reasoning"] = result["thinking"] = thought
     if message.tool_calls:
         if message.role != "assistant":
             raise RequestError("messages: tool_calls belong to the assistant", "messages")

@@ -98,7 +98,7 @@ MASKS: dict[str, tuple[Sampling, Limits]] = {
     "words below the prompt": (Sampling(allowed_token_ids=(7,), bad_words=((4, 5, 7, 7),)), Limits()),
     # The token that closes the thoughts is not allowed when their budget is spent.
     "budget of thoughts": (
-        Sampling(allowed_token_ids=tuple(range(9)), thinking=Thinking(opens=9, closes=10, is_begun=True, budget=3)),
+        Sampling(allowed_token_ids=tuple(range(9)), thinking=Thinking(opens=(9,), closes=10, is_begun=True, budget=3)),
         Limits(),
     ),
 }
@@ -109,7 +109,7 @@ def test_thoughts_that_cannot_be_closed_end_before_their_grammar() -> None:
     target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
     engine = tiny.build(target, None)
     engine.grammar_queue = GrammarQueue(OneToken(1), 4)  # type: ignore[arg-type]
-    thinking = Thinking(opens=9, closes=10, is_begun=True, budget=2)
+    thinking = Thinking(opens=(9,), closes=10, is_begun=True, budget=2)
     sampling = Sampling(grammar="any", thinking=thinking, bad_words=((10,),))
     engine.submit(Request(request_id="a", prompt_token_ids=(3, 4, 5), sampling=sampling, limits=Limits(max_tokens=20)))
     engine.queue_followed()

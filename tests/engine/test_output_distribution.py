@@ -86,11 +86,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 1.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
     "grammar": {"temperature": 1.0, "grammar": "no token twice in a row", "presence_penalty": 0.4},
     "seed-stable": {"temperature": 1.0, "seed_stable": True},
-    "thoughts": {"temperature": 1.0, "thinking": Thinking(opens=3, closes=2, is_begun=True, budget=1)},
+    "thoughts": {"temperature": 1.0, "thinking": Thinking(opens=(3,), closes=2, is_begun=True, budget=1)},
     "thoughts, grammar": {
         "temperature": 1.0,
         "grammar": "no token twice in a row",
-        "thinking": Thinking(opens=3, closes=2, is_begun=False, budget=0),
+        "thinking": Thinking(opens=(3,), closes=2, is_begun=False, budget=0),
         "presence_penalty": 0.4,
     },
     "edited and filtered": {"temperature": 0.8, "top_p": 0.95, "allowed_token_ids": (0, 1, 3), **EDITS},
@@ -149,7 +149,7 @@ def may_follow_thoughts(token: int, answer: tuple[int, ...], sampling: dict[str,
     """Whether the budget of thoughts allows a token, and behind them the grammar `NoTokenTwice`."""
     thinking = sampling.get("thinking")
     if thinking is not None:
-        before, has_begun = (0, True) if thinking.is_begun else (1, answer[:1] == (thinking.opens,))
+        before, has_begun = (0, True) if thinking.is_begun else (1, answer[:1] == thinking.opens)
         if has_begun and thinking.closes not in answer:
             return token == thinking.closes or len(answer) - before < thinking.budget
         answer = answer[answer.index(thinking.closes) + 1 :] if has_begun else answer

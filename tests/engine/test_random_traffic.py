@@ -42,7 +42,7 @@ from tests.wrong import instead
 
 Pair = tuple[LoadedModel, LoadedModel]
 VOCABULARY, END, MODEL_LEN = 23, 2, 48
-THINKING = {"opens": 3, "closes": 4}
+THINKING: dict[str, Any] = {"opens": (3,), "closes": 4}
 CAPS = ((8, 5, 16), (4, 3, 4), (2, 2, 2), (2, 1, 1))
 """Most drafts, their length, and that of text drafts."""
 

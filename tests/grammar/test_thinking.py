@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import regex
 
 from engine.grammar.thinking import ThinkingGrammar
 from engine.request import Thinking
@@ -62,7 +64,7 @@ def by_hand(thinking: Thinking, text: tuple[int, ...], has_grammar: bool) -> np.
 @pytest.mark.parametrize("has_grammar", [True, False])
 def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar: bool) -> None:
     """Every answer of up to three tokens, and every path of up to two below it, in one call."""
-    thinking = Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
+    thinking = Thinking(opens=(OPENS,), closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
     paths = [path for size in range(3) for path in itertools.product(range(VOCABULARY), repeat=size)]
     for size in range(4):
         for answer in itertools.product(range(VOCABULARY), repeat=size):
@@ -81,7 +83,7 @@ def test_tokens_that_the_masks_of_thoughts_exclude_are_found(
     is_begun: bool, budget: int | None, has_grammar: bool
 ) -> None:
     """A step emits them if other masks exclude the rest. What the grammar excludes is left to the grammar's check."""
-    thinking = Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
+    thinking = Thinking(opens=(OPENS,), closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
     for text in itertools.product(range(VOCABULARY), repeat=4):
         for place in range(4):
             followed = ThinkingGrammar(thinking, FACTS, Alternating() if has_grammar else None)
@@ -107,7 +109,7 @@ def test_the_grammar_is_asked_about_what_comes_after_the_thoughts(
     is_begun: bool, steps: list[tuple[int, ...]], seen: list[int]
 ) -> None:
     grammar = Alternating()
-    followed = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun), FACTS, grammar)
+    followed = ThinkingGrammar(Thinking(opens=(OPENS,), closes=CLOSES, is_begun=is_begun), FACTS, grammar)
     answer: tuple[int, ...] = ()
     for emitted in steps:
         followed.masks(answer, [()])()
@@ -118,7 +120,71 @@ def test_the_grammar_is_asked_about_what_comes_after_the_thoughts(
 
 def test_an_answer_may_be_checked_before_masks_were_asked_for() -> None:
     grammar = Alternating()
-    followed = ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
+    followed = ThinkingGrammar(Thinking(opens=(OPENS,), closes=CLOSES, is_begun=True), FACTS, grammar)
     followed.check_answer((1, CLOSES, 0))
     assert grammar.emitted == [0]
-    ThinkingGrammar(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS).check_answer((1, CLOSES))
+    ThinkingGrammar(Thinking(opens=(OPENS,), closes=CLOSES, is_begun=True), FACTS).check_answer((1, CLOSES))
+
+
+CHANNELS = Thinking(opens=(0, 1), closes=2, between=(3,), lead=(0, 4), is_begun=False, may_end=False)
+"""Thoughts as `01...2`, a 3 before more of them or before the lead `04`; 5 ends."""
+CHANNEL_FACTS: Any = SimpleNamespace(vocab_size=6, eos_token_ids=[5])
+DEPTH = 6
+
+
+class Letters:
+    """A grammar that allows 1 alone."""
+
+    def check_answer(self, emitted: Sequence[int]) -> None:
+        assert set(emitted) <= {1}
+
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
+        return lambda: [np.arange(6) == 1 for _ in paths]
+
+
+def in_channels(text: str, budget: int | None) -> bool:
+    """Whether a text begins with thoughts within their budget, and goes on with the lead and the grammar."""
+    whole = regex.fullmatch("(?:01(?P<thought>[14]*)2(?:3|$))*041*", text, partial=True)
+    if whole is None:
+        return False
+    before = text if not (lead := regex.search("(?:^|3)04", text)) else text[: lead.start()]
+    blocks = regex.findall("01([14]*)", before)
+    counts = [sum(map(len, blocks[:number])) for number in range(len(blocks))]
+    return budget is None or (sum(map(len, blocks)) <= budget and all(count < budget for count in counts))
+
+
+@pytest.mark.parametrize("budget", [None, 0, 1, 2])
+def test_channels_lead_to_the_answer(budget: int | None) -> None:
+    """The texts that the masks allow, all of them, against a regular expression; with tokens in one step or several."""
+    thinking = msgspec.structs.replace(CHANNELS, budget=budget)
+    allowed: list[tuple[int, ...]] = [()]
+    for text in allowed:
+        if len(text) == DEPTH:
+            continue
+        for place in (0, len(text)):
+            followed = ThinkingGrammar(thinking, CHANNEL_FACTS, Letters())
+            (mask,) = followed.masks(text[:place], [text[place:]])()
+            mask = np.ones(6, dtype=bool) if mask is None else mask
+            assert all(followed.allows((*text[place:], int(token))) for token in np.flatnonzero(mask))
+        allowed += [(*text, int(token)) for token in np.flatnonzero(mask)]
+    expected = {
+        text
+        for size in range(DEPTH + 1)
+        for text in itertools.product(range(6), repeat=size)
+        if in_channels("".join(map(str, text)), budget)
+    }
+    assert set(allowed) == expected
+
+
+def test_thoughts_of_channels_have_a_budget_in_any_answer() -> None:
+    """Without a grammar, other channels are free, and thoughts that begin anywhere count."""
+    followed = ThinkingGrammar(msgspec.structs.replace(CHANNELS, budget=1, may_end=True), CHANNEL_FACTS)
+    for answer, only in (((0, 1), None), ((0, 1, 4), 2), ((0, 5, 1, 2, 3, 0, 1, 1), 2), ((5, 0, 1, 4), 2)):
+        (mask,) = followed.masks(answer, [()])()
+        assert mask is None if only is None else np.flatnonzero(mask).tolist() == [only]
+    for answer in ((0, 1, 4, 2, 3, 0), (0, 1, 4, 2, 5, 0), (0, 1, 4, 2, 3, 5, 2, 3, 0)):
+        (mask,) = followed.masks(answer, [()])()
+        assert mask is not None
+        assert np.flatnonzero(~mask).tolist() == [1]
+    (mask,) = followed.masks((0, 1, 4, 2, 3, 0, 4, 0), [()])()
+    assert mask is None

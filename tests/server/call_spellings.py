@@ -73,7 +73,24 @@ def response_template(calls: list[Call]) -> str:
     return "".join(f"<call name={name}>{dumps(arguments)}</call>" for name, arguments in calls)
 
 
+def harmony(calls: list[Call]) -> str:
+    return "".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(arguments)}<|call|>"
+        for name, arguments in calls
+    )
+
+
 SPELL: dict[str, Callable[[list[Call]], str]] = {
     spell.__name__: spell
-    for spell in (hermes, llama3_json, mistral, mistral_v11, qwen3_coder, deepseek_v3, deepseek_v31, response_template)
+    for spell in (
+        hermes,
+        llama3_json,
+        mistral,
+        mistral_v11,
+        qwen3_coder,
+        deepseek_v3,
+        deepseek_v31,
+        harmony,
+        response_template,
+    )
 }

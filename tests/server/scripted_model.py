@@ -1,28 +1,32 @@
-"""A model folder whose answers are known: a Llama in which each token of a script is followed by the next one.
+"""A model folder whose answers are known: a Llama that continues scripts, chosen by a mark in its prompt.
 
-The chat template ends a prompt with a mark for the tools on offer and the number of results so far. The embedding of a
-mark, and of each piece of a script, has its own direction, and the output weights turn it into the piece that
-follows. Any other token is followed by the end. Attention runs over the whole context and adds zero.
+Every script has a mark, a token. Each of its pieces is a token, too, in the order in which it is written. Attention
+finds the last of these tokens in the text: of the marks the one of the last script, and pieces before marks. This token
+is the state. The output weights turn a state into the token that follows it. A token that occurs several times in
+scripts, such as `<tool_call>`, is no state: there a neuron for the pair of state and token decides. Any other text is
+followed by the end.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.server.tiny_models import EOS, VOCAB_SIZE, llama_config, llama_weights, write_folder
+from server.text.text_bounds import byte_characters
+from tests.server.tiny_models import EOS, VOCAB_SIZE, llama_config, write_folder
 
 POSITIONS = 1 << 17
 _TEMPLATE = Path(__file__).parent / "templates" / "hermes.jinja"
 _PIECE = 16
 """Characters."""
-_SHARPNESS = 100.0
-"""Logit of the next piece; that of all others is zero."""
+_HEAD = 64
+_BYTE_LETTERS = {byte: letter for letter, byte in byte_characters().items()}
 
 
 def call(name: str, arguments: Mapping[str, Any]) -> str:
@@ -30,73 +34,167 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def byte_level(text: str) -> str:
+    """A text as byte-level tokenizers spell it."""
+    return "".join(_BYTE_LETTERS[byte] for byte in text.encode())
+
+
 def write_scripted(folder: Path, scripts: Mapping[str, Sequence[str]], otherwise: str) -> Path:
-    """Write a model that answers as scripted.
+    """Write a model with the embedded pair's tokenizer that answers as scripted.
 
     scripts: by the name of a function on offer, the answers after 0, 1, ... results. otherwise: the answer to a chat
-    without these functions.
+    without these functions. The chat template ends a prompt with the mark of the answer.
     """
     answers = {f"<|{name}-{number}|>": text for name in scripts for number, text in enumerate(scripts[name])}
     answers["<|otherwise|>"] = otherwise
-    pieces = _pieces(answers)
-    tokens = [*pieces, *(piece for of_one in pieces.values() for piece in of_one)]
-    numbers = {token: VOCAB_SIZE + number for number, token in enumerate(tokens)}
-    paths = [[numbers[mark], *(numbers[piece] for piece in of_one), EOS] for mark, of_one in pieces.items()]
-    following = {one: next_one for path in paths for one, next_one in itertools.pairwise(path)}
-    config = llama_config(1) | {
-        "vocab_size": VOCAB_SIZE + len(tokens), "max_position_embeddings": POSITIONS, "tie_word_embeddings": False,
-        "hidden_size": _width(len(tokens)), "head_dim": 16,
-    }  # fmt: skip
-    write_folder(folder, config, _weights(following, len(tokens)))
-    _add_tokens(folder / "tokenizer.json", numbers, set(pieces))
+    write_folder(folder, llama_config(1))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    write_answers(folder, tokenizer, byte_level, answers, VOCAB_SIZE, EOS)
     (folder / "chat_template.jinja").write_text(_template(scripts))
     return folder
 
 
-def _pieces(answers: Mapping[str, str]) -> dict[str, list[str]]:
-    """Each answer in pieces, none of which occurs twice."""
-    used: set[str] = set()
-    pieces: dict[str, list[str]] = {}
+def write_answers(
+    folder: Path,
+    tokenizer: dict[str, Any],
+    spell: Callable[[str], str],
+    answers: Mapping[str, str],
+    size: int,
+    end: int,
+) -> None:
+    """Write config, weights and tokenizer of a model with these answers.
+
+    tokenizer: a tokenizer.json without the tokens of the scripts. spell: a text as its vocabulary writes it. answers:
+    by mark; of several marks in a prompt the last one counts. size: number of tokens before. end: token that ends.
+    """
+    from safetensors.numpy import save_file
+
+    added = {one["content"]: int(one["id"]) for one in tokenizer["added_tokens"]}
+    marks = {mark: size + number for number, mark in enumerate(answers)}
+    paths, vocabulary, first = {}, tokenizer["model"]["vocab"], size
     for mark, text in answers.items():
-        at, pieces[mark] = 0, []
-        while at < len(text):
-            ends = range(at + _PIECE, len(text) - _PIECE)
-            end = next((end for end in ends if text[at:end] not in used), len(text))
-            assert text[at:end] not in used, f"{text[at:end]!r} ends two answers"
-            used.add(text[at:end])
-            pieces[mark].append(text[at:end])
-            at = end
+        paths[marks[mark]] = path = []
+        for piece in _pieces(text, list(added)):
+            number = added.get(piece, vocabulary.get(spell(piece)))
+            if number is None:
+                number = vocabulary[spell(piece)] = size + len(marks)
+                size += 1
+            path.append(number)
+    size += len(marks)
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tokenizer["added_tokens"] += [{"id": number, "content": mark, **plain} for mark, number in marks.items()]
+    # Added tokens that the vocabulary lacks would get other ids.
+    vocabulary |= {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+    weights = _Weights(paths, first, size, end)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = llama_config(1) | weights.config() | {"eos_token_id": end, "bos_token_id": None, "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights.arrays(), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _pieces(text: str, added: Sequence[str]) -> list[str]:
+    """A text in added tokens and pieces of at most 16 characters."""
+    pieces: list[str] = []
+    while text:
+        begins = {at: token for token in sorted(added, key=len) if (at := text.find(token)) >= 0}
+        begin = min(begins, default=len(text))
+        piece = text[: min(begin, _PIECE)] or begins[0]
+        pieces.append(piece)
+        text = text[len(piece) :]
     return pieces
 
 
-def _width(num_tokens: int) -> int:
-    """A direction for each token and one for all others, rounded up to equal heads and the lines of a cache."""
-    return -(-(num_tokens + 1) // 64) * 64
+@dataclass(frozen=True)
+class _Transition:
+    state: int
+    token: int | None
+    """The token after the state; None if the state itself is the last token."""
+    following: int
 
 
-def _weights(following: Mapping[int, int], num_tokens: int) -> dict[str, Any]:
-    hidden = _width(num_tokens)
-    embedding = np.zeros((VOCAB_SIZE + num_tokens, hidden), np.float32)
-    embedding[:VOCAB_SIZE, -1] = 1
-    embedding[VOCAB_SIZE:] = np.eye(num_tokens, hidden, dtype=np.float32)
-    output = np.zeros_like(embedding)
-    sharpness = _SHARPNESS / np.sqrt(hidden)
-    output[EOS, -1] = sharpness
-    for one, next_one in following.items():
-        output[next_one, one - VOCAB_SIZE] = sharpness
-    weights = llama_weights(1, hidden)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        weights[f"model.layers.0.{name}.weight"][:] = 0
-    return weights | {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+class _Weights:
+    """Weights of the model with these paths, token ids by mark."""
 
+    def __init__(self, paths: Mapping[int, Sequence[int]], first: int, size: int, end: int) -> None:
+        """first: the first token that no prompt has. Tokens before it are no states."""
+        counts = Counter(token for path in paths.values() for token in path)
+        self._size, self._end = size, end
+        self._ranks = {mark: number for number, mark in enumerate(paths, start=1)}
+        self._transitions: list[_Transition] = []
+        for mark, path in paths.items():
+            state, token = mark, None
+            for step, following in enumerate([*path, end]):
+                self._transitions.append(_Transition(state, token, following))
+                is_state = counts[following] == 1 and following >= first
+                if is_state:
+                    self._ranks[following] = len(paths) + 1 + step
+                state, token = (following, None) if is_state else (state, following)
+        self._pairs = [one for one in self._transitions if one.token is not None]
+        places = [(one.state, one.token) for one in self._transitions]
+        twice = [place for place, count in Counter(places).items() if count > 1]
+        assert not twice, f"(state, token) occur twice: {twice} of {dict(paths)}"
+        self._states = {token: number for number, token in enumerate(self._ranks)}
+        self._tokens = {token: number for number, token in enumerate({*counts, *self._ranks})}
+        """Directions of tokens; all others share the next one."""
+        self._others = len(self._tokens)
+        self._num_heads = -(-len(self._states) // _HEAD)
+        used = self._others + 1 + len(self._states) + len(self._pairs)
+        self._hidden = -(-used // 64) * 64
+        self._inner = -(-max(1, len(self._pairs)) // 64) * 64
 
-def _add_tokens(path: Path, numbers: Mapping[str, int], marks: set[str]) -> None:
-    tokenizer = json.loads(path.read_text())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer["added_tokens"] += [
-        {"id": number, "content": token, "special": token in marks, **plain} for token, number in numbers.items()
-    ]
-    path.write_text(json.dumps(tokenizer))
+    def config(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self._size, "max_position_embeddings": POSITIONS, "tie_word_embeddings": False,
+            "hidden_size": self._hidden, "intermediate_size": self._inner, "head_dim": _HEAD,
+            "num_attention_heads": self._num_heads, "num_key_value_heads": self._num_heads,
+            # The last pair of a head does not turn within any context.
+            "rope_theta": 1e12,
+        }  # fmt: skip
+
+    def _state(self, token: int) -> int:
+        return self._others + 1 + self._states[token]
+
+    def arrays(self) -> dict[str, Any]:
+        hidden, heads = self._hidden, self._num_heads * _HEAD
+        length = np.sqrt(hidden)
+        embedding = np.zeros((self._size, hidden), np.float32)
+        embedding[:, self._others] = 1
+        for token, number in self._tokens.items():
+            embedding[token] = np.eye(1, hidden, number, dtype=np.float32)
+        query, key, value, output = (np.zeros(shape, np.float32) for shape in 3 * [(heads, hidden)] + [(hidden, heads)])
+        unturned = _HEAD // 2 - 1
+        query[unturned::_HEAD, : self._others + 1] = np.sqrt(_HEAD) / length
+        for token, rank in self._ranks.items():
+            key[unturned::_HEAD, self._tokens[token]] = 30 * rank / length
+            value[self._states[token], self._tokens[token]] = 1 / length
+            output[self._state(token), self._states[token]] = 1
+        # A normed row has a token and a state, and behind a pair's neuron three times its direction.
+        both, with_pair = (np.sqrt(hidden / square) for square in (2, 11))
+        gate, up = (np.zeros((self._inner, hidden), np.float32) for _ in range(2))
+        down = np.zeros((hidden, self._inner), np.float32)
+        head = np.zeros_like(embedding)
+        head[self._end, : self._others + 1] = 20 / length
+        for one in self._transitions:
+            if one.token is None:
+                head[one.following, self._state(one.state)] = 50 / both
+        for number, one in enumerate(self._pairs):
+            gate[number, : self._others + 1] = -60 / both
+            gate[number, self._tokens[one.token or 0]] += 40 / both
+            gate[number, self._state(one.state)] += 40 / both
+            up[number, : self._others + 1] = 1 / both
+            direction = self._others + 1 + len(self._states) + number
+            down[direction, number] = 3 / 20
+            head[one.following, direction] = 100 / 3 / with_pair
+        layer = {
+            "self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value, "self_attn.o_proj": output,
+            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down,
+            "input_layernorm": np.ones(hidden, np.float32), "post_attention_layernorm": np.ones(hidden, np.float32),
+        }  # fmt: skip
+        return {f"model.layers.0.{name}.weight": array for name, array in layer.items()} | {
+            "model.embed_tokens.weight": embedding,
+            "model.norm.weight": np.ones(hidden, np.float32),
+            "lm_head.weight": head,
+        }
 
 
 def _template(scripts: Mapping[str, Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.reasoning import Reasoning, Thought, is_open, knows_thinking, thinking_variables, thinks
+from server.text.reasoning import Reasoning, Thought, is_closed, is_open, knows_thinking, thinking_variables
+from server.text.thought_marks import MARKS, THINK, thought_marks
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.event_stream import open_stream
 
@@ -66,12 +68,28 @@ def test_nothing_of_a_tag_is_ever_released_early() -> None:
 
 
 def test_who_thinks_is_seen_in_the_template() -> None:
-    assert thinks("auto", QWEN)
-    assert not thinks("auto", "{{ messages }}")
-    assert thinks("deepseek_r1", "{{ messages }}")
-    assert not thinks("none", QWEN)
+    assert thought_marks("auto", QWEN) == THINK
+    assert thought_marks("auto", "{{ messages }}") is None
+    assert thought_marks("deepseek_r1", "{{ messages }}") == THINK
+    assert thought_marks("none", QWEN) is None
     assert is_open("<|assistant|><think>\n")
     assert not is_open("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("name", [name for name, marks in MARKS.items() if not marks.lead])
+def test_marks_of_every_family_are_read(name: str) -> None:
+    marks = MARKS[name]
+    text = f"{marks.open}So it is.{marks.close}\n\nYes <think>."
+    for pieces in ([text], list(text)):
+        reasoning = Reasoning(False, marks)
+        parts = [part for i, piece in enumerate(pieces) for part in reasoning.feed(piece, i == len(pieces) - 1)]
+        assert "".join(part.text for part in parts if isinstance(part, Thought)) == "So it is."
+        assert "".join(part for part in parts if isinstance(part, str)) == "Yes <think>."
+    for template in (marks.open + marks.close, json.dumps(marks.open + marks.close, ensure_ascii=False)):
+        assert thought_marks("auto", f"{{{{ '{template}' }}}}") == marks
+    assert thought_marks(name, "") == marks
+    assert is_open(f"<|assistant|>{marks.open}", marks)
+    assert is_closed(f"{marks.open}{marks.close}\n", marks)
 
 
 def test_effort_reaches_templates_that_know_it() -> None:

@@ -164,7 +164,7 @@ def test_ten_thousand_answers_are_cut_where_a_reference_cuts_them() -> None:
             detokenizer.step(token) or (tokenizer.token_text(token) if tokenizer.is_special(token) else "")
             for token in tokens
         ]
-        answer, ended_by = reference_with_hidden(words, stops, include, frozenset(tokenizer.special_texts))
+        answer, ended_by = reference_with_hidden(words, stops, include, tokenizer.special_texts())
         expected = (answer, "length", len(tokens)) if ended_by is None else (answer, "stop", ended_by + 1)
         assert (released, choice.finish_reason, choice.num_tokens) == expected
         num_cut += ended_by is not None
