@@ -33,7 +33,7 @@ from engine.control.step_time import Point, StepTimes
 from engine.errors import ConfigError
 from engine.plan import level_widths
 from engine.request import Request, Speculation
-from engine.scheduling.outcome import Outcome
+from engine.scheduling.outcome import Outcome, Timing
 from engine.scheduling.request_checks import with_fixed_shape
 from engine.step.calibration import measure_points
 from engine.step.engine import Engine, StepResult
@@ -72,10 +72,8 @@ class Arm:
     """Steps that ran as recorded steps (on a device)."""
     draft_s: float = 0.0
     """Time of drafting."""
-    plain_s: float = 0.0
-    """Time of plain decoding for the tokens of all answers, as the answers report it."""
-    measured_s: float = 0.0
-    """Time of the same steps, as measured."""
+    timing: Timing = field(default_factory=Timing)
+    """Times of all answers' steps, as the answers report them."""
 
     def take_turn(self, concurrency: int, aim: float, of_read: float) -> None:
         """Run steps until the arm has done this much work since the beginning (`Turn.work`)."""
@@ -114,14 +112,12 @@ class Arm:
 
     def _tell(self, step: StepResult) -> None:
         for outcome in step.outcomes:
-            if (times_s := step.stats.times_of(outcome)) is not None:
-                self.plain_s += times_s[0]
-                self.measured_s += times_s[1]
+            self.timing.add(step.stats, outcome)
 
     @property
     def reported_speedup(self) -> float | None:
         """Return the reported speedup of all answers together."""
-        return self.plain_s / self.measured_s if self.measured_s else None
+        return self.timing.speedup
 
     def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Answer some requests to their end and return the tokens by request; no other request may run. Steps are
@@ -143,7 +139,7 @@ class Arm:
         self.shapes.clear()
         self.num_passes = self.num_accepted = self.num_drafting = self.num_steps = self.num_recorded = 0
         self.draft_s = 0.0
-        self.plain_s = self.measured_s = 0.0
+        self.timing = Timing()
 
 
 def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:

@@ -48,7 +48,7 @@ from engine.logs import log_fields, set_up_log
 from engine.models.checkpoint import Source, check_vocabularies
 from engine.models.files import check_source, file_fault, model_file, read_object, warn_of_adapter
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thinking, TokenLogprob
-from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
+from engine.scheduling.outcome import PHASES, Outcome, StepStats, Timing, read_logprobs
 from engine.scheduling.request_checks import check_requests, default_speculation, unknown_rule, with_fixed_shape
 
 # Spins of an idle OpenMP thread. With the default, two threads are 8 to 36 times slower as soon as anything else runs

@@ -1,4 +1,4 @@
-"""A stream that ends with its metrics: tokens per step and the gain over plain decoding."""
+"""A stream that ends with its metrics: tokens per pass and the gain over plain decoding."""
 
 from openai import OpenAI
 
@@ -19,7 +19,7 @@ with OpenAI() as client:
             metrics = chunk.model_extra["metrics"]
             speculation = metrics["speculative_decoding"]
             print(f"\n{metrics['tokens_per_second']:.0f} tokens/s")
-            print(f"{speculation['mean_acceptance_length']:.2f} tokens per step")
+            print(f"{speculation['tokens_per_pass']:.2f} tokens per pass")
             print(f"histogram of accepted tokens: {speculation['acceptance_histogram']}")
             if speculation["speedup"] is not None:  # None without calibration
                 print(f"{speculation['speedup']:.2f} times plain decoding")

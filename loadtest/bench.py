@@ -253,6 +253,9 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
         summary["mean_acceptance_length"] = per_step.ratio
         summary["mean_acceptance_length_interval"] = [per_step.low, per_step.high]
         summary["nodes_per_pass"] = sum(part["num_draft_tokens"] for part in counted) / steps
+        if all("num_passes" in part for part in counted):  # an earlier version has no such field
+            num_tokens = [round(part["tokens_per_pass"] * part["num_passes"]) for part in counted]
+            summary["tokens_per_pass"] = ratio_of_sums(num_tokens, [part["num_passes"] for part in counted]).ratio
         reported = [part["speedup"] for part in counted if part["speedup"] is not None]
         summary["reported_speedup"] = statistics.median(reported) if reported else None
     return summary

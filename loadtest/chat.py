@@ -184,7 +184,7 @@ class Terminal:
 def _figures(metrics: dict[str, Any]) -> list[str]:
     """Return the figures of an answer's metrics, in words."""
     counted, rate = metrics["speculative_decoding"], metrics["tokens_per_second"]
-    figures = ["no drafts"] if counted is None else [f"{counted['mean_acceptance_length']:.2f} tokens per step"]
+    figures = ["no drafts"] if counted is None else [f"{counted['tokens_per_pass']:.2f} tokens per pass"]
     if counted is not None and counted["speedup"] is not None:
         figures.append(f"{counted['speedup']:.2f}x plain decoding")
     if rate is not None:

@@ -83,7 +83,7 @@ def test_the_openai_client_example_runs(url: str) -> None:
 # A line of each example's output.
 EXAMPLES = {
     "chat": "What location would you like to search in",
-    "streaming_metrics": "tokens per step",
+    "streaming_metrics": "tokens per pass",
     "predicted_output": "the same text: True",
     "structured_output": "a table for ",
     "langchain_chat": "\nBooking {",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 
 import msgspec
 
@@ -73,7 +74,11 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     """Duration of this step."""
     plain_s: float | None
-    """Time of a plain decoding step of the rows that emit, at their contexts; None if plain steps were not measured."""
+    """Time of a plain decoding step of the rows that emit, at their contexts, under the load of this step; None if
+    plain steps were not measured. With `prompt_s` it is at most `wall_s`.
+    """
+    usual_plain_s: float
+    """The same as the model of step times predicts it, whatever delayed this step."""
     prompt_s: float
     """Part of this step's time that prompts took, and that plain decoding would take as well; noise can make it
     negative.
@@ -90,11 +95,60 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them with cached K/V."""
     num_steps: int
 
-    def times_of(self, outcome: Outcome) -> tuple[float, float] | None:
-        """Return the seconds that plain decoding would have taken for the tokens of this step, and those that
-        it took; with the steps before it that read the request's text. None if plain steps were not measured.
-        """
-        if self.plain_s is None:
+
+@dataclass
+class Timing:
+    """Times of steps, and of plain decoding for the tokens that they added to answers.
+
+    pass: a step in which an answer received tokens, counted for each answer.
+
+    speedup = (factor * plain_s + prompt_s) / wall_s
+
+    `factor` is the number of plain passes that a pass replaces: the tokens per pass, each token weighted by the usual
+    time of a plain pass at that moment, and at most the tokens per pass. No pass counts with more plain time than it
+    took (`StepStats`), so a speedup is at most the tokens per pass, and at most 1 without an accepted draft.
+    """
+
+    num_passes: int = 0
+    num_tokens: int = 0
+    wall_s: float = 0.0
+    """Time of the passes, and of earlier steps that read the answers' texts."""
+    plain_s: float = 0.0
+    """Time of one plain pass in place of each pass, under the load of that pass."""
+    prompt_s: float = 0.0
+    """Time that plain decoding would have taken for prompts in these steps."""
+    usual_s: float = 0.0
+    """Usual time of one plain pass in place of each pass, without its load."""
+    usual_tokens_s: float = 0.0
+    """Usual time of one plain pass for each token."""
+
+    def add(self, stats: StepStats, outcome: Outcome) -> None:
+        """Count a step's part in an answer, if plain steps were measured."""
+        if stats.plain_s is None:
+            return
+        num_tokens = len(outcome.token_ids)
+        read_s, plain_read_s = outcome.reading_s
+        self.num_passes += bool(num_tokens)
+        self.num_tokens += num_tokens
+        self.wall_s += stats.wall_s + read_s
+        self.prompt_s += stats.prompt_s + plain_read_s
+        if num_tokens:
+            self.plain_s += stats.plain_s
+            self.usual_s += stats.usual_plain_s
+            self.usual_tokens_s += num_tokens * stats.usual_plain_s
+
+    def __add__(self, other: Timing) -> Timing:
+        """Return the sum of two counts."""
+        return Timing(*[mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)])
+
+    def __sub__(self, earlier: Timing) -> Timing:
+        """Return what was counted since an earlier state of the same counts."""
+        return Timing(*[mine - theirs for mine, theirs in zip(astuple(self), astuple(earlier), strict=True)])
+
+    @property
+    def speedup(self) -> float | None:
+        """Time of plain decoding divided by the time taken; None if nothing was timed."""
+        if not self.wall_s or not self.usual_s:
             return None
-        taken_s, plain_s = outcome.reading_s
-        return len(outcome.token_ids) * self.plain_s + self.prompt_s + plain_s, self.wall_s + taken_s
+        factor = min(self.usual_tokens_s / self.usual_s, self.num_tokens / self.num_passes)
+        return (factor * self.plain_s + self.prompt_s) / self.wall_s

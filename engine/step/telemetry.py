@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Stopwatch:
 
 
 class Pace:
-    """Ratio of measured to predicted durations of recent steps.
+    """Ratio of measured to predicted durations: the load of other processes.
 
     Other processes delay single steps. The model of step times takes these for exceptions, so that they decide nothing,
     but they would have delayed plain decoding by as large a share.
@@ -110,20 +111,50 @@ class Pace:
 
     @property
     def ratio(self) -> float:
-        """Return the ratio; 1 before the first steps."""
+        """Return the ratio of recent steps; 1 before the first ones."""
         return self._taken_s / self._predicted_s if self._predicted_s else 1.0
 
-    def add(self, work: StepWork, taken_s: float, predicted_s: float) -> None:
-        """Count a step, unless it follows one of another shape (which costs drafting time, not plain decoding)."""
-        self._num_alike = self._num_alike + 1 if work.shape == self._shape else 0
-        self._shape = work.shape
+    def load(self, work: StepWork, taken_s: float, predicted_s: float) -> float:
+        """Count a step and return its ratio.
+
+        A step that reads prompts, or that follows one with other passes of the draft model, has the ratio of recent
+        steps: its own excess is the prompts' or the drafts', not another process's.
+        """
+        shape = work.shape if work.passes else PLAIN
+        self._num_alike = self._num_alike + 1 if shape == self._shape else 0
+        self._shape = shape
         if self._num_alike < _LEAST_ALIKE or work.prompt:
-            return
+            return self.ratio
         if not self._predicted_s:
             self._taken_s = self._predicted_s = _PACE_STEPS / 4 * predicted_s
         keep = 1 - 1 / _PACE_STEPS
         self._taken_s = keep * self._taken_s + taken_s
         self._predicted_s = keep * self._predicted_s + predicted_s
+        return taken_s / predicted_s
+
+
+@dataclass(frozen=True)
+class StepDurations:
+    """Measured times of one step, in seconds."""
+
+    wall_s: float
+    draft_s: float
+    rest_s: float
+    """Time of the step's parts except drafting."""
+    host_s: float
+    """Time around its parts, without the controller."""
+    started_s: float
+    follows: bool
+    """Whether it followed another step at once."""
+
+
+@dataclass(frozen=True)
+class PlainTimes:
+    """Times that plain decoding would have taken in place of a step; see `StepStats`."""
+
+    plain_s: float | None = None
+    usual_plain_s: float = 0.0
+    prompt_s: float = 0.0
 
 
 class Telemetry:
@@ -157,19 +188,20 @@ class Telemetry:
         host_s = wall_s - watch.parts_s - self._controlling_s()
         draft_s = phases_s["draft"]
         rest_s = watch.parts_s - draft_s
-        plan, started_s, is_eager = scheduler.last_plan, watch.started, self.is_eager
+        measured = StepDurations(wall_s, draft_s, rest_s, host_s, watch.started, follows)
+        plan, is_eager = scheduler.last_plan, self.is_eager
         now = self.stats(num_awaiting_grammar, wall_s, phases_s)
 
         # The next plan may preempt them before this step is learnt from.
         reading = [scheduler.running(row.sequence_id) for row in plan.rows if not row.emits]
 
         def learn() -> StepStats:
-            plain_s, prompt_s = self._learn(plan, draft_s, rest_s, host_s, started_s, follows, is_eager)
-            if plain_s is not None:
+            plain = self._learn(plan, measured, is_eager)
+            if plain.plain_s is not None:
                 for sequence in reading:
                     if sequence is not None:
-                        sequence.note_reading(wall_s, plain_s + prompt_s)
-            return replace(now, plain_s=plain_s, prompt_s=prompt_s)
+                        sequence.note_reading(wall_s, plain.plain_s + plain.prompt_s)
+            return replace(now, plain_s=plain.plain_s, usual_plain_s=plain.usual_plain_s, prompt_s=plain.prompt_s)
 
         return learn
 
@@ -188,6 +220,7 @@ class Telemetry:
         return StepStats(
             wall_s=wall_s,
             plain_s=None,
+            usual_plain_s=0.0,
             prompt_s=0.0,
             phases_s=phases_s or {},
             num_running=scheduler.num_running,
@@ -205,39 +238,44 @@ class Telemetry:
         before_s, self._controlled_s = self._controlled_s, controller.spent_s if controller is not None else 0.0
         return max(0.0, self._controlled_s - before_s)
 
-    def _learn(
-        self, plan: Plan, draft_s: float, rest_s: float, host_s: float, started_s: float, follows: bool, is_eager: bool
-    ) -> tuple[float | None, float]:
-        """Return (duration of a plain step over the plan's rows that emit, time of that plan's prompts).
-
-        It is (None, 0) if no times were measured. rest_s: time of the step's parts except drafting; host_s: time around
-        its parts; follows: whether it followed another step at once.
-        """
+    def _learn(self, plan: Plan, measured: StepDurations, is_eager: bool) -> PlainTimes:
+        """Return the times of plain decoding in place of this step, and learn from its durations."""
         times = self._scheduler.times
         if times is None:
-            return None, 0.0
+            return PlainTimes()
         if not plan.sampling_rows:
-            return 0.0, rest_s + host_s
+            return PlainTimes(plain_s=0.0, prompt_s=measured.rest_s + measured.host_s)
         work = replace(StepWork.of(plan), is_eager=is_eager)
-        # Without its drafts, or its prompts, such a step may not be recorded, either.
-        rows = plan.sampling_rows
-        plain = replace(work.plain, is_eager=(is_eager and any(row.is_never_recorded for row in rows)) or None)
-        decoding = work.without_prompts
-        decoding = replace(decoding, is_eager=(is_eager and not all(row.is_recorded for row in rows)) or None)
-        plain_s, predicted_s = (float(step_s) for step_s in times.step_s([plain, work]))
-        plain_s *= self._pace.ratio
-        prompt_s = 0.0
-        if work.prompt:
-            usual_s = times.rest_s(decoding)
-            # The same tokens take another time in a pass that has no drafts. What is known of shapes is about drafts.
-            drafting = replace(work, shape=PLAIN)
-            with_drafts_s = times.rest_s(drafting) - times.rest_s(drafting.without_prompts)
-            alone_s = times.rest_s(work.without_drafts) - times.rest_s(work.plain)
-            # Noise may make it negative; sums over many steps are right.
-            prompt_s = (rest_s - usual_s) * (alone_s / with_drafts_s if with_drafts_s > 0 else 1.0)
-            if follows:  # requests are admitted
-                prompt_s += host_s - times.host.usual_s(work)
-        if follows:
-            self._pace.add(work, draft_s + rest_s + host_s, predicted_s)
-        times.observe(work, draft_s, rest_s, started_s, host_s if follows else None)
-        return plain_s, prompt_s
+        # Without its drafts such a step may not be recorded, either.
+        plain = replace(
+            work.plain, is_eager=(is_eager and any(row.is_never_recorded for row in plan.sampling_rows)) or None
+        )
+        usual_plain_s, predicted_s = (float(step_s) for step_s in times.step_s([plain, work]))
+        prompt_s = self._prompt_s(plan, work, measured) if work.prompt else 0.0
+        load = self._pace.ratio
+        if measured.follows:
+            taken_s = measured.draft_s + measured.rest_s + measured.host_s
+            load = self._pace.load(work, taken_s, predicted_s)
+        # Whatever delayed this step, it contained the work of a plain one.
+        most_s = measured.wall_s - max(0.0, prompt_s)
+        plain_s = min(load * usual_plain_s, most_s)
+        host_s = measured.host_s if measured.follows else None
+        times.observe(work, measured.draft_s, measured.rest_s, measured.started_s, host_s)
+        return PlainTimes(plain_s, usual_plain_s, prompt_s)
+
+    def _prompt_s(self, plan: Plan, work: StepWork, measured: StepDurations) -> float:
+        """Return the part of a step's time that its prompts took, at most all of it."""
+        times = self._scheduler.times
+        assert times is not None
+        # Without its prompts such a step may not be recorded, either.
+        is_eager = bool(work.is_eager) and not all(row.is_recorded for row in plan.sampling_rows)
+        usual_s = times.rest_s(replace(work.without_prompts, is_eager=is_eager or None))
+        # The same tokens take another time in a pass that has no drafts. What is known of shapes is about drafts.
+        drafting = replace(work, shape=PLAIN)
+        with_drafts_s = times.rest_s(drafting) - times.rest_s(drafting.without_prompts)
+        alone_s = times.rest_s(work.without_drafts) - times.rest_s(work.plain)
+        # Noise may make it negative; sums over many steps are right.
+        prompt_s = (measured.rest_s - usual_s) * (alone_s / with_drafts_s if with_drafts_s > 0 else 1.0)
+        if measured.follows:  # requests are admitted
+            prompt_s += measured.host_s - times.host.usual_s(work)
+        return min(prompt_s, measured.wall_s)

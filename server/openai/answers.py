@@ -60,6 +60,10 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True):
     """Statistics of speculation for one answer, counted after the cut at EOS, stop or length."""
 
     mean_acceptance_length: float | None
+    """Tokens of a speculative step, with the target's own token; plain passes do not count."""
+    tokens_per_pass: float | None
+    """Tokens of a target pass, plain passes included."""
+    num_passes: int
     draft_acceptance_rate: float | None
     acceptance_histogram: list[int]
     num_spec_steps: int

@@ -229,11 +229,13 @@ async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float
 
 
 def speculation_headers(metrics: Metrics) -> dict[str, str]:
-    """Return acceptance length and speedup of a whole answer as headers."""
+    """Return tokens per pass, acceptance length and speedup of a whole answer as headers."""
     counted = metrics.speculative_decoding
     if counted is None:
         return {}
     headers = {}
+    if counted.tokens_per_pass is not None:
+        headers["x-polydraft-tokens-per-pass"] = f"{counted.tokens_per_pass:.2f}"
     if counted.mean_acceptance_length is not None:
         headers["x-polydraft-acceptance-length"] = f"{counted.mean_acceptance_length:.2f}"
     if counted.speedup is not None:

@@ -128,9 +128,8 @@ class Generation:
         observer.take(taken, stats)
         metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first and num_new else None)
         if choice.finish_reason is not None:
-            counted = choice.speculation
             times_s = choice.clock.times_s()
-            metrics.finish(choice.finish_reason, choice.num_tokens, times_s, counted.acceptance_length, counted.speedup)
+            metrics.finish(choice.finish_reason, choice.num_tokens, times_s, choice.speculation)
             if self.has_ended:
                 metrics.end_call([choice.num_tokens for choice in self.choices])
         return parts

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from engine.api import Outcome, StepResults, StepStats
+from engine.api import Outcome, StepResults, StepStats, Timing
 from server.serving.statistics import GenerationState
 
 _MOST_SHOWN = 32
@@ -20,8 +21,8 @@ class Live:
         self._running: dict[Hashable, Callable[[], GenerationState]] = {}
         self._stats: StepStats | None = None
         self._num_tokens = 0
-        self._num_steps = self._num_emitted = self._num_timed = 0
-        self._plain_s = self._wall_s = 0.0
+        self._num_passes = self._num_steps = self._num_emitted = 0
+        self.timing = Timing()
 
     def step(self, step: StepResults) -> None:
         """Take the state of the engine after a step."""
@@ -31,13 +32,11 @@ class Live:
         """Count the part of a step that an answer has taken, as `SpeculationCount` does."""
         num_tokens = len(outcome.token_ids)
         self._num_tokens += num_tokens
+        self._num_passes += bool(num_tokens)
         if outcome.draft_length:
             self._num_steps += 1
             self._num_emitted += num_tokens
-        if (times_s := stats.times_of(outcome)) is not None:
-            self._num_timed += num_tokens
-            self._plain_s += times_s[0]
-            self._wall_s += times_s[1]
+        self.timing.add(stats, outcome)
 
     def begin(self, key: Hashable, read_state: Callable[[], GenerationState]) -> None:
         """Show a generation from now on."""
@@ -57,12 +56,12 @@ class Live:
             "kv_cache_usage": stats.num_blocks_used / num_blocks if stats and num_blocks else 0.0,
             "totals": {
                 "tokens": self._num_tokens,
-                "timed_tokens": self._num_timed,
+                "passes": self._num_passes,
                 "spec_steps": self._num_steps,
                 "spec_tokens": self._num_emitted,
-                "plain_s": self._plain_s,
-                "wall_s": self._wall_s,
             },
+            # Not totals that grow: noise can make the time of a prompt negative.
+            "timing": asdict(self.timing),
             "requests": [_shown(read_state()) for read_state in islice(self._running.values(), _MOST_SHOWN)],
             "num_requests": len(self._running),
         }
@@ -77,6 +76,7 @@ def _shown(state: GenerationState) -> dict[str, Any]:
         "age_s": time.perf_counter() - clock.started,
         "ttft_s": clock.ttft_s,
         "rule": counted.rule,
+        "tokens_per_pass": counted.tokens_per_pass,
         "acceptance_length": counted.acceptance_length,
         "speedup": counted.speedup,
     }

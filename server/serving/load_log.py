@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from engine.api import log_fields
+from engine.api import Timing, log_fields
 from server.serving.live import Live
 
 log = logging.getLogger("polydraft")
@@ -30,8 +30,9 @@ class LoadLog:
     def read(self) -> dict[str, Any] | None:
         """Return the facts of the time since the last call, or None if no answer received a token in it.
 
-        tokens_per_second: of all answers; tokens_per_step: acceptance length; speedup: time of plain decoding over the
-        time taken. The last two are None if nothing was drafted or timed.
+        tokens_per_second: of all answers; tokens_per_pass: of all target passes; tokens_per_step: of speculative steps
+        alone, which is the acceptance length; speedup: see `Timing`. The last two are None if nothing was drafted or
+        timed.
         """
         now, before = self._live.state(self._num_blocks()), self._before
         self._before = now
@@ -42,8 +43,9 @@ class LoadLog:
             "running": now["num_running"],
             "waiting": now["num_waiting"],
             "tokens_per_second": more["tokens"] / (now["time_s"] - before["time_s"]),
+            "tokens_per_pass": more["tokens"] / more["passes"],
             "tokens_per_step": more["spec_tokens"] / more["spec_steps"] if more["spec_steps"] else None,
-            "speedup": more["plain_s"] / more["wall_s"] if more["wall_s"] else None,
+            "speedup": (Timing(**now["timing"]) - Timing(**before["timing"])).speedup,
             "kv_cache_usage": now["kv_cache_usage"],
         }
 

@@ -17,6 +17,7 @@ from prometheus_client.metrics import Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
 from engine.api import DRAFTERS, MODEL, PHASES, EngineFacts, Outcome, StepResults
+from server.serving.statistics import SpeculationCount
 from server.version import VERSION
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -150,10 +151,15 @@ class ServerMetrics:
             for kind in ("drafts", "draft_tokens", "accepted_tokens")
         ]
         self._acceptance_length = self._histogram(
-            "request_spec_acceptance_length", "Tokens per speculative step of an answer.", _ACCEPTANCE
+            "request_spec_acceptance_length",
+            "Tokens per speculative step of an answer; plain passes do not count, nor answers without drafts.",
+            _ACCEPTANCE,
+        )()
+        self._tokens_per_pass = self._histogram(
+            "request_tokens_per_pass", "Tokens per target pass of an answer, plain passes included.", _ACCEPTANCE
         )()
         self._speedup = self._histogram(
-            "request_spec_speedup_ratio", "An answer's speed over plain decoding.", _SPEEDUP
+            "request_spec_speedup_ratio", "Speed over plain decoding of an answer that had drafts.", _SPEEDUP
         )()
         self._gap = self._histogram(
             "spec_optimal_acceptance_gap", "Optimum acceptance minus the rule's, on observed steps.", _GAP, "rule"
@@ -275,8 +281,7 @@ class ServerMetrics:
         reason: str,
         num_tokens: int,
         times_s: dict[str, float | None],
-        acceptance_length: float | None,
-        speedup: float | None,
+        counted: SpeculationCount,
     ) -> None:
         """Count an answer that has ended; `times_s` has any of e2e, queue, prefill, decode, tpot."""
         self._success(reason).inc()
@@ -284,10 +289,13 @@ class ServerMetrics:
         for name, seconds in times_s.items():
             if seconds is not None:
                 self._times[name].observe(seconds)
-        if acceptance_length is not None:
-            self._acceptance_length.observe(acceptance_length)
-        if speedup is not None:
-            self._speedup.observe(speedup)
+        for histogram, ratio in (
+            (self._tokens_per_pass, counted.tokens_per_pass),
+            (self._acceptance_length, counted.acceptance_length),
+            (self._speedup, counted.speedup),
+        ):
+            if ratio is not None:
+                histogram.observe(ratio)
 
     def end_call(self, answer_lengths: Sequence[int]) -> None:
         """Count a call that has ended; answer_lengths: number of tokens of each answer."""

@@ -68,6 +68,7 @@ def facts_of(state: GenerationState, early_end: str) -> dict[str, Any]:
         "queue_ms": metrics.queue_time_ms,
         "ttft_ms": metrics.time_to_first_token_ms,
         "total_ms": metrics.generation_time_ms,
+        "tokens_per_pass": counted.tokens_per_pass if counted else None,
         "acceptance_length": counted.mean_acceptance_length if counted else None,
         "speedup": counted.speedup if counted else None,
         "rule": counted.rule if counted else "off",

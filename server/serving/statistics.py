@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 import msgspec
 
-from engine.api import MODEL, Outcome, StepStats
+from engine.api import MODEL, Outcome, StepStats, Timing
 from server.openai.answers import DrafterMetrics, Metrics, SpeculativeDecoding
 
 _OF_MS, _OF_RATIOS, _OF_SHARES = 2, 2, 3
@@ -44,7 +44,7 @@ def drafters_of(outcome: Outcome) -> list[str]:
 
 @dataclass
 class SpeculationCount:
-    """Counts of the speculative steps of one or more choices."""
+    """Counts of the steps of one or more choices; steps without drafts count as passes alone."""
 
     rule: str
     num_spec_tokens: int
@@ -52,9 +52,11 @@ class SpeculationCount:
     num_chains: int = 0
     num_nodes: int = 0
     num_emitted: int = 0
-    plain_s: float = 0.0
-    calibrated_wall_s: float = 0.0
-    """Time of the steps with known `plain_s`."""
+    """Tokens of the speculative steps."""
+    num_tokens: int = 0
+    num_passes: int = 0
+    """Target passes in which a choice received tokens."""
+    timing: Timing = field(default_factory=Timing)
     wall_s: float = 0.0
     draft_s: float = 0.0
     bias: float = 0.0
@@ -67,9 +69,9 @@ class SpeculationCount:
         num_taken = len(outcome.token_ids)
         self.wall_s += stats.wall_s
         self.draft_s += stats.phases_s["draft"]
-        if (times_s := stats.times_of(outcome)) is not None:
-            self.plain_s += times_s[0]
-            self.calibrated_wall_s += times_s[1]
+        self.num_tokens += num_taken
+        self.num_passes += bool(num_taken)
+        self.timing.add(stats, outcome)
         if outcome.draft_length:
             self.accepted_per_step[outcome.num_accepted] += 1
             self.num_chains += outcome.num_chains
@@ -102,18 +104,21 @@ class SpeculationCount:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean number of tokens per speculative step, with the bonus token."""
+        """Mean number of tokens of a speculative step, with the bonus token; plain steps do not count."""
         return self.num_emitted / self.num_steps if self.num_steps else None
 
     @property
-    def speedup(self) -> float | None:
-        """Estimated time of plain decoding for the same tokens and prompts, divided by the measured time.
+    def tokens_per_pass(self) -> float | None:
+        """Mean number of tokens of a target pass, plain passes included; None before the first token."""
+        return self.num_tokens / self.num_passes if self.num_passes else None
 
-        None if no step can be compared (`StepStats.plain_s`).
+    @property
+    def speedup(self) -> float | None:
+        """Time of plain decoding for the same tokens and prompts, divided by the measured time (`Timing`).
+
+        None if nothing was drafted or timed.
         """
-        if not self.num_steps or not self.calibrated_wall_s:
-            return None
-        return self.plain_s / self.calibrated_wall_s
+        return self.timing.speedup if self.num_steps else None
 
     def report(self) -> SpeculativeDecoding | None:
         """Return the answer's `speculative_decoding`; None if it did not speculate."""
@@ -133,6 +138,8 @@ class SpeculationCount:
             mean_acceptance_length=_rounded(self.acceptance_length, _OF_RATIOS),
             draft_acceptance_rate=_rounded(self.num_accepted / self.num_nodes if self.num_nodes else None, _OF_SHARES),
             acceptance_histogram=[self.accepted_per_step[length] for length in range(self.num_spec_tokens + 1)],
+            tokens_per_pass=_rounded(self.tokens_per_pass, _OF_RATIOS),
+            num_passes=self.num_passes,
             num_spec_steps=self.num_steps,
             num_accepted_draft_tokens=self.num_accepted,
             num_draft_tokens=self.num_nodes,

@@ -27,6 +27,7 @@ _ATTRIBUTES = {
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
     "queue_ms": "polydraft.queue_ms",
     "ttft_ms": "polydraft.time_to_first_token_ms",
+    "tokens_per_pass": "polydraft.tokens_per_pass",
     "acceptance_length": "polydraft.acceptance_length",
     "speedup": "polydraft.speedup",
     "rule": "polydraft.rule",

@@ -18,6 +18,7 @@ from engine.control.step_time import Point, StepTimes
 from engine.control.step_work import PLAIN, StepWork
 from engine.plan import Emission, Plan, StepVerdict
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.outcome import Timing
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.step.calibration import measure_points
@@ -114,7 +115,7 @@ class Load:
         self.device, self.prompt, self.answer, self.speculation = device, prompt, answer, speculation
         self.sampling, self.min_tokens = sampling or Sampling(), min_tokens
         self.accepted, self.num_tokens, self.num_submitted = accepted, 0, 0
-        self.reported_s = self.measured_s = 0.0
+        self.timing = Timing()
         self.works: list[StepWork] = []
         for number in range(clients):
             self.submit(1 + answer * (number + 1) // clients)  # not all at the same time
@@ -145,10 +146,7 @@ class Load:
         self.works.append(StepWork.of(plan))
         for outcome in outcomes:
             self.num_tokens += len(outcome.token_ids)
-            times_s = stats.times_of(outcome)
-            if times_s is not None:
-                self.reported_s += times_s[0]
-                self.measured_s += times_s[1]
+            self.timing.add(stats, outcome)
             if outcome.finish_reason is not None:
                 self.submit(self.answer)
 
@@ -168,7 +166,7 @@ class Load:
         for number in range(warm + num_steps):
             if number == warm:
                 began, before = self.device.now, self.num_tokens
-                self.reported_s = self.measured_s = 0.0
+                self.timing = Timing()
                 self.works = []
             self.step()
         return (self.num_tokens - before) / (self.device.now - began)

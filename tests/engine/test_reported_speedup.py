@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.control import host_time
@@ -17,6 +19,7 @@ from engine.control.step_time import StepTimes
 from engine.control.step_work import StepWork
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
+from engine.scheduling.outcome import Timing
 from engine.scheduling.sequence import Sequence
 from engine.step.report import BROKEN
 from engine.step.telemetry import Pace, Telemetry
@@ -56,7 +59,7 @@ class Served:
             num_cache_hits=0,
         )
         self.telemetry = Telemetry(self.scheduler, SimpleNamespace(type="cpu"))  # type: ignore[arg-type]
-        self.plain_s = self.taken_s = self.reported_s = self.measured_s = 0.0
+        self.forget()
 
     def stall_s(self, began: float) -> float:
         """Return the time that another process takes from this step: as much for every second of work."""
@@ -91,16 +94,19 @@ class Served:
             self.plain_s += plain_s * (1 + STALL_S / self.mean_s if self.mean_s else 1.0)
         if rows[-1].emits:
             emitted = replace(outcome(num_tokens, num_tokens - 1), reading_s=self.reader.take_reading())
-            times_s = stats.times_of(emitted)
-            assert times_s is not None
             if counted:
-                self.reported_s += times_s[0]
-                self.measured_s += times_s[1]
+                self.timing.add(stats, emitted)
 
     @property
     def error(self) -> float:
         """Return reported / true speedup - 1."""
-        return self.reported_s / self.measured_s / (self.plain_s / self.taken_s) - 1
+        assert self.timing.speedup is not None
+        return self.timing.speedup / (self.plain_s / self.taken_s) - 1
+
+    def forget(self) -> None:
+        """Begin to count."""
+        self.plain_s = self.taken_s = 0.0
+        self.timing = Timing()
 
 
 def row(first: int, fanout: tuple[int, ...] = (), known: int = 1, read: int = 1, emits: bool = True) -> Row:
@@ -147,7 +153,7 @@ def test_stalls_would_have_delayed_plain_decoding_too(monkeypatch: pytest.Monkey
     decode(served, num_steps=3000)
     assert abs(served.error) < 0.03
     served = Served(monkeypatch, mean_s=0.1)
-    with instead(Pace, "ratio", lambda *_: 1.0):
+    with instead(Pace, "load", lambda *_: 1.0):
         decode(served, num_steps=3000)
     assert served.error < -0.2
 
@@ -155,7 +161,7 @@ def test_stalls_would_have_delayed_plain_decoding_too(monkeypatch: pytest.Monkey
 def read_a_prompt(served: Served, others: int) -> None:
     """Read a prompt in four steps, while others decode, and draft in the last of them."""
     decode(served)
-    served.plain_s = served.taken_s = served.reported_s = served.measured_s = 0.0
+    served.forget()
     decoding = [row(9)] * others
     for number in range(3):
         served.step([*decoding, row(number * CHUNK, known=CHUNK, read=CHUNK, emits=False)], counted=True)
@@ -168,14 +174,14 @@ def test_a_prompt_that_is_read_in_parts_counts(monkeypatch: pytest.MonkeyPatch, 
     served = Served(monkeypatch)
     read_a_prompt(served, others)
     assert abs(served.error) < 0.02
-    assert served.measured_s == pytest.approx(served.taken_s)
-    assert served.measured_s > served.plain_s, "here the draft model's reading takes longer than its drafts save"
+    assert served.timing.wall_s == pytest.approx(served.taken_s)
+    assert served.timing.wall_s > served.plain_s, "here the draft model's reading takes longer than its drafts save"
 
 
 def read_prompts_of_others(served: Served) -> None:
     """Draft for eight requests, in steps that read prompts of others."""
     decode(served, 8)
-    served.plain_s = served.taken_s = served.reported_s = served.measured_s = 0.0
+    served.forget()
     reading = replace(row(0, known=64, read=0, emits=False), sequence_id=1)
     for _ in range(40):
         served.step([reading] + [row(9, (1, 1, 1, 1, 1))] * 8, 2, counted=True)
@@ -226,3 +232,32 @@ def test_a_request_may_fail_while_its_prompt_is_read() -> None:
     assert [outcome.request_id for outcome in step.outcomes] == ["0"]
     assert step.failed == [("1", BROKEN)]
     assert step.stats.num_running == 1
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(delays_s=st.lists(st.tuples(st.booleans(), st.floats(0.0, 0.1)), min_size=1, max_size=40))
+def test_other_load_claims_no_gain(monkeypatch: pytest.MonkeyPatch, delays_s: list[tuple[bool, float]]) -> None:
+    """Steps that drafted, or not, took any time, and no draft was accepted."""
+    served = Served(monkeypatch)
+    for drafts, delay_s in delays_s:
+        with instead(Served, "stall_s", lambda *_, delay_s=delay_s: delay_s):
+            served.step([row(9, (1, 1, 1) if drafts else ())], 1, counted=True)
+    assert served.timing.speedup is not None
+    assert served.timing.speedup <= 1 + 1e-9
+
+
+def test_the_load_of_earlier_steps_would_claim_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant compares with plain steps as long as those of another load, which has ended."""
+    found = []
+    for is_wrong in (False, True):
+        served = Served(monkeypatch)
+        with instead(Served, "stall_s", lambda *_: 0.02):
+            for _ in range(90):
+                served.step([row(9)])
+        earlier = served.telemetry._pace.ratio
+        for _ in range(5):
+            served.step([row(9)], counted=True)
+        timing = served.timing
+        found.append(earlier * timing.usual_tokens_s / timing.wall_s if is_wrong else timing.speedup or 0.0)
+    assert found[0] <= 1
+    assert found[1] > 1.1

@@ -44,7 +44,7 @@ def test_a_conversation_in_a_terminal(one_seat: Daemon) -> None:
     try:
         chat.until_prompt(f"{MODEL} · speculation on")
         chat.say("hello")
-        first = chat.until_prompt(" tokens per step · ")
+        first = chat.until_prompt(" tokens per pass · ")
         chat.process.expect(r"[0-9]\.[0-9]{2}x plain decoding · [0-9]+ tokens/s · rule bv_race")
         assert GREEN in first
         assert BLUE in first
@@ -61,7 +61,7 @@ def test_a_conversation_in_a_terminal(one_seat: Daemon) -> None:
         chat.say("/new")
         chat.until_prompt("speculation on")
         chat.say("hello")
-        assert words(chat.until_prompt(" tokens per step")) == words(first), "a new conversation with the same seed"
+        assert words(chat.until_prompt(" tokens per pass")) == words(first), "a new conversation with the same seed"
         chat.process.sendeof()
         chat.process.expect(pexpect.EOF)
     finally:

@@ -50,7 +50,7 @@ def scraped(http: httpx.Client) -> Counter[str]:
                 sum(s.value for s in samples if s.name == metric and s.labels.get("drafter") == drafter)
             )
     totals = http.get("/dashboard/state").json()["totals"]
-    return sums + Counter({f"page {name}": round(totals[name]) for name in ("tokens", "spec_steps")})
+    return sums + Counter({f"page {name}": round(totals[name]) for name in ("tokens", "passes", "spec_steps")})
 
 
 def told(answer: dict[str, Any]) -> Counter[str]:
@@ -58,7 +58,9 @@ def told(answer: dict[str, Any]) -> Counter[str]:
     usage, counted = answer["usage"], answer["metrics"]["speculative_decoding"]
     if counted is None:  # nothing was drafted
         num_tokens, num_prompt = usage["completion_tokens"], usage["prompt_tokens"]
-        return Counter({"tokens": num_tokens, "page tokens": num_tokens, "prompts": num_prompt})
+        return Counter(
+            {"tokens": num_tokens, "page tokens": num_tokens, "prompts": num_prompt, "page passes": num_tokens}
+        )
     sums = Counter(
         {
             "steps": counted["num_spec_steps"],
@@ -72,6 +74,7 @@ def told(answer: dict[str, Any]) -> Counter[str]:
             "vllm": counted["num_accepted_draft_tokens"],
             "page tokens": usage["completion_tokens"],
             "page spec_steps": counted["num_spec_steps"],
+            "page passes": counted["num_passes"],
         }
     )
     for drafter, counts in counted["drafters"].items():
@@ -85,8 +88,9 @@ def check(http: httpx.Client, before: Counter[str], answers: list[dict[str, Any]
     """Assert that the counters have grown by the sum over the answers."""
     grown = scraped(http)
     grown.subtract(before)
-    plain_steps = grown.pop("shapes") - grown["steps"]
-    assert plain_steps >= 0, "every speculative step has a shape"
+    shapes = grown.pop("shapes")
+    assert shapes >= grown["steps"], "every speculative step has a shape"
+    assert shapes == grown["page passes"] or grown["tokens"] == 0, "a step of an answer is a pass"
     assert +grown == sum((told(answer) for answer in answers), Counter[str]())
 
 

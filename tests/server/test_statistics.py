@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.api import PHASES, EngineFacts, Outcome, StepStats
 from engine.speculation.rule_facts import RULE_FACTS
@@ -28,6 +29,7 @@ def stats(wall_s: float = 0.01, plain_s: float | None = None, draft_s: float = 0
     return StepStats(
         wall_s=wall_s,
         plain_s=plain_s,
+        usual_plain_s=plain_s or 0.0,
         prompt_s=prompt_s,
         phases_s=phases_s,
         num_running=1,
@@ -127,6 +129,61 @@ def test_prompts_are_read_by_plain_decoding_too() -> None:
     counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008))
     counted.add_step(outcome(3, 2), stats(wall_s=0.040, plain_s=0.008, prompt_s=0.030))
     assert counted.speedup == pytest.approx((6 * 0.008 + 0.030) / 0.050)
+
+
+# Tokens of a pass, seconds of the step, and the shares of it that a plain pass and a prompt would take.
+PASSES = st.lists(
+    st.tuples(
+        st.integers(1, LENGTH + 1),
+        st.floats(1e-4, 1.0),
+        st.floats(0.0, 1.0),
+        st.floats(-0.5, 1.0),
+        st.floats(1e-4, 1.0),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+def counted_passes(passes: list[tuple[int, float, float, float, float]]) -> SpeculationCount:
+    """Count passes with these times, as a step reports them: plain time and prompt together are at most its time."""
+    counted = SpeculationCount("bv_race", LENGTH)
+    for num_tokens, wall_s, plain_share, prompt_share, usual_s in passes:
+        prompt_s = prompt_share * wall_s
+        plain_s = plain_share * (wall_s - max(0.0, prompt_s))
+        timed = replace(stats(wall_s, plain_s, prompt_s=prompt_s), usual_plain_s=usual_s)
+        counted.add_step(outcome(num_tokens, num_tokens - 1), timed)
+    return counted
+
+
+@settings(deadline=None)
+@given(first=PASSES, second=PASSES)
+def test_no_answer_gains_more_than_its_tokens_per_pass(first: Any, second: Any) -> None:
+    """For any times of steps, for one answer and for several together."""
+    counted, other = counted_passes(first), counted_passes(second)
+    for _ in range(2):
+        assert counted.speedup is not None
+        assert counted.tokens_per_pass is not None
+        assert counted.speedup <= counted.tokens_per_pass * (1 + 1e-9)
+        counted.merge(other)
+    without_accepted = counted_passes([(1, *times_s) for _, *times_s in first])
+    assert without_accepted.speedup is not None
+    assert without_accepted.speedup <= 1 + 1e-9
+
+
+def test_a_slow_pass_with_many_tokens_gains_no_more_than_its_tokens() -> None:
+    """The wrong variant takes each token's plain time from its own pass: a delay of one pass counts once for each."""
+    counted = counted_passes([(1, 0.01, 1.0, 0.0, 0.01), (5, 0.1, 1.0, 0.0, 0.01)])
+    assert counted.speedup == pytest.approx(3)
+    assert (1 * 0.01 + 5 * 0.1) / 0.11 > 4
+
+
+def test_tokens_per_pass_counts_the_plain_passes() -> None:
+    """Seven drafting passes of nine tokens among seventeen plain ones."""
+    report = count_of([*[(4, True, 5)] * 7, *[(0, False, 1)] * 17]).report()
+    assert report is not None
+    assert (report.mean_acceptance_length, report.num_spec_steps) == (5, 7)
+    assert (report.tokens_per_pass, report.num_passes) == (round(52 / 24, 2), 24)
 
 
 def test_the_share_of_drafting_is_over_all_steps() -> None:
