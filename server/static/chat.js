@@ -14,7 +14,6 @@ let stopper = null;
 export function startChat(modelName, onKeyRefused) {
   readSettings();
   for (const turn of conversation.turns) LIST.append(new Turn(turn).box);
-  if (conversation.turns.length) byId("message").value = "";
   showEmptiness();
   showEnd();
   FORM.addEventListener("submit", event => {
@@ -24,7 +23,7 @@ export function startChat(modelName, onKeyRefused) {
   FORM.addEventListener("invalid", () => { byId("settings").open = true; }, true);
   FORM.addEventListener("input", () => { saveSettings(); showEmptiness(); });
   byId("message").addEventListener("keydown", event => {
-    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     FORM.requestSubmit();
   });
@@ -82,7 +81,12 @@ async function send(model, onKeyRefused) {
   showEmptiness();
 }
 
-const showEnd = () => { LIST.scrollTop = LIST.scrollHeight; };
+/** Show the end of the last answer; the drawings of its steps follow below. */
+function showEnd() {
+  const foot = byId("show-drafts").checked ? LIST.querySelector(".turn:last-child .foot") : null;
+  if (!foot) LIST.scrollTop = LIST.scrollHeight;
+  else LIST.scrollTop += foot.getBoundingClientRect().bottom - LIST.getBoundingClientRect().bottom + 8;
+}
 
 /** Let the list grow; who was at its end sees what is new. */
 function followEnd(grow) {
@@ -102,9 +106,10 @@ function takeBack(turns, error) {
 
 function bodyOf(model, isChat) {
   const body = {
-    model, stream: true, metrics: true, temperature: +byId("temperature").value, max_tokens: +byId("length").value,
+    model, stream: true, metrics: true, temperature: +byId("temperature").value, 
     speculation: {enabled: byId("speculate").checked, return_drafts: true},
   };
+  if (byId("length").value) body.max_tokens = +byId("length").value;
   if (byId("seed").value) body.seed = +byId("seed").value;
   if (byId("chains").value) body.speculation.num_drafts = +byId("chains").value;
   if (byId("depth").value) body.speculation.draft_length = +byId("depth").value;
@@ -154,6 +159,8 @@ class Turn {
   update() {
     const {thought, text, steps} = this.turn;
     const runs = steps.length ? runsOf(thought + text, steps) : [{text: thought + text, draft: null, step: -1}];
+    // Only beside drafted tokens does the colour of the target's own tokens say something.
+    this.box.classList.toggle("has-drafts", steps.some(step => step.num_accepted > 0));
     paint(this.thought, part(runs, 0, thought.length), steps);
     paint(this.text, part(runs, thought.length, Infinity), steps);
     for (; this.numDrawn < steps.length; this.numDrawn++)
@@ -185,8 +192,18 @@ function figures(metrics) {
   const counts = metrics.speculative_decoding;
   const shared = [shown(metrics.tokens_per_second, 0) + " tokens/s"];
   if (!counts) return [...shared, "no drafts"];
-  return [...shared, shown(counts.mean_acceptance_length) + " tokens per step",
+  return [...shared, shown(counts.tokens_per_pass) + " tokens per pass",
+    shown(counts.mean_acceptance_length) + " in passes with drafts",
     counts.speedup == null ? "" : shown(counts.speedup) + "× plain decoding", "rule " + counts.rule];
+}
+
+/** Suggest a first message and say what the model is, if it is the demonstration pair. */
+export function introduce(model) {
+  const isDemo = model === "polydraft-demo";
+  byId("demo-note").hidden = !isDemo;
+  if (!isDemo || conversation.turns.length || byId("message").value) return;
+  byId("message").value = "I would like to book a table for two tonight.";
+  showEmptiness();
 }
 
 const style = draft => draft === null ? "" : draft === 0 ? "own" : "draft-" + Math.min(draft, 5);

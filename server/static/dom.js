@@ -28,4 +28,4 @@ export function shown(value, digits = 2, unit = "") {
 }
 
 /** A count with its noun: "1 token", "2 tokens". */
-export const counted = (count, noun) => `${shown(count, 0)} ${noun}${count === 1 ? "" : "s"}`;
+export const counted = (count, noun, several = noun + "s") => `${shown(count, 0)} ${count === 1 ? noun : several}`;

@@ -1,11 +1,15 @@
 // Starts the page: the conversation, the figures, and the field for an API key.
 
-import {startChat} from "./chat.js";
+import {introduce, startChat} from "./chat.js";
 import {byId} from "./dom.js";
 import {look, modelName, watch} from "./monitor.js";
 import {KeyRefused, setKey} from "./server.js";
 
+let isIntroduced = false;
+
 function onState() {
+  if (!isIntroduced && modelName()) introduce(modelName());
+  isIntroduced ||= modelName() !== "";
   byId("key-row").hidden = true;
   byId("key-problem").textContent = "";
 }

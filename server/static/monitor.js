@@ -5,7 +5,7 @@ import {byId, counted, element, shown} from "./dom.js";
 import {state} from "./server.js";
 
 const SPAN_S = 180, NAME = "polydraft-totals";
-const TOTALS = ["tokens", "timed_tokens", "spec_steps", "spec_tokens", "plain_s", "wall_s"];
+const TOTALS = ["tokens", "passes"];
 let seen = readSeen(), model = "";
 
 export const modelName = () => model;
@@ -35,7 +35,7 @@ function take(news) {
   if (news.about) showAbout(news.about);
   byId("tile-requests").textContent = `${news.num_running} + ${news.num_waiting}`;
   byId("tile-cache").textContent = `K/V cache: ${shown(100 * news.kv_cache_usage, 0, " %")} in use`;
-  remember({at: news.time_s, ...news.totals});
+  remember({at: news.time_s, ...news.totals, ...news.timing});
   showFigures();
   showRequests(news);
 }
@@ -73,21 +73,29 @@ function readSeen() {
 function between(before, after) {
   const grown = name => after[name] - before[name], ratio = (a, b) => b > 0 ? a / b : null;
   return {
-    at: after.at, rate: ratio(grown("tokens"), after.at - before.at), speedup: ratio(grown("plain_s"), grown("wall_s")),
-    length: ratio(grown("spec_tokens"), grown("spec_steps")),
-    timed: grown("timed_tokens"), steps: grown("spec_steps"), tokens: grown("tokens"),
+    at: after.at, rate: ratio(grown("tokens"), after.at - before.at), speedup: speedupOf(grown),
+    length: ratio(grown("tokens"), grown("passes")),
+    timed: grown("num_tokens"), passes: grown("passes"), tokens: grown("tokens"),
   };
+}
+
+/** The speedup of timed passes, as `Timing.speedup` of the server defines it; null if there were none. */
+export function speedupOf(of) {
+  if (!(of("wall_s") > 0 && of("usual_s") > 0)) return null;
+  const factor = Math.min(of("usual_tokens_s") / of("usual_s"), of("num_tokens") / of("num_passes"));
+  return (factor * of("plain_s") + of("prompt_s")) / of("wall_s");
 }
 
 function showFigures() {
   const points = seen.slice(1).map((totals, i) => between(seen[i], totals));
   const mean = between(seen[0], seen.at(-1));
-  byId("tile-rate").textContent = shown(points.at(-1)?.rate, 0);
+  const busy = points.filter(point => point.tokens > 0).slice(-3); // of the last answer if none runs now
+  byId("tile-rate").textContent = shown(busy.length ? busy.reduce((sum, point) => sum + point.rate, 0) / busy.length : null, 0);
   byId("count-rate").textContent = `${counted(mean.tokens, "token")} in 3 minutes`;
   byId("tile-speedup").textContent = shown(mean.speedup, 2, "×");
   byId("count-speedup").textContent = mean.timed ? `mean of ${counted(mean.timed, "token")}` : "no timed tokens yet";
   byId("tile-length").textContent = shown(mean.length);
-  byId("count-length").textContent = mean.steps ? `mean of ${counted(mean.steps, "step")}` : "no drafts yet";
+  byId("count-length").textContent = mean.passes ? `mean of ${counted(mean.passes, "pass", "passes")}` : "no passes yet";
   drawChart(byId("chart-rate"), points, [["rate", "line-1"]], SPAN_S);
   drawChart(byId("chart-spec"), points, [["speedup", "line-1"], ["length", "line-2"]], SPAN_S);
 }
@@ -96,7 +104,7 @@ function showRequests(news) {
   const rows = news.requests.map(one => element("tr", "", null, ...[
     one.rule + (one.num_choices > 1 ? ` (${one.num_choices} answers)` : ""),
     shown(one.num_prompt_tokens, 0), shown(one.num_tokens, 0), shown(one.age_s, 1, " s"),
-    shown(one.ttft_s == null ? null : 1000 * one.ttft_s, 0, " ms"), shown(one.acceptance_length), shown(one.speedup, 2, "×"),
+    shown(one.ttft_s == null ? null : 1000 * one.ttft_s, 0, " ms"), shown(one.tokens_per_pass), shown(one.speedup, 2, "×"),
   ].map(cell => element("td", "", cell))));
   if (!rows.length) {
     const cell = element("td", "dim", "none");

@@ -52,7 +52,7 @@ def send(page: Page, text: str) -> str:
     """Send a message by the keyboard, and wait for its answer; the answer's text."""
     before = page.locator(".assistant").count()
     page.fill("#message", text)
-    page.press("#message", "Control+Enter")
+    page.press("#message", "Enter")
     expect(page.locator(".assistant")).to_have_count(before + 1)
     expect(page.locator("#stop")).to_be_disabled()
     return page.locator(".assistant .text:not(.thought)").last.text_content() or ""
@@ -69,7 +69,7 @@ def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, widt
     page.on("request", lambda request: request.method == "POST" and bodies.append(json.loads(request.post_data or "")))
     set_up(page, system="Be brief.", seed="7", length="12", chains="3", depth="3")
     first = send(page, "hello")
-    page.press("#message", "Control+Enter")  # of an empty message
+    page.press("#message", "Enter")  # of an empty message
     second = send(page, "and then?")
     assert first
     assert second
@@ -116,7 +116,7 @@ def test_steps_in_reading_order_are_the_answer(browser: Browser, daemon: Daemon)
         "[...document.querySelectorAll('.assistant .text [class]')].map(s => s.textContent).join('')"
     )
     assert coloured == answer
-    expect(page.locator(".summary")).to_contain_text("tokens per step")
+    expect(page.locator(".summary")).to_contain_text("tokens per pass")
     expect(page.locator("#count-length")).to_contain_text("mean of ")
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click("text=Copy")
@@ -151,12 +151,12 @@ def test_a_refused_message_can_be_sent_again(browser: Browser, daemon: Daemon) -
     page, _ = opened(browser, daemon.url)
     set_up(page, chains="1000")
     page.fill("#message", "hello")
-    page.press("#message", "Control+Enter")
+    page.press("#message", "Enter")
     expect(page.locator("#problem")).to_contain_text("num_drafts")
     assert page.input_value("#message") == "hello"
     assert page.locator(".turn").count() == 0
     set_up(page, chains="2", length="1800")
-    page.press("#message", "Control+Enter")
+    page.press("#message", "Enter")
     expect(page.locator(".assistant .text [class]").first).to_be_visible()
     page.click("#stop")
     expect(page.locator(".summary")).to_contain_text("stopped")

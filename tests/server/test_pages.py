@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from engine.api import Timing
 from tests.server.conftest import PREFIX
 from tests.server.daemon_process import MODEL, ROOT
 
@@ -113,16 +115,22 @@ def test_the_state_has_no_text_of_a_request(http: httpx.Client) -> None:
     assert http.get("/dashboard/state").json()["requests"] == []
 
 
+def totals_of(http: httpx.Client) -> dict[str, float]:
+    """Totals of the page, with those of its timed steps."""
+    state: dict[str, Any] = http.get("/dashboard/state").json()
+    return {**state["totals"], **state["timing"]}
+
+
 def test_the_speedup_of_the_page_counts_tokens_of_measured_steps(one_seat_http: httpx.Client) -> None:
     """All tokens of a calibrated daemon count; the page shows their number next to their speedup."""
-    before = one_seat_http.get("/dashboard/state").json()["totals"]
+    before = totals_of(one_seat_http)
     call = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
     call["speculation"] = {"num_drafts": 4, "draft_length": 3}
     assert one_seat_http.post("/v1/completions", json=call).status_code == 200
-    after = one_seat_http.get("/dashboard/state").json()["totals"]
+    after = totals_of(one_seat_http)
     grown = {name: after[name] - before[name] for name in after}
-    assert grown["tokens"] == grown["timed_tokens"] == 60
-    assert 0 < grown["spec_steps"] < 60
+    assert grown["tokens"] == grown["num_tokens"] == 60
+    assert 0 < grown["spec_steps"] <= grown["passes"] == grown["num_passes"] < 60
     assert grown["plain_s"] > 0
 
 
@@ -204,3 +212,12 @@ STORED = """(() => {
 def test_a_stored_conversation_has_a_bound(room: int, left: list[Any]) -> None:
     """The page's bound, or the browser's if it is smaller: the newest turns are what a reload reads."""
     assert evaluated("conversation.js", STORED, before=STORAGE.replace("ROOM", str(room))) == left
+
+
+def test_the_page_computes_the_speedup_of_answers() -> None:
+    """The page's formula is that of `Timing`, which answers and the log use; the second case has the bound."""
+    for usual_tokens_s in (0.5, 5.0):
+        timing = Timing(3, 9, wall_s=0.4, plain_s=0.2, prompt_s=0.1, usual_s=0.25, usual_tokens_s=usual_tokens_s)
+        of = f"page.speedupOf(name => ({json.dumps(asdict(timing))})[name])"
+        found = evaluated("monitor.js", of, before="globalThis.sessionStorage = {getItem: () => null}")
+        assert found == pytest.approx(timing.speedup)
