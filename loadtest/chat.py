@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loadtest.arguments import Parser
+from loadtest.wrapping import WordWrap
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -138,23 +140,26 @@ class Terminal:
 
     def _answer(self, message: str) -> None:
         """Show an answer while it arrives, until it ends or Ctrl+C."""
+        from prompt_toolkit.utils import get_cwidth
+
         from loadtest.chat_client import ChatError
 
         was_thought = False
+        wrap = WordWrap(shutil.get_terminal_size().columns, get_cwidth)
         answer = self._conversation.ask(message)
         try:
             for text, origin, is_thought in answer:
                 if was_thought and not is_thought:
-                    self._show("\n")
+                    self._show(*wrap.feed("", "\n"))
                 was_thought = is_thought
                 style = f"token-{origin}{' class:thought' if is_thought else ''}"
-                self._show((style, text.translate(_CONTROLS)))
-            self._show("\n")
+                self._show(*wrap.feed(style, text.translate(_CONTROLS)))
+            self._show(*wrap.flush(), "\n")
         except KeyboardInterrupt:
             answer.close()
-            self._show("\n", ("note", "ended early\n"))
+            self._show(*wrap.flush(), "\n", ("note", "ended early\n"))
         except ChatError as error:
-            self._show("\n", ("error", f"{error}\n"))
+            self._show(*wrap.flush(), "\n", ("error", f"{error}\n"))
 
     def _command(self, name: str, value: str = "") -> None:
         conversation = self._conversation
