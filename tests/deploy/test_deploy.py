@@ -20,7 +20,7 @@ from server.flags import parse_flags
 from server.serving.metrics import ServerMetrics
 from server.settings import Serve
 from tests.deploy.debian import unpacked
-from tests.server.test_statistics import facts, outcome, stats
+from tests.server.test_statistics import counted_pass, facts, outcome, stats
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -37,7 +37,9 @@ def exported() -> str:
     metrics.watch_engine(os.getpid)
     metrics.start([3])
     metrics.tokens(2, 0.1, 0.1)
-    metrics.finish("stop", 2, {"e2e": 0.1, "queue": 0.1, "prefill": 0.1, "decode": 0.1, "tpot": 0.1}, 2.0, 1.5)
+    metrics.finish(
+        "stop", 2, {"e2e": 0.1, "queue": 0.1, "prefill": 0.1, "decode": 0.1, "tpot": 0.1}, counted_pass(2, 1.5)
+    )
     metrics.end_call([2])
     metrics.error(503, "queue_full")
     return metrics.render().decode()

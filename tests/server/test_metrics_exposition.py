@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 from engine.api import StepResults
 from server.serving.metrics import ServerMetrics, num_reached
 from tests.server.daemon_process import MODEL
-from tests.server.test_statistics import facts, outcome, stats
+from tests.server.test_statistics import counted_pass, facts, outcome, stats
 
 FACTS = facts(vocab_size=10, num_blocks=8, block_size=4, eos_token_ids=[2], has_draft=True, rules={})
 VLLM_NAMES = {"polydraft_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc"}
@@ -47,7 +47,9 @@ def fill(metrics: ServerMetrics) -> None:
         metrics.step(StepResults([], stats(wall_s=0.02, draft_s=0.01)))
     metrics.tokens(3, None, 0.3)
     metrics.tokens(1, 0.02, None)
-    metrics.finish("stop", 4, {"e2e": 1.0, "queue": 0.1, "prefill": 0.2, "decode": 0.7, "tpot": None}, 2.0, 1.4)
+    metrics.finish(
+        "stop", 4, {"e2e": 1.0, "queue": 0.1, "prefill": 0.2, "decode": 0.7, "tpot": None}, counted_pass(2, 1.4)
+    )
     metrics.end_call([4])
     metrics.error(429, "queue_full")
     metrics.error(503, "draining")
@@ -187,7 +189,7 @@ def test_a_fresh_daemon_has_an_exposition() -> None:
 def test_no_acceptance_length_is_in_the_lowest_bucket() -> None:
     """Prometheus interpolates there from 0, and the least possible length is 1."""
     metrics = ServerMetrics("tiny", compat=False)
-    metrics.finish("stop", 1, {}, 1.0, None)
+    metrics.finish("stop", 1, {}, counted_pass(1))
     samples = samples_of(metrics.render().decode())
     buckets = [s.value for s in samples if s.name == "polydraft_request_spec_acceptance_length_bucket"]
     assert buckets[:2] == [0, 1]

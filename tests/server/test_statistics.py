@@ -218,3 +218,11 @@ def test_a_clock_times_the_parts_of_an_answer() -> None:
     assert report.time_to_first_token_ms is not None
     assert 2000 <= report.time_to_first_token_ms <= report.generation_time_ms
     assert report.queue_time_ms == 500
+
+
+def counted_pass(num_tokens: int, speedup: float | None = None) -> SpeculationCount:
+    """Count one speculative pass of an answer."""
+    counted = SpeculationCount("bv_race", LENGTH)
+    plain_s = None if speedup is None else 0.01 * speedup / num_tokens
+    counted.add_step(outcome(num_tokens, num_tokens - 1), stats(0.01, plain_s))
+    return counted
