@@ -31,6 +31,7 @@ from analysis.load import PROMPTS_HELP, SpeculationSetup
 from analysis.loading import add_pair_arguments, load_pair, names_of, read_prompts
 from analysis.report import print_report, save_plots
 from engine.attention.inputs import NO_NODES, SequenceInput
+from engine.config import EngineFacts
 from engine.errors import ConfigError, RequestError
 from engine.kernels.torch_kernels import TORCH
 from engine.request import Limits, Request, Sampling, Speculation
@@ -38,6 +39,7 @@ from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.noise import Purpose, uniform
 from engine.scheduling.request_checks import check_speculation
 from engine.speculation import theory
+from engine.speculation.conditions import served_rules
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
@@ -89,18 +91,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true", help="discard the measurements of an interrupted run")
 
 
-def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[SpeculationSetup]:
+def shapes_of(options: argparse.Namespace, facts: EngineFacts) -> list[SpeculationSetup]:
     """Return the grid without unsupported combinations, or the named shapes; raise ConfigError."""
     if options.shapes:
         return [SpeculationSetup.parse(text) for text in options.shapes.split(",")]
-    names = options.rules.split(",") if options.rules else list(RULES)
+    names = options.rules.split(",") if options.rules else served_rules(facts)
     if unknown := [name for name in names if name not in RULES]:
         raise ConfigError(f"--rules: unknown rule {unknown[0]!r}; choose from {', '.join(RULES)}")
     shapes = []
     for name in names:
         rule = RULES[name]
-        if vocab_size > (rule.max_vocabulary or vocab_size):
-            continue
         methods = rule.draft_methods if options.draft_methods == "all" else rule.draft_methods[:1]
         for method in methods:
             most = 2 if method == "spechub" else rule.max_drafts or max(options.num_drafts)
@@ -165,7 +165,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(options, name) for name in _GRID},
     }
     results = Results(options.output / "pair.json", settings, options.fresh)
-    shapes = shapes_of(options, engine.facts.vocab_size)
+    shapes = shapes_of(options, engine.facts)
     for shape in shapes:
         try:
             check_speculation(shape.speculation, engine.facts, engine.limits)

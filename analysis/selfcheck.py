@@ -9,18 +9,19 @@ from typing import Any
 from tqdm import tqdm
 
 from analysis.loading import add_pair_arguments, load_pair, names_of
+from engine.config import EngineFacts
 from engine.request import Speculation
+from engine.speculation.conditions import served_rules
 from engine.speculation.verification import RULES
 from engine.step.distribution_check import SIGNIFICANCE, Check, check_distribution, check_power, is_blind, make_prompt
 from loadtest.results import table
 
 
-def settings_of(num_drafts: int, draft_length: int, vocab_size: int) -> dict[str, Speculation]:
-    """Return the settings to check: every rule that the vocabulary allows, and a tree for one that supports trees."""
+def settings_of(num_drafts: int, draft_length: int, facts: EngineFacts) -> dict[str, Speculation]:
+    """Return the settings to check: every rule that the pair can be served with, and trees for rules that take them."""
     found = {}
-    for name, rule in RULES.items():
-        if vocab_size > (rule.max_vocabulary or vocab_size):
-            continue
+    for name in served_rules(facts):
+        rule = RULES[name]
         most = 2 if rule.draft_methods[0] == "spechub" else rule.max_drafts or num_drafts
         found[name] = Speculation(rule=name, num_drafts=min(num_drafts, most), draft_length=draft_length)
     found["traversal, tree"] = Speculation(rule="traversal", num_drafts=4, draft_length=2, tree=(2, 2))
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Check every rule, and the power of the test; `passed`: every rule passed and the biased one was detected."""
     engine = load_pair(options, options.concurrency, max(4, options.num_drafts), max(2, options.draft_length))
-    settings = settings_of(options.num_drafts, options.draft_length, engine.facts.vocab_size)
+    settings = settings_of(options.num_drafts, options.draft_length, engine.facts)
     if options.rules:
         settings = {name: one for name, one in settings.items() if one.rule in options.rules.split(",")}
     prompts = [make_prompt(engine, seed) for seed in range(1, options.prompts + 1)]

@@ -172,14 +172,19 @@ class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Most children of a node that the rule can use; None is no limit."""
     draft_methods: tuple[str, ...] = ("iid",)
     """Draft methods for which the rule is exact; the first is the default."""
-    trees: bool = False
-    """Whether nodes below the root may have several children; otherwise chains must be independent."""
-    changes_targets: bool = False
-    """Whether its steps change the target distributions of later positions (`speculation/target_shift.py`). The draft
-    distribution after a text must then stay the same, and no text drafts may come before the rule's own chains.
-    """
+    needs: tuple[str, ...] = ()
+    """Conditions that drafts must meet for the rule to be exact (`speculation/conditions.py`)."""
     max_vocabulary: int | None = None
     """Largest vocabulary that the rule can handle; None is no limit."""
+
+
+class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of drafts from one source, or of one shape, on which the exactness of rules depends."""
+
+    title: str
+    """Words for it in messages."""
+    meets: tuple[str, ...] = ()
+    """Conditions of rules that its chains meet (`speculation/conditions.py`)."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,9 +198,15 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     architecture: str
-    has_draft: bool
+    drafters: dict[str, DraftFacts]
+    """Facts about the drafters (`DRAFTERS`) by name; `model` is missing without a draft model."""
     max_copied_tokens: int
     rules: dict[str, RuleFacts]
     """Facts about every verification rule, by name."""
     memory_plan: dict[str, int]
     """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace, graphs."""
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft model."""
+        return MODEL in self.drafters

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.config import MODEL, MTP, EngineConfig, EngineFacts
+from engine.config import MODEL, MTP, DraftFacts, EngineConfig, EngineFacts
 from engine.errors import ConfigError
 from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.text_drafters import TEXT_DRAFTERS, most_text_draft_tokens
+from engine.speculation.conditions import DRAFTER_FACTS, drafters_of
 from engine.speculation.rule_facts import DRAFT_METHODS, RULE_FACTS
 
 _ANY_VOCABULARY = 1 << 31
@@ -49,7 +50,8 @@ def check_settings(config: EngineConfig) -> None:
             f"tokens in a step (caps {wanted.max_num_drafts} x {wanted.max_draft_length}, and --max-copied-tokens); "
             "raise it or lower the caps"
         )
-    facts = early_facts(config, _ANY_VOCABULARY)
+    draft = DRAFTER_FACTS[MTP if config.model.draft == MTP else MODEL]
+    facts = early_facts(config, None if config.model.draft is None else draft, _ANY_VOCABULARY)
     rules = {name: msgspec.structs.replace(known, max_vocabulary=None) for name, known in facts.rules.items()}
     check_defaults(msgspec.structs.replace(facts, rules=rules), wanted)
 
@@ -62,8 +64,16 @@ def lookahead(config: EngineConfig) -> int:
     return from_text + config.speculation.max_num_drafts * config.speculation.max_draft_length
 
 
-def early_facts(config: EngineConfig, vocab_size: int, max_model_len: int = 0, architecture: str = "") -> EngineFacts:
-    """Return the facts about an engine that are known before its weights are read."""
+def early_facts(
+    config: EngineConfig,
+    draft: DraftFacts | None,
+    vocab_size: int,
+    max_model_len: int = 0,
+    architecture: str = "",
+) -> EngineFacts:
+    """Return the facts about an engine that are known before its weights are read. draft: of its draft model or
+    head.
+    """
     return EngineFacts(
         vocab_size=vocab_size,
         max_model_len=max_model_len,
@@ -73,7 +83,7 @@ def early_facts(config: EngineConfig, vocab_size: int, max_model_len: int = 0, a
         device="",
         dtype="",
         architecture=architecture,
-        has_draft=config.model.draft is not None,
+        drafters=drafters_of(draft),
         max_copied_tokens=config.scheduler.max_copied_tokens,
         rules=dict(RULE_FACTS),
         memory_plan={},

@@ -14,11 +14,13 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.attention.inputs import NodeInput
+from engine.config import DraftFacts
 from engine.drafting.draft import Layout
 from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Emission, Plan, Row
 from engine.sampling.distribution import DistributionParameters
+from engine.speculation.conditions import ANY_DRAFTER
 
 
 class DrafterKind(NamedTuple):
@@ -34,6 +36,8 @@ class DrafterKind(NamedTuple):
     """Whether it computes its K/V from these states alone. It then drafts only after a token whose predecessors the
     target has computed in earlier steps, and reads accepted tokens again (`Sequence.by_head`).
     """
+    facts: DraftFacts = ANY_DRAFTER
+    """Conditions of rules that its chains meet."""
     is_recorded: bool = False
     """Whether it is a `RecordedDrafter`; the steps that draft with others are launched operation by operation."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from engine.attention.attention import HOOK, register
-from engine.config import MTP, ModelConfig
+from engine.config import MODEL, MTP, ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
 from engine.models.checkpoint import Source, check_vocabularies, context_length, length_remark, token_roles
 from engine.models.files import check_source
@@ -74,6 +74,8 @@ class Outline:
     """Longest context that the short factors of a longrope model serve; None for other models."""
     limit_reason: str = ""
     """Reason for `max_positions`, for messages."""
+    drafter: str = MODEL
+    """Name of its facts as a drafter (`speculation.conditions`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +260,12 @@ def find_head(config: ModelConfig) -> HeadConfig | None:
 
 def _facts_of(head: HeadConfig) -> dict[str, Any]:
     """Return the fields of an `Outline` that differ between a head and its target."""
-    return {"name": head.name, "model_type": head.kind, "max_draft_length": head.max_draft_length}
+    return {
+        "name": head.name,
+        "model_type": head.kind,
+        "max_draft_length": head.max_draft_length,
+        "drafter": head.kind,
+    }
 
 
 def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: int) -> Outline:

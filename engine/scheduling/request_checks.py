@@ -11,17 +11,16 @@ from math import prod
 
 import msgspec
 
-from engine.config import MODEL, PREDICTION, EngineFacts, RuleFacts, SpeculationConfig
+from engine.config import MODEL, PREDICTION, EngineFacts, SpeculationConfig
 from engine.errors import NO_END_TOKEN, NOTHING_LEFT, ConfigError, RequestError
 from engine.request import Request, Speculation
 from engine.scheduling.text_drafters import TEXT_DRAFTERS
+from engine.speculation.conditions import check_conditions, may_adapt, served_rules
 
 MAX_LOGPROBS = 20
 """Most alternatives that are reported for a token."""
 
 _SEED_SHAPE_ON_CPU = (1, 4)
-# Draft methods that draw at most this number of children below a node.
-_MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 
 def check_requests(requests: Sequence[Request], facts: EngineFacts, config: SpeculationConfig) -> None:
@@ -32,8 +31,8 @@ def check_requests(requests: Sequence[Request], facts: EngineFacts, config: Spec
     for request in requests:
         _check_lengths(request, facts)
         _check_edits(request, facts)
-        check_speculation(request.speculation, facts, config)
         _check_text_drafts(request, facts)
+        check_speculation(request.speculation, facts, config)
     lists = {
         id(tokens): (name, tokens)
         for request in requests
@@ -67,7 +66,7 @@ def _check_tokens(name: str, tokens: Sequence[int], facts: EngineFacts) -> None:
 
 
 def _check_text_drafts(request: Request, facts: EngineFacts) -> None:
-    """Check text drafts: the drafters exist, and the rule allows text drafts."""
+    """Check that the drafters exist, and that text drafts are allowed."""
     speculation = request.speculation
     known = (MODEL, *TEXT_DRAFTERS)
     if unknown := [name for name in speculation.drafters if name not in known]:
@@ -83,18 +82,10 @@ def _check_text_drafts(request: Request, facts: EngineFacts) -> None:
             f"the prediction has {len(request.prediction)} tokens, more than the context of {facts.max_model_len}",
             "prediction",
         )
-    if not speculation.uses_text_drafts:
-        return
-    if not facts.max_copied_tokens:
+    if speculation.uses_text_drafts and not facts.max_copied_tokens:
         raise RequestError(
             "the operator has switched prompt lookup and predictions off (--max-copied-tokens 0)",
             "prediction" if request.prediction else "speculation.drafters",
-        )
-    if speculation.num_drafts and facts.rules[speculation.rule].changes_targets:
-        raise RequestError(
-            f"rule {speculation.rule!r} changes the targets of later positions and does not go with "
-            f"{' and '.join(name for name in speculation.drafters if name != MODEL)}; choose bv_race",
-            "speculation.rule",
         )
 
 
@@ -150,11 +141,6 @@ def _check_masks(request: Request, facts: EngineFacts) -> None:
         )
 
 
-def served_rules(facts: EngineFacts) -> list[str]:
-    """Return the names of the rules that this model can be served with."""
-    return [name for name, rule in facts.rules.items() if facts.vocab_size <= (rule.max_vocabulary or facts.vocab_size)]
-
-
 def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
     """Return the error for a rule that does not exist."""
     offered = ", ".join(served_rules(facts))
@@ -179,7 +165,7 @@ def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Specul
         draft_method=config.draft_method,
         tree=config.tree,
         drafters=drafters,
-        adaptive=may_adapt(config.rule, config.tree, config, facts),
+        adaptive=config.adaptive and may_adapt(facts.rules[config.rule], config.tree),
     )
 
 
@@ -198,20 +184,12 @@ def with_fixed_shape(speculation: Speculation, config: SpeculationConfig, device
     )
 
 
-def may_adapt(rule: str, tree: tuple[int, ...], config: SpeculationConfig, facts: EngineFacts) -> bool:
-    """Whether the shape may change from step to step. It may not for trees, for rules whose steps affect later
-    steps, or for rules whose drafts come in pairs.
-    """
-    method = config.draft_method or facts.rules[rule].draft_methods[0]
-    return config.adaptive and not tree and not facts.rules[rule].changes_targets and method != "spechub"
-
-
 def check_defaults(facts: EngineFacts, config: SpeculationConfig) -> None:
     """Raise ConfigError if the default speculation would be refused or biased."""
     try:
         speculation = default_speculation(config, facts)
-        check_speculation(speculation, facts, config)
         _check_text_drafts(Request(request_id="", prompt_token_ids=(), speculation=speculation), facts)
+        check_speculation(speculation, facts, config)
     except RequestError as error:
         flags = f"--spec-rule {config.rule}"
         flags += f" --spec-drafters {','.join(config.drafters)}" if config.drafters != (MODEL,) else ""
@@ -237,56 +215,18 @@ def check_speculation(speculation: Speculation, facts: EngineFacts, config: Spec
     ):
         if not 1 <= value <= most:
             raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
-    known = rules[speculation.rule]
-    if known.max_vocabulary is not None and facts.vocab_size > known.max_vocabulary:
-        raise RequestError(
-            f"rule {speculation.rule!r} can be computed for vocabularies up to {known.max_vocabulary}, this model has "
-            f"{facts.vocab_size}; weighted_race reaches the same acceptance",
-            "speculation.rule",
-        )
-    _check_tree(speculation, known)
-    _check_method(speculation, known, facts)
+    _check_tree(speculation)
+    check_conditions(speculation, facts)
     _check_over_acceptance(speculation, config)
 
 
-def _check_tree(speculation: Speculation, known: RuleFacts) -> None:
+def _check_tree(speculation: Speculation) -> None:
     tree = speculation.tree
-    if not tree:
-        return
-    if min(tree) < 1 or len(tree) != speculation.draft_length or prod(tree) != speculation.num_drafts:
+    if tree and (min(tree) < 1 or len(tree) != speculation.draft_length or prod(tree) != speculation.num_drafts):
         raise RequestError(
             f"tree {list(tree)} must have draft_length = {speculation.draft_length} entries of at least 1, with "
             f"product num_drafts = {speculation.num_drafts}; leave the two out, they follow from the tree",
             "speculation.tree",
-        )
-    if max(tree[1:], default=1) > 1 and not known.trees:
-        raise RequestError(
-            f"rule {speculation.rule!r} would be biased with chains that share drafted tokens, as this tree's do; let "
-            "it branch at the root only, or choose traversal or a rule that decides position by position",
-            "speculation.tree",
-        )
-
-
-def _check_method(speculation: Speculation, known: RuleFacts, facts: EngineFacts) -> None:
-    method = speculation.draft_method or known.draft_methods[0]
-    if method not in known.draft_methods:
-        raise RequestError(
-            f"rule {speculation.rule!r} would be biased with drafts drawn by {method!r}; it is exact for "
-            f"{', '.join(known.draft_methods)}",
-            "speculation.draft_method",
-        )
-    widest = max(speculation.fanout)
-    most = _MOST_CHILDREN_OF_METHOD.get(method, known.max_drafts)
-    if most is not None and widest > most:
-        raise RequestError(
-            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most} drafts below one "
-            f"position, not {widest}; lower num_drafts or choose bv_race",
-            "speculation.num_drafts",
-        )
-    if widest > facts.vocab_size:
-        raise RequestError(
-            f"{widest} drafts at one position are more than the vocabulary of {facts.vocab_size}",
-            "speculation.num_drafts",
         )
 
 

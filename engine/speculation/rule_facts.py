@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from engine.config import RuleFacts
+from engine.speculation.conditions import FIXED_DISTRIBUTION, FIXED_SHAPE, INDEPENDENT_CHAINS, WHOLE_BLOCKS
 
 MOST_LIKELY = "most_likely"
 """Draft method that draws nothing. At temperature 0 every method with several children uses it."""
@@ -23,23 +24,26 @@ DRAFT_METHODS = {
 """Methods of drawing the children of one node."""
 
 _WITHOUT_REPLACEMENT = ("without_replacement", "iid")
+_CHAINS = (INDEPENDENT_CHAINS,)
+_TARGET_SHIFTS = (INDEPENDENT_CHAINS, WHOLE_BLOCKS, FIXED_DISTRIBUTION, FIXED_SHAPE)
+"""Conditions of rules whose steps change the target distributions of later positions (`target_shift.py`)."""
 
 RULE_FACTS: Mapping[str, RuleFacts] = MappingProxyType(
     {
-        "token": RuleFacts(max_drafts=1),
-        "nss": RuleFacts(draft_methods=tuple(DRAFT_METHODS), trees=True),
-        "rrs": RuleFacts(trees=True),
-        "rrs_without_replacement": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT, trees=True),
-        "kseq": RuleFacts(trees=True),
-        "spechub": RuleFacts(max_drafts=2, draft_methods=("spechub",), trees=True),
-        "greedy": RuleFacts(draft_methods=("greedy",), trees=True),
-        "weighted_race": RuleFacts(trees=True),
-        "ot_lp": RuleFacts(trees=True, max_vocabulary=12),
-        "block": RuleFacts(max_drafts=1),
-        "greedy_block": RuleFacts(max_drafts=1, changes_targets=True),
-        "bv_race": RuleFacts(),
-        "spectr_gbv": RuleFacts(changes_targets=True),
-        "traversal": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT, trees=True),
+        "token": RuleFacts(max_drafts=1, needs=_CHAINS),
+        "nss": RuleFacts(draft_methods=tuple(DRAFT_METHODS)),
+        "rrs": RuleFacts(),
+        "rrs_without_replacement": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT),
+        "kseq": RuleFacts(),
+        "spechub": RuleFacts(max_drafts=2, draft_methods=("spechub",)),
+        "greedy": RuleFacts(draft_methods=("greedy",)),
+        "weighted_race": RuleFacts(),
+        "ot_lp": RuleFacts(max_vocabulary=12),
+        "block": RuleFacts(max_drafts=1, needs=_CHAINS),
+        "greedy_block": RuleFacts(max_drafts=1, needs=_TARGET_SHIFTS),
+        "bv_race": RuleFacts(needs=_CHAINS),
+        "spectr_gbv": RuleFacts(needs=_TARGET_SHIFTS),
+        "traversal": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT),
     }
 )
 """Facts of each rule by its name, in the order of listings."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from engine.attention.tensors import KVShape
-from engine.config import EngineConfig, EngineFacts
+from engine.config import DraftFacts, EngineConfig, EngineFacts
 from engine.config_check import check_settings, early_facts
 from engine.control.controller import menu
 from engine.control.step_work import PLAIN, Shape
@@ -39,6 +39,7 @@ from engine.plan import RECORDED_RULES
 from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
+from engine.speculation.conditions import DRAFTER_FACTS
 from engine.speculation.verification import RULES
 from engine.step.engine import Engine
 from engine.step.memory import MemoryPlan, blocks_of, plan_memory
@@ -95,7 +96,7 @@ def assemble(
     if kind is not None and kind.taps:
         width = target.model.config.get_text_config().hidden_size
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
-    facts = _facts(config, models)
+    facts = _facts(config, models, None if kind is None else kind.facts)
     parts: list[_Part] = []
     for model, shape in zip(models, shapes, strict=True):
         parts.append(_prepare(model, shape, config, facts.max_model_len, progress, is_owner, parts))
@@ -235,9 +236,10 @@ def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
             make,
             config.taps_of(num_layers),
             is_head=True,
+            facts=DRAFTER_FACTS[draft.drafter],
             is_recorded=config.block is None or config.block.size <= MOST_NODES,
         )
-    return DrafterKind(lambda runner, _: ModelDrafter(runner), is_recorded=True)
+    return DrafterKind(lambda runner, _: ModelDrafter(runner), facts=DRAFTER_FACTS[draft.drafter], is_recorded=True)
 
 
 def kv_shape_of(model: LoadedModel) -> KVShape:
@@ -308,7 +310,8 @@ def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations
     determine it.
     """
-    check_defaults(_facts(config, outlines), config.speculation)
+    drafts = [DRAFTER_FACTS[outline.drafter] for outline in outlines[1:]]
+    check_defaults(_facts(config, outlines, drafts[0] if drafts else None), config.speculation)
     length = len(config.speculation.tree) or config.speculation.draft_length
     for outline in outlines[1:]:
         if length > (outline.max_draft_length or length):
@@ -325,9 +328,10 @@ def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
     return msgspec.structs.replace(config, speculation=msgspec.structs.replace(wanted, max_draft_length=most))
 
 
-def _facts(config: EngineConfig, models: Sequence[Outline]) -> EngineFacts:
-    """Return the facts about an engine that are known before its weights are read."""
-    return early_facts(config, models[0].vocab_size, _max_model_len(config, models), models[0].model_type)
+def _facts(config: EngineConfig, models: Sequence[Outline], draft: DraftFacts | None) -> EngineFacts:
+    """Return the facts about an engine that are known before its weights are read. draft: of the draft model."""
+    target = models[0]
+    return early_facts(config, draft, target.vocab_size, _max_model_len(config, models), target.model_type)
 
 
 def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:

@@ -27,6 +27,7 @@ from engine.sampling.edits import MASKED, has_dead_end
 from engine.scheduling.outcome import Outcome, StepStats
 from engine.scheduling.request_checks import check_requests
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.conditions import FIXED_DISTRIBUTION
 from engine.step.eager import EagerStep, Step
 from engine.step.recorded.steps import RecordedSteps
 from engine.step.report import BROKEN, report, split_prompts
@@ -170,7 +171,8 @@ class Engine:
         speculation, thinking = request.speculation, request.sampling.thinking
         grammar = client if thinking is None else ThinkingGrammar(thinking, self.facts, client)
         drafts = bool(speculation.num_drafts)
-        self.scheduler.submit(request, grammar, drafts and self.facts.rules[speculation.rule].changes_targets)
+        is_fixed = drafts and FIXED_DISTRIBUTION in self.facts.rules[speculation.rule].needs
+        self.scheduler.submit(request, grammar, is_fixed)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False if it has already ended."""

@@ -30,7 +30,7 @@ DEPLOY = ROOT / "deploy"
 def exported() -> str:
     """The text exposition after one speculative step and one answer."""
     metrics = ServerMetrics("m", compat=True)
-    metrics.ready(facts(has_draft=True, rules={}))
+    metrics.ready(facts(drafter="model", rules={}))
     found = replace(outcome(2, 1), gap=0.01)
     metrics.take(found)
     metrics.step(StepResults([found], replace(stats(), num_preemptions=1)))

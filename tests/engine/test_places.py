@@ -16,6 +16,7 @@ from engine.errors import NOTHING_LEFT
 from engine.kernels.protocol import Chains
 from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
+from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution, tiny
@@ -119,9 +120,8 @@ def test_a_window_that_moves_below_a_changed_target_is_rejected(pair: tuple[Load
     """The wrong variant: the draft model forgets the beginning of the text from step to step."""
 
     def windowed(submit: Any, engine: Engine, request: Request) -> None:
-        facts, rules = engine.facts, engine.facts.rules
-        forgetful = {name: msgspec.structs.replace(rule, changes_targets=False) for name, rule in rules.items()}
-        engine.facts = msgspec.structs.replace(facts, rules=forgetful)
+        forgetful = {name: msgspec.structs.replace(rule, needs=()) for name, rule in engine.facts.rules.items()}
+        engine.facts = msgspec.structs.replace(engine.facts, rules=forgetful)
         submit(engine, request)
 
     with instead(Engine, "submit", windowed):
@@ -154,7 +154,7 @@ def forbidden(answers: dict[str, list[int]]) -> list[str]:
 def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedModel], seed_stable: bool) -> None:
     """Every rule that allows text drafts, together with every other, and the same answers alone."""
     engine = tiny.build(*pair, max_copied_tokens=8)
-    rules = [name for name, rule in RULES.items() if not rule.changes_targets]
+    rules = [name for name, rule in RULES.items() if WHOLE_BLOCKS not in rule.needs]
     requests = [one for seed in range(16) for rule in rules for one in neighbours(rule, seed, seed_stable=seed_stable)]
     together = tiny.run(engine, requests).tokens
     assert not forbidden(together)

@@ -13,7 +13,7 @@ from engine.scheduling.request_checks import check_defaults, check_requests, def
 from engine.speculation.rule_facts import RULE_FACTS
 from tests.server.test_statistics import facts
 
-FACTS = facts(has_draft=True)
+FACTS = facts(drafter="model")
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_text_drafts_with_others_and_after_preemption() -> None:
         ({"speculation": BV_RACE, "prediction": (1,)}, "leave the prediction out"),
         ({"speculation": with_text_drafts(BV_RACE, "prediction"), "prediction": (1,) * 200}, "context"),
         ({"speculation": with_text_drafts(BV_RACE, "prediction"), "prediction": (101,)}, "outside the vocabulary"),
-        ({"speculation": drafts("spectr_gbv", 2, drafters=ALL)}, "does not go with"),
+        ({"speculation": drafts("spectr_gbv", 2, drafters=ALL)}, "would be biased with prompt lookup"),
     ],
 )
 def test_text_drafts_that_cannot_be_used_are_refused(request_fields: dict[str, Any], words: str) -> None:

@@ -10,14 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from engine.config import MODEL
+from engine.errors import RequestError
 from engine.models.loading import LoadedModel
+from engine.request import Speculation
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.conditions import DRAFTER_FACTS, FIXED_DISTRIBUTION
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
-from tests.heads.recording import SPECULATIONS
+from tests.heads.recording import SPECULATIONS, Recorder
 from tests.wrong import calls_of, instead
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -117,6 +123,48 @@ def test_answers_do_not_depend_on_the_load(pairs: Callable[[str], Pair], kind: s
     for request in requests:
         alone = tiny.run(tiny.build(*pair), [request])
         assert alone.tokens[request.request_id] == crowded.tokens[request.request_id]
+
+
+def most_changed(pair: Pair, window: int = 0, num_blocks: int = 0) -> float:
+    """Return the largest difference between the draft distributions after one text in different steps."""
+    engine = tiny.build(*pair, num_blocks=num_blocks, budget=40, draft_window=window)
+    recorder = Recorder(engine)
+    prompts = tiny.prompts(output_distribution.VOCABULARY, [20, 23, 8, 5])
+    requests = [
+        tiny.request(str(number), prompt, SPECULATIONS["chains"], max_tokens=24, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    run = tiny.run(engine, requests)
+    assert bool(run.num_preemptions) == bool(num_blocks)
+    after: dict[tuple[int, ...], list[Tensor]] = {}
+    for node in recorder.nodes:
+        text = [*prompts[node.sequence], *run.tokens[str(node.sequence)]][: node.length]
+        after.setdefault((node.sequence, *text, *node.path), []).append(node.logits.softmax(-1))
+    spreads = [torch.stack(rows).std(0).max().item() for rows in after.values() if len(rows) > 1]
+    assert len(spreads) > 20
+    return max(spreads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_s_distribution_after_a_text_changes_from_step_to_step(pairs: Callable[[str], Pair], kind: str) -> None:
+    """So the rules that need a fixed one are refused with it, by the facts that its engine has."""
+    assert most_changed(pairs(kind)) > 0.02
+    engine = tiny.build(*pairs(kind))
+    known = engine.facts.drafters[MODEL]
+    assert known == DRAFTER_FACTS[kind.partition(",")[0]]
+    assert FIXED_DISTRIBUTION not in known.meets
+    for rule in ("greedy_block", "spectr_gbv"):
+        request = tiny.request("a", [1, 2], Speculation(rule=rule, num_drafts=1, draft_length=2))
+        with pytest.raises(RequestError, match=f"rule '{rule}' would be biased with {known.title}"):
+            engine.submit(request)
+
+
+def test_a_draft_model_s_distribution_after_a_text_is_fixed() -> None:
+    """Also after preemption; a window that moves changes it, so such rules draft without one."""
+    pair = tuple(tiny.llama(seed, output_distribution.VOCABULARY, spread=0.25) for seed in (1, 2))
+    assert most_changed(pair) < 1e-5
+    assert most_changed(pair, num_blocks=14) < 1e-5
+    assert most_changed(pair, window=3) > 1e-3
 
 
 WRONG = [(kind, sampling) for kind in KINDS for sampling in ("penalties", "grammar")]

@@ -210,6 +210,12 @@ def test_what_is_not_served_with_heads_is_refused(target: Path, tmp_path: Path) 
     written = folders.write_eagle(tmp_path / "head")
     with pytest.raises(ConfigError, match="not served with --tensor-parallel-size"):
         build_engine(config_of(target, written.folder, model={"tensor_parallel_size": 2}))
+    with instead("engine.step.building", "load_pair", folders.refused):
+        rule = SpeculationConfig(rule="greedy_block")
+        with pytest.raises(
+            ConfigError, match=r"^--spec-rule greedy_block: .* would be biased with an EAGLE-3 head: it"
+        ):
+            build_engine(config_of(target, written.folder, speculation=rule))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from server.serving.metrics import ServerMetrics, num_reached
 from tests.server.daemon_process import MODEL
 from tests.server.test_statistics import counted_pass, facts, outcome, stats
 
-FACTS = facts(vocab_size=10, num_blocks=8, block_size=4, eos_token_ids=[2], has_draft=True, rules={})
+FACTS = facts(vocab_size=10, num_blocks=8, block_size=4, eos_token_ids=[2], drafter="model", rules={})
 VLLM_NAMES = {"polydraft_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc"}
 LABELS = {"model_name", "engine"}
 PROCESS = re.compile(r"(polydraft_engine_)?process_[a-z_]+")

@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import PHASES, EngineFacts, Outcome, StepStats
+from engine.speculation.conditions import DRAFTER_FACTS, drafters_of
 from engine.speculation.rule_facts import RULE_FACTS
 from server.serving.statistics import Clock, SpeculationCount, answer_part
 
 LENGTH, CHAINS = 4, 3
 
 
-def facts(**known: Any) -> EngineFacts:
-    """An engine's facts, as a small one without drafts has them; `known` are others."""
-    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "architecture": "llama", "has_draft": False}
+def facts(drafter: str = "", **known: Any) -> EngineFacts:
+    """An engine's facts, as a small one has them; drafter: its draft model or type of head; `known` are others."""
+    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "architecture": "llama"}
+    usual["drafters"] = drafters_of(DRAFTER_FACTS[drafter] if drafter else None)
     usual |= {"vocab_size": 1000, "max_model_len": 100, "num_blocks": 10, "block_size": 16, "eos_token_ids": []}
     return EngineFacts(**usual | {"max_copied_tokens": 32, "rules": dict(RULE_FACTS), "memory_plan": {}} | known)
 

@@ -16,6 +16,8 @@ from engine.speculation.verification import RULES
 
 Law = dict[Path, float]
 Step = Callable[[TabularModel], list[RuleOutcome]]
+ModelOf = Callable[[TabularModel, Path, int, tuple[TargetShift, ...]], TabularModel]
+"""The model of a step: of the world, the text before, the length of chains, and the shifts."""
 
 GOLDEN = json.loads((FilePath(__file__).parent.parent / "vectors" / "golden.json").read_text())
 
@@ -87,8 +89,11 @@ def from_prefix(world: TabularModel, prefix: Path, length: int, shifts: tuple[Ta
     return TabularModel(below(world.target), below(world.draft), world.vocabulary, length, shifts)
 
 
-def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int) -> Law:
-    """Law of the first tokens emitted by step after step; `world` knows num_tokens + length - 1 positions."""
+def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int, model_of: ModelOf = from_prefix) -> Law:
+    """Law of the first tokens emitted by step after step; `world` knows num_tokens + length - 1 positions.
+
+    model_of: the model of a step, by default with the world's own draft laws and chains of `length`.
+    """
     law: Law = defaultdict(float)
 
     def go_on(prefix: Path, shifts: tuple[TargetShift, ...], probability: float) -> None:
@@ -96,7 +101,7 @@ def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int) ->
             law[prefix[:num_tokens]] += probability
             return
         ends: dict[tuple[Path, tuple[TargetShift, ...]], float] = defaultdict(float)
-        for outcome in step(from_prefix(world, prefix, length, shifts)):
+        for outcome in step(model_of(world, prefix, length, shifts)):
             ends[(*prefix, *outcome.accepted, outcome.next_token), outcome.shifts] += outcome.probability
         for (emitted, after), share in ends.items():
             go_on(emitted, after, probability * share)
@@ -105,9 +110,11 @@ def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int) ->
     return law
 
 
-def stream_distance(world: TabularModel, step: Step, num_tokens: int, length: int) -> float:
-    """Total variation between the emitted stream's law and the target's own."""
-    law = stream_law(world, step, num_tokens, length)
+def stream_distance(
+    world: TabularModel, step: Step, num_tokens: int, length: int, model_of: ModelOf = from_prefix
+) -> float:
+    """Total variation between the emitted stream's law and the target's own; model_of: as in `stream_law`."""
+    law = stream_law(world, step, num_tokens, length, model_of)
     return 0.5 * sum(abs(law.get(path, 0.0) - joint(world.target, path)) for path in world.paths(num_tokens))
 
 

@@ -215,23 +215,26 @@ def test_the_stream_of_several_steps_has_the_target_law(rule: str, method: str, 
     assert stream_distance(world, step, num_tokens=3, length=2) < 1e-11
 
 
-@pytest.mark.parametrize(
-    ("rule", "method", "tree"),
-    [
-        ("rrs_without_replacement", "without_replacement", (2, 2)),
-        ("rrs_without_replacement", "iid", (2, 2)),
-        ("traversal", "without_replacement", (2, 2)),
-        ("traversal", "without_replacement", (1, 3)),
-        ("traversal", "iid", (2, 2)),
-        ("weighted_race", "iid", (2, 2)),
-        ("kseq", "iid", (1, 3)),
-        ("greedy", "greedy", (2, 2)),
-        ("greedy", "greedy", (1, 3)),
-        ("nss", "spechub", (2, 2)),
-        ("nss", "most_likely", (2, 2)),
-        ("nss", "most_likely", (1, 3)),
-    ],
-)
+TREES_THAT_BRANCH_LATER = [
+    ("rrs_without_replacement", "without_replacement", (2, 2)),
+    ("rrs_without_replacement", "iid", (2, 2)),
+    ("traversal", "without_replacement", (2, 2)),
+    ("traversal", "without_replacement", (1, 3)),
+    ("traversal", "iid", (2, 2)),
+    ("weighted_race", "iid", (2, 2)),
+    ("ot_lp", "iid", (2, 2)),
+    ("rrs", "iid", (2, 2)),
+    ("spechub", "spechub", (2, 2)),
+    ("kseq", "iid", (1, 3)),
+    ("greedy", "greedy", (2, 2)),
+    ("greedy", "greedy", (1, 3)),
+    ("nss", "spechub", (2, 2)),
+    ("nss", "most_likely", (2, 2)),
+    ("nss", "most_likely", (1, 3)),
+]
+
+
+@pytest.mark.parametrize(("rule", "method", "tree"), TREES_THAT_BRANCH_LATER)
 def test_trees_that_branch_later_keep_the_target_law(rule: str, method: str, tree: tuple[int, ...]) -> None:
     for seed in range(4):
         world = random_model(seed, vocabulary=3, length=3, kind="any" if seed % 2 else "dense")

@@ -18,6 +18,7 @@ from analysis.enumeration import RuleOutcome
 from engine.drafting.numbers import draw_numbers, noise_of
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.torch_kernels import TORCH, Kernels
+from engine.speculation.conditions import LATE_BRANCHES, unmet
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs
@@ -42,12 +43,18 @@ TREES = ((2, 2), (1, 3), (), (3, 2), (2,), (2, 1, 2))
 FEW = ((2,), (3,), (1,))
 """For the rule that solves a linear program for every law."""
 
+
+def takes_trees(rule: str) -> bool:
+    """Whether the rule is exact with trees that branch below the root."""
+    return unmet(RULES[rule], LATE_BRANCHES) is None
+
+
 CASES = [
     (rule, method, shapes, turn)
     for rule in RULES
     for method in RULES[rule].draft_methods
     for shapes, turn in (("chains", 0), ("chains", 1), ("trees", 0))
-    if (RULES[rule].trees if shapes == "trees" else not turn or method == RULES[rule].draft_methods[0])
+    if (takes_trees(rule) if shapes == "trees" else not turn or method == RULES[rule].draft_methods[0])
 ]
 
 
@@ -59,7 +66,7 @@ def kinds_of(rule: str, method: str, shapes: str, turn: int) -> list[RequestCase
     wanted = {"chains": CHAINS, "trees": TREES}[shapes]
     if known.max_vocabulary is not None:
         wanted = FEW if shapes == "chains" else ((2, 2),)
-    worlds = WORLDS[3 if shapes == "trees" or rule == "traversal" else 4 if known.trees else 5]
+    worlds = WORLDS[3 if shapes == "trees" or rule == "traversal" else 4 if takes_trees(rule) else 5]
     return [
         RequestCase(worlds[(i + 4 * turn) % len(worlds)], tuple(min(n, most) for n in shape), method)
         for i, shape in enumerate(wanted)
@@ -211,7 +218,7 @@ LOSSY: dict[str, Verify] = {residual: OverAcceptance(0.1, residual) for residual
 def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
     """Any that are made on the default device are without content here, and do not mix with the others."""
     like = rule if rule in RULES else "token"
-    for shapes in ("chains", "trees") if RULES[like].trees else ("chains",):
+    for shapes in ("chains", "trees") if takes_trees(like) else ("chains",):
         batch = Batch(kinds_of(like, RULES[like].draft_methods[0], shapes, 0), 3, 1, torch.float32)
         chains, target = batch.drafted(torch.arange(len(batch.kind_B)))
         noise = batch.noise(chains)
