@@ -1,10 +1,11 @@
 """Checks the distribution of a running engine's output against that of the target, on the loaded pair.
 
-One plain pass of the target computes the exact distribution of the first two tokens after a prompt. The engine answers
-the prompt many times, with different seeds, by the rule under test. The counts of the most likely pairs of tokens (the
-others in groups) must fit the distribution: a G-test. It reports how large a bias it would find. If the pair disagrees
-enough, the same test must reject over-acceptance, whose bias the engine reports. It needs an idle engine, and leaves
-no request in it.
+Plain passes of the target compute the exact distribution of the first three tokens after a prompt. Four are compared
+with a head, which does not draft the first one: rules may change the targets of later steps, so a drafting step and the
+step after it must be among them. The engine answers the prompt many times, with different seeds, by the rule under
+test. The counts of the most likely texts (the others in groups) must fit the distribution: a G-test. It reports how
+large a bias it would find. If the pair disagrees enough, the same test must reject over-acceptance, whose bias the
+engine reports. It needs an idle engine, and leaves no request in it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ SIGNIFICANCE = 1e-5
 """p-value below which a rule fails (a right one fails once in 100,000 checks)."""
 
 _SMALLEST_CELL = 5.0
-_NUM_FIRST, _NUM_SECOND, _NUM_GROUPS = 12, 6, 8
+_NUM_FIRST, _NUM_SECOND, _NUM_LATER, _NUM_GROUPS = 12, 6, 3, 8
+_LEAST_DIVIDED = 0.04
+"""Least probability of a text of two or more tokens that is divided by its next token."""
+_NUM_TOKENS = 3
+"""Compared tokens from the first drafted one on."""
 _OTHER, _GROUPED = -1, -2
 _OVER_ACCEPTANCE = 0.3
 
-Cell = tuple[int, int]
+Cell = tuple[int, ...]
 Ints = npt.NDArray[np.int64]
 
 
@@ -106,7 +111,8 @@ def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Checked
 def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
     """Return a prompt of the target: its continuation of an arbitrary token, up to its least certain position.
 
-    If the next token were nearly certain, a test would see nothing.
+    If the first drafted token were nearly certain, a test would see nothing. A head drafts from the second token on, so
+    the first one should be nearly certain.
     """
     first = int(uniform(seed, 0, Purpose.DRAFT)[0] * engine.facts.vocab_size)
     length = min(length, engine.facts.max_model_len - 8)
@@ -119,37 +125,56 @@ def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
     text = (first, *run_to_end(engine, [request])["prompt"].tokens)
     blocks = tuple(range(-(-len(text) // engine.facts.block_size)))
     logits_NV = engine.target.forward([SequenceInput(text, 0, blocks, NO_NODES, slice(0, None))])
-    entropy_N = torch.special.entr(logits_NV.softmax(-1)).sum(-1)
-    shortest = min(4, len(text) - 1)
+    probs_NV = logits_NV.softmax(-1).cpu()
+    entropy_N = torch.special.entr(probs_NV).sum(-1)
+    if engine.scheduler.draft_prefill.by_head:
+        entropy_N = probs_NV[:-1].gather(1, torch.tensor(text[1:]).unsqueeze(1)).squeeze(1) * entropy_N[1:]
+    shortest = min(4, len(entropy_N) - 1)
     return text[: shortest + 1 + int(entropy_N[shortest:].argmax())]
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A partition of all pairs of tokens, with the exact probability of each part.
+    """A partition of all answers by their first tokens, with the exact probability of each part.
 
-    A likely first token has one part for each likely second token, and one for all others. The other first tokens are
-    pooled in groups of equal mass, ordered by the ratio of draft to target probability, which shows bias.
+    A likely prefix is divided by its likely next tokens, with one part for all others, down to `num_tokens` tokens.
+    The first tokens that are not likely are pooled in groups of equal mass, ordered by the ratio of draft to target
+    probability, which shows bias.
     """
 
     expected: dict[Cell, float]
     group_V: Ints
     """Group of each first token; -1 if the token has its parts."""
+    num_tokens: int
 
-    def of(self, first: int, second: int) -> Cell:
-        """Return the part that a pair belongs to."""
-        if self.group_V[first] >= 0:
-            return _GROUPED, int(self.group_V[first])
-        return (first, second) if (first, second) in self.expected else (first, _OTHER)
+    def of(self, tokens: Sequence[int]) -> Cell:
+        """Return the part that an answer belongs to."""
+        if self.group_V[tokens[0]] >= 0:
+            return _GROUPED, int(self.group_V[tokens[0]])
+        for length in range(1, self.num_tokens + 1):
+            prefix = tuple(tokens[:length])
+            if prefix in self.expected:
+                return prefix
+            if (*prefix[:-1], _OTHER) in self.expected and not self._is_divided(prefix):
+                return (*prefix[:-1], _OTHER)
+        raise AssertionError(tokens)
+
+    def _is_divided(self, prefix: Cell) -> bool:
+        return (*prefix, _OTHER) in self.expected
 
 
 def _distributions(
-    runner: ModelRunner, engine: Engine, prompt: Sequence[int], after: Sequence[int], sampling: Sampling
+    runner: ModelRunner, engine: Engine, prompt: Sequence[int], paths: Sequence[Cell], sampling: Sampling
 ) -> torch.Tensor:
-    """Return [1 + N, V] distributions after the prompt, and after the prompt with each of N alternative next tokens."""
-    count = len(after)
+    """Return [1 + N, V] distributions after the prompt, and after the prompt with each of N paths; a path comes after
+    its prefixes.
+    """
+    count = len(paths)
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
-    nodes = NodeInput(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))
+    is_above_NN = np.array([[path[: len(other)] == other for other in paths] for path in paths], np.bool_)
+    nodes = NodeInput(
+        [path[-1] for path in paths], [len(path) for path in paths], (), is_above_NN.reshape(count, count)
+    )
     logits_NV = runner.forward([SequenceInput(prompt, 0, blocks, nodes, slice(len(prompt) - 1, None))])
     return (
         distribution(logits_NV, DistributionParameters.of([sampling] * (1 + count), logits_NV.device, TORCH))
@@ -158,8 +183,8 @@ def _distributions(
     )
 
 
-def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cells:
-    """Return the cells of the two tokens after a prompt."""
+def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling, num_tokens: int) -> Cells:
+    """Return the cells of the first tokens after a prompt."""
     assert engine.draft_runner is not None, "only a pair can be checked"
     first_V = _distributions(engine.target, engine, prompt, (), sampling)[0]
     if engine.scheduler.draft_prefill.by_head:  # a head does not draft the first token
@@ -167,13 +192,8 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cel
     else:
         draft_V = _distributions(engine.draft_runner, engine, prompt, (), sampling)[0]
     first = torch.topk(first_V, min(_NUM_FIRST, len(first_V)))
-    second_NV = _distributions(engine.target, engine, prompt, first.indices.tolist(), sampling)[1:]
-    cells: dict[Cell, float] = {}
-    for token, probability, row_V in zip(first.indices.tolist(), first.values.tolist(), second_NV, strict=True):
-        second = torch.topk(row_V, min(_NUM_SECOND, len(row_V)))
-        cells[token, _OTHER] = probability * max(0.0, 1.0 - float(second.values.sum()))
-        for following, share in zip(second.indices.tolist(), second.values.tolist(), strict=True):
-            cells[token, following] = probability * share
+    parts = {(token,): share for token, share in zip(first.indices.tolist(), first.values.tolist(), strict=True)}
+    cells = _divided(engine, prompt, sampling, parts, num_tokens)
     rest_V = first_V.scatter(0, first.indices, 0.0)
     order = torch.argsort(torch.where(first_V > 0, draft_V / first_V, torch.inf))
     before = rest_V[order].cumsum(0) / rest_V.sum().clamp(min=1e-12)
@@ -182,7 +202,29 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cel
     for group in range(_NUM_GROUPS):
         cells[_GROUPED, group] = float(rest_V[group_V == group].sum())
     group_V[first.indices] = -1
-    return Cells(cells, group_V.numpy())
+    return Cells(cells, group_V.numpy(), num_tokens)
+
+
+def _divided(
+    engine: Engine, prompt: Sequence[int], sampling: Sampling, parts: dict[Cell, float], num_tokens: int
+) -> dict[Cell, float]:
+    """Return the parts of these prefixes of one token: each prefix that is likely enough is divided by its next."""
+    cells: dict[Cell, float] = {}
+    paths: list[Cell] = []
+    for num_likely in (_NUM_SECOND, *(_NUM_LATER,) * (num_tokens - 2)):
+        divided = parts if not paths else {path: share for path, share in parts.items() if share >= _LEAST_DIVIDED}
+        cells |= {path: share for path, share in parts.items() if path not in divided}
+        paths += divided
+        next_NV = _distributions(engine.target, engine, prompt, paths, sampling)[1:]
+        parts = {}
+        for (path, share), next_V in zip(divided.items(), next_NV[len(paths) - len(divided) :], strict=True):
+            likely = torch.topk(next_V, min(num_likely, len(next_V)))
+            cells[*path, _OTHER] = share * max(0.0, 1.0 - float(likely.values.sum()))
+            parts |= {
+                (*path, token): share * probability
+                for token, probability in zip(likely.indices.tolist(), likely.values.tolist(), strict=True)
+            }
+    return cells | parts
 
 
 def g_test(counts: Counter[Cell], expected: dict[Cell, float]) -> tuple[float, int]:
@@ -211,15 +253,16 @@ def check_distribution(
     prompt: Sequence[int],
     num_answers: int,
     temperature: float,
-    max_tokens: int = 4,
+    max_tokens: int = 6,
     **filters: Any,
 ) -> Check:
     """Answer a prompt many times and compare with the exact distribution; filters: fields of `Sampling`.
 
-    max_tokens: of an answer, of which the first two are compared.
+    max_tokens: of an answer, of which the first ones are compared.
     """
     sampling = Sampling(temperature=temperature, **filters)
-    cells = make_cells(engine, prompt, sampling)
+    num_tokens = _NUM_TOKENS + engine.scheduler.draft_prefill.by_head
+    cells = make_cells(engine, prompt, sampling, min(num_tokens, max_tokens))
     counts: Counter[Cell] = Counter()
     requests = [
         Request(
@@ -233,7 +276,7 @@ def check_distribution(
     ]
     answers = run_to_end(engine, requests).values()
     for answer in answers:
-        counts[cells.of(answer.tokens[0], answer.tokens[1])] += 1
+        counts[cells.of(answer.tokens)] += 1
     tokens_per_step = sum(len(answer.tokens) for answer in answers) / sum(len(answer.steps) for answer in answers)
     p_value, num_cells = g_test(counts, cells.expected)
     bias = sum(answer.bias for answer in answers) / num_answers
@@ -242,7 +285,7 @@ def check_distribution(
 
 def check_power(engine: Engine, prompt: Sequence[int], num_answers: int, temperature: float) -> Check:
     """Run the same test on a rule that is known to be biased: see `is_blind`."""
-    # Bias is reported of all drafted tokens. With a head only the second token of the two is drafted.
+    # Bias is reported of all drafted tokens, so answers have few that are not compared.
     length, max_tokens = (1, 3) if engine.scheduler.draft_prefill.by_head else (2, 4)
     biased = Speculation(rule="token", num_drafts=1, draft_length=length, over_acceptance=_OVER_ACCEPTANCE)
     return check_distribution(engine, "over-acceptance", biased, prompt, num_answers, temperature, max_tokens)

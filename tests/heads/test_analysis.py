@@ -56,6 +56,21 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
         assert check_distribution(engine, "wrong", RACE, prompt, 4000, 1.0).rejected
 
 
+def test_the_self_check_finds_a_rule_that_needs_more_than_a_head_meets(tmp_path: Path) -> None:
+    """Requests with these rules are refused; the check does not ask. Two tokens show nothing, as the first is plain."""
+    target = folders.target(vocabulary=4)
+    with torch.no_grad():
+        target.model.lm_head.weight.mul_(0.3)
+    written = folders.write_eagle(tmp_path / "head", vocabulary=4, draft_vocabulary=4, kind="peagle", scale=0.5)
+    engine = tiny.build(target, folders.load(written, target), max_num_seqs=128)
+    chain = Speculation(rule="greedy_block", num_drafts=1, draft_length=3)
+    prompt = (1, 3, 0, 2, 2)
+    assert check_distribution(engine, "greedy_block", chain, prompt, 4000, 1.0).rejected
+    assert not check_distribution(engine, "two tokens", chain, prompt, 4000, 1.0, max_tokens=2).rejected
+    right = Speculation(rule="block", num_drafts=1, draft_length=3)
+    assert not check_distribution(engine, "block", right, prompt, 4000, 1.0).rejected
+
+
 @pytest.mark.slow
 def test_a_pair_with_a_head_is_analysed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Served drafts of one token are accepted as often as along the target's texts; there is no closed form."""
