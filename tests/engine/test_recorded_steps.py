@@ -138,8 +138,13 @@ def test_a_step_runs_as_the_smallest_shape_with_room_for_it(both: tuple[Engine, 
     assert shapes[1] is None, "no shape has three chains of this length"
 
 
-def test_one_request_may_ask_for_filters_and_the_others_not(both: tuple[Engine, Engine]) -> None:
-    wishes = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.1}, {}]
+FILTERED = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.1}, {}]
+
+
+@pytest.mark.parametrize("wishes", [FILTERED, FILTERED[::-1]], ids=["the last does not", "the first does not"])
+def test_one_request_may_ask_for_filters_and_the_others_not(
+    both: tuple[Engine, Engine], wishes: list[dict[str, Any]]
+) -> None:
     requests = [
         tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.7 + i / 4, seed=i, **wish)
         for i, wish in enumerate(wishes)
@@ -302,7 +307,33 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int
 
 
 def test_a_chain_that_no_request_has_cannot_win(both: tuple[Engine, Engine]) -> None:
-    """Its undefined numbers may not be finite."""
+    """A plain request has one chain of no tokens; the second, and the nodes of both, have undefined numbers."""
+    machine, num_plain = both[1], 3
+    for number in range(num_plain + 1):
+        speculation = tiny.OFF if number < num_plain else chains(2, 3)
+        machine.submit(tiny.request(str(number), range(5, 15), speculation, 60, seed=number, temperature=1.0))
+    won = []
+    for _ in range(6):
+        machine.run_step()
+        plan = machine.scheduler.last_plan
+        step = machine.recorded.find(plan)
+        if step is None or not step.shape.num_drafts:
+            continue
+        with torch.inference_mode():
+            draft = step.draw(plan)
+            logits_NV = step.forward(plan, draft)
+            step._logits_NV.view(step.shape.sequences, -1, logits_NV.shape[1])[:num_plain, 1:] = torch.nan
+            verdict = step.verify(plan, draft, logits_NV)
+        assert not verdict.broken
+        won += step._result[:num_plain].tolist()
+    for number in range(num_plain + 1):
+        machine.abort(str(number))
+    assert len(won) > 3 * num_plain
+    assert set(won) == {0, 2, 4}, "first chains of two each"
+
+
+def test_a_verdict_about_non_finite_numbers_names_a_chain_of_the_request(both: tuple[Engine, Engine]) -> None:
+    """Kernels differ in which chain they choose then, so the chains here are not theirs."""
     machine = both[1]
     for one in asked(2, lambda i: chains(2, 3) if i else tiny.OFF, temperature=1.0):
         machine.submit(one)
@@ -314,7 +345,7 @@ def test_a_chain_that_no_request_has_cannot_win(both: tuple[Engine, Engine]) -> 
     with torch.inference_mode():
         draft = step.draw(plan)
         step.verify(plan, draft, step.forward(plan, draft))
-        step._result[:2] = torch.tensor([1, 3])
+        step._result[:2] = torch.tensor([1, 3])  # operands of what is tested, `_read`
         assert step._read(draft).chains == [0, 3]
     for name in "01":
         machine.abort(name)
