@@ -147,7 +147,7 @@ def most_changed(pair: Pair, window: int = 0, num_blocks: int = 0) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_s_distribution_after_a_text_changes_from_step_to_step(pairs: Callable[[str], Pair], kind: str) -> None:
-    """So the rules that need a fixed one are refused with it, by the facts that its engine has."""
+    """Rules that need a fixed one are refused with it, by the facts that its engine has."""
     assert most_changed(pairs(kind)) > 0.02
     engine = tiny.build(*pairs(kind))
     known = engine.facts.drafters[MODEL]
