@@ -84,7 +84,13 @@ def sample_adaptively(
 @pytest.mark.parametrize(
     ("rule", "num_drafts", "sampling"),
     grid(
-        [("bv_race", 3, "plain"), ("block", 1, "plain"), ("weighted_race", 2, "plain"), ("bv_race", 3, "filtered")],
+        [
+            ("bv_race", 3, "plain"),
+            ("block", 1, "plain"),
+            ("weighted_race", 2, "plain"),
+            ("spechub", 2, "plain"),
+            ("bv_race", 3, "filtered"),
+        ],
         {("weighted_race", 2, "plain"), ("bv_race", 3, "filtered")},
     ),
 )
