@@ -192,7 +192,9 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling, num_to
     else:
         draft_V = _distributions(engine.draft_runner, engine, prompt, (), sampling)[0]
     first = torch.topk(first_V, min(_NUM_FIRST, len(first_V)))
-    parts = {(token,): share for token, share in zip(first.indices.tolist(), first.values.tolist(), strict=True)}
+    parts: dict[Cell, float] = {
+        (token,): share for token, share in zip(first.indices.tolist(), first.values.tolist(), strict=True)
+    }
     cells = _divided(engine, prompt, sampling, parts, num_tokens)
     rest_V = first_V.scatter(0, first.indices, 0.0)
     order = torch.argsort(torch.where(first_V > 0, draft_V / first_V, torch.inf))
