@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
-import os
+import sys
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from engine.errors import LoadError, first_line
@@ -80,38 +81,32 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
 
 @cache
 def cache_folder() -> Path | None:
-    """Let Numba cache compiled code by the text of all kernels, and return the folder; None if no folder is writable.
+    """Let Numba cache compiled code (`compiled_files.py`), and return the folder; None if no folder is writable.
 
-    By default it detects changes of a kernel's own file, but not of the functions and constants compiled into it.
+    The folder is named by everything that compiled code depends on. By default Numba detects changes of a kernel's own
+    file, but not of the functions and constants compiled into it, of the compiler, or of the processor.
     """
-    from numba.core import config
+    import llvmlite
+    import numba
+    from llvmlite import binding
+    from numba.core import caching, config
 
-    digest = hashlib.sha256()
-    for file in sorted(_CODE.rglob("numba_*.py")):
+    from engine.kernels.compiled_files import CompiledFiles
+
+    processor = config.CPU_NAME, config.CPU_FEATURES, binding.get_host_cpu_name(), binding.get_host_cpu_features()
+    compiler = numba.__version__, llvmlite.__version__, sys.version, np.__version__
+    digest = hashlib.sha256(repr((processor, compiler)).encode())
+    for file in sorted([*_CODE.rglob("numba_*.py"), _CODE / "kernels" / "compiled_files.py"]):
         digest.update(file.read_bytes())
     own, users = _CODE / "__pycache__", Path("~/.cache/polydraft").expanduser()
     for base in [Path(config.CACHE_DIR)] if config.CACHE_DIR else [own, users]:
         folder = base / f"kernels-{digest.hexdigest()[:16]}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:  # the folder is not writable
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:  # the folder is not writable, or its disk is full
             continue
-        if os.access(folder, os.W_OK):
-            config.CACHE_DIR = str(folder)
-            _lock_writes(folder)
-            return folder
+        config.CACHE_DIR = str(folder)
+        caching.IndexDataCacheFile = CompiledFiles
+        return folder
     return None
-
-
-def _lock_writes(folder: Path) -> None:
-    """Let one process at a time add to the cache: two could give the same file name to different code."""
-    from numba.core.caching import IndexDataCacheFile
-
-    save = IndexDataCacheFile.save
-
-    def save_alone(self: Any, key: Any, data: Any) -> None:
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            save(self, key, data)
-
-    IndexDataCacheFile.save = save_alone

@@ -1,15 +1,21 @@
 """Compiles a CPU's kernels at a first start, in several processes, because Numba compiles on one core.
 
 The processes leave the code in Numba's cache, where this start and later ones find it. What they do not compile is
-compiled where it is first used.
+compiled where it is first used. Before this process loads files that nobody has loaded yet, another one does: LLVM ends
+a process that hands it wrong code.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import multiprocessing
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
 
 import torch
 
@@ -19,8 +25,16 @@ from engine.kernels.choosing import choose
 from engine.models.host import usable_cores
 from engine.models.loading import Progress, decoded_dtype
 
-_LONGEST_S = 120.0
-"""Seconds after which the processes are ended, and this one compiles."""
+log = logging.getLogger("polydraft")
+
+_LONGEST_S = 300.0
+"""Seconds that a start waits for these processes, or for those of another start. Then it compiles what it needs, and
+the processes complete what they have begun."""
+_POLL_S = 0.1
+_MARK = "compiled-"
+_LOADED = "loaded"
+
+Jobs = Mapping[str, Callable[[], object]]
 
 
 def compile_kernels(config: ModelConfig, progress: Progress) -> None:
@@ -31,34 +45,160 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     except ImportError:  # Numba is not installed
         return
     dtype, folder = decoded_dtype(config), cache_folder()
-    num_processes = min(usable_cores(), 4)
-    if dtype is None or folder is None or num_processes < 2:
+    if dtype is None or folder is None:
         return
+    weights: Any
+    kv: Any
     weights, kv = cpu_weights.stored_types(dtype, config.weights == "int8", config.kv_dtype == "bfloat16")
-    mark = folder / f"compiled-{weights}-{kv}"
-    if mark.exists():
-        return
-    progress(f"compiling kernels in {num_processes} processes")
     # The longest first.
-    jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-        (numba_decoder.functions_of_kv, (kv.type,)),
-        (choose, (torch.device("cpu"),)),
-        (numba_decoder.functions_of_weights, (weights.type,)),
-        (numba_levels.draw, ()),
-        (numba_decoder.work, ()),
-    ]
-    # Leaving the block ends the processes.
-    with multiprocessing.get_context("fork").Pool(num_processes, torch.set_num_threads, (1,)) as pool:
-        compiled = pool.starmap_async(_compile, jobs, chunksize=1)
-        with suppress(multiprocessing.TimeoutError):
-            if all(compiled.get(_LONGEST_S)):
-                mark.touch()
+    jobs: Jobs = {
+        f"kv-{kv}": lambda: numba_decoder.functions_of_kv(kv.type),
+        "rows": lambda: choose(torch.device("cpu")),
+        f"weights-{weights}": lambda: numba_decoder.functions_of_weights(weights.type),
+        "levels": numba_levels.draw,
+        "work": numba_decoder.work,
+    }
+    fill(folder, jobs, progress)
 
 
-def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
-    """Return whether a call that compiles succeeded; if not, this process says why where it needs the kernel."""
+def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:
+    """Fill a folder with the compiled code of all jobs, whole and loadable, unless it has that already.
+
+    A job's name stands for what it compiles. One start at a time fills a folder; another waits for it.
+    """
+    ends_s = time.monotonic() + longest_s
+    with _alone(folder, progress, ends_s):
+        _forget_incomplete(folder)
+        for _ in range(2):
+            if _compile(folder, jobs, progress, ends_s) and _try_new_files(folder, ends_s):
+                return
+            log.warning("compiled kernels in %s end the process that loads them, so all are compiled again", folder)
+            _forget(folder)
+
+
+@contextmanager
+def _alone(folder: Path, progress: Progress, ends_s: float) -> Iterator[None]:
+    """Lock a folder against other starts. Forked processes hold the lock, too, until they have ended."""
     try:
-        function(*arguments)
-    except Exception:
-        return False
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        log.warning("kernels are compiled without a lock, so starts at the same time compile them twice: %s", error)
+        yield
+        return
+    with file:
+        is_waiting = False
+        while time.monotonic() < ends_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not is_waiting:
+                    progress("waiting for another process that compiles the kernels")
+                is_waiting = True
+                time.sleep(_POLL_S)
+            except OSError as error:  # a network file system without locks
+                log.warning("kernels are compiled without a lock on %s: %s", folder, error)
+                break
+        yield
+
+
+def _forget_incomplete(folder: Path) -> None:
+    """Remove damaged files, and if a file is damaged or has been removed, the marks."""
+    from engine.kernels.compiled_files import damaged_files
+
+    damaged = damaged_files(folder)
+    for path in damaged:
+        log.warning("%s is damaged: its kernels are compiled again", path)
+        path.unlink(missing_ok=True)
+    if damaged or _loaded(folder) - _files(folder):
+        _remove_marks(folder)
+
+
+def _forget(folder: Path) -> None:
+    from engine.kernels.compiled_files import SUFFIX
+
+    _remove_marks(folder)
+    for path in folder.rglob(f"*{SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _remove_marks(folder: Path) -> None:
+    for path in [*folder.glob(f"{_MARK}*"), folder / _LOADED]:
+        path.unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> set[str]:
+    """Return a line for each file of compiled code: its name, size and time."""
+    from engine.kernels.compiled_files import SUFFIX
+
+    found = [(path.relative_to(folder), path.stat()) for path in folder.rglob(f"*{SUFFIX}")]
+    return {f"{name} {facts.st_size} {facts.st_mtime_ns}" for name, facts in found}
+
+
+def _loaded(folder: Path) -> set[str]:
+    """Return the lines of the files that a process has loaded and survived."""
+    try:
+        return set((folder / _LOADED).read_text().splitlines())
+    except OSError:
+        return set()
+
+
+def _compile(folder: Path, jobs: Jobs, progress: Progress, ends_s: float) -> bool:
+    """Do the jobs that have no mark yet in several processes; return whether none of the processes has crashed."""
+    left = {name: job for name, job in jobs.items() if not (folder / f"{_MARK}{name}").exists()}
+    if not left:
+        return True
+    num_processes = min(usable_cores(), 4)
+    progress(f"compiling kernels in {num_processes} processes" if num_processes > 1 else "compiling kernels")
+    waiting, running = list(left.items()), list[ForkProcess]()
+    while waiting or running:
+        while waiting and len(running) < num_processes:
+            name, job = waiting.pop(0)
+            running.append(_start(job, folder / f"{_MARK}{name}"))
+        ended = wait([one.sentinel for one in running], max(0.0, ends_s - time.monotonic()))
+        if not ended:
+            log.warning(
+                "compiling kernels takes long: this process compiles what it needs, and others complete the rest"
+            )
+            return True
+        if any(_crashed(one) for one in running if one.sentinel in ended):
+            for one in running:
+                one.kill()
+                one.join()
+            return False
+        running = [one for one in running if one.sentinel not in ended]
     return True
+
+
+def _try_new_files(folder: Path, ends_s: float) -> bool:
+    """Load files that no process has loaded yet in a process; return whether it has survived."""
+    from engine.kernels.compiled_files import load_all
+
+    files = _files(folder)
+    if files == _loaded(folder) or time.monotonic() > ends_s:
+        return True
+    process = _start(lambda: load_all(folder), folder / _LOADED, "\n".join(sorted(files)))
+    process.join(max(0.0, ends_s - time.monotonic()))
+    return not _crashed(process)
+
+
+def _start(job: Callable[[], object], mark: Path, text: str = "") -> ForkProcess:
+    process = multiprocessing.get_context("fork").Process(target=_work, args=(job, mark, text), daemon=True)
+    process.start()
+    return process
+
+
+def _work(job: Callable[[], object], mark: Path, text: str) -> None:
+    """Do a job and write its mark. If the job raises, the process that needs the kernel says why."""
+    torch.set_num_threads(1)
+    try:
+        job()
+        mark.write_text(text)
+    except Exception:
+        return
+
+
+def _crashed(process: ForkProcess) -> bool:
+    """Whether a signal has ended a process."""
+    process.join(0 if process.exitcode is None else None)
+    return process.exitcode is not None and process.exitcode < 0
