@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
+from engine.control.controller import Fanout, menu
 from engine.plan import LogitContext, Row, are_recorded, first_draft_key, level_widths
-from engine.request import TextDraft
+from engine.request import Speculation, TextDraft
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
 
@@ -61,6 +66,28 @@ class PlannedRow(NamedTuple):
         of_target = self.num_known + self.num_nodes
         # A head's layer is small compared with the target, so it catches up in one step whatever its lag.
         return of_target if self.sequence.by_head else max(of_target, self.draft_end - self.draft_first)
+
+
+def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Sort by priority, then client by client in turn, each client's sequences by the time since their last row."""
+    by_age = sorted(sequences, key=lambda s: (s.last_step, s.sequence_id))
+    num_earlier: Counter[tuple[int, str]] = Counter()
+    turns = []
+    for sequence in by_age:
+        client = sequence.request.priority, sequence.request.client
+        turns.append((sequence.request.priority, num_earlier[client]))
+        num_earlier[client] += 1
+    return [sequence for _, sequence in sorted(zip(turns, by_age, strict=True), key=itemgetter(0))]
+
+
+def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
+    """Return the drafts of a request without a controller; an adaptive one drafts at most `most_nodes`, and at least one."""
+    most = max(1, most_nodes)
+    if not speculation.adaptive or sum(level_widths(speculation.fanout)) <= most:
+        return speculation.fanout
+    shapes = menu(speculation.num_drafts, speculation.draft_length, speculation.draft_length)
+    num_drafts, length = max((s for s in shapes if prod(s) <= most), key=prod)
+    return (num_drafts, *(1,) * (length - 1))
 
 
 def _most_known(sequence: Sequence, budget: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from engine.config import SchedulerConfig
 from engine.control.controller import Controller
@@ -25,7 +25,7 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome, write_logprobs
 from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
-from engine.scheduling.rows import PlannedRow, plan_row, row_of
+from engine.scheduling.rows import PlannedRow, fanout_within, in_turn, plan_row, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore
 from engine.scheduling.text_drafters import most_text_draft_tokens
@@ -67,6 +67,8 @@ class Scheduler:
         self._prompt_draft_chunk = 0
         """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is set before the controller chooses,
         because by then `_publish` has promised other requests the draft K/V of these blocks."""
+        self._adaptive_nodes = config.max_drafted_nodes or config.max_num_batched_tokens
+        """Nodes that each adaptive request may draft in this step without a controller."""
         self._next_id = self._step = 0
 
     def portion(self, number: int = 0, count: int = 1) -> Scheduler:
@@ -143,12 +145,16 @@ class Scheduler:
         """Plan known tokens of decoding rows, running prompts and new requests, and drafts of fixed shapes. Return the
         tokens left for drafts that the controller chooses; prompts leave it those `held` for the current shape."""
         total = budget = self.config.max_num_batched_tokens
-        decoding = self._in_turn(s for s in self._running.values() if s.num_missing == 1)
+        decoding = in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
+        nodes_left = self.config.max_drafted_nodes or total
+        self._adaptive_nodes = nodes_left // max(1, sum(s.request.speculation.adaptive for s in decoding))
         for sequence in decoding:
             reserved = total // 4 if prompts_wait and parts else 0
             part = self._part(sequence, budget - reserved)
-            if part.emits and self._reserve(part):
+            is_in_turn = part.num_nodes <= nodes_left or not parts
+            if part.emits and is_in_turn and self._reserve(part):
+                nodes_left -= part.num_nodes
                 parts[sequence.sequence_id] = part
                 budget -= part.num_tokens
         held = min(self._usual_drafts(decoding), max(0, budget - total // 4))
@@ -169,7 +175,7 @@ class Scheduler:
 
     def _plan_prompts(self, parts: dict[int, PlannedRow], budget: int, limit: PromptLimit | None) -> int:
         """Add chunks of the running prompts; return the tokens left for waiting requests."""
-        prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
+        prompts = in_turn(s for s in self._running.values() if s.num_missing > 1)
         num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
         shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._lag)
         for sequence in prompts:
@@ -249,11 +255,6 @@ class Scheduler:
 
     # -- planning ---------------------------------------------------------------------------
 
-    @staticmethod
-    def _in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Sort by priority, then by the time since the last row, the longest first."""
-        return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
-
     def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> PlannedRow:
         """Return the part that fits the budget and the time of prompts; no drafts if the controller decides on them."""
         is_prompt, first = sequence.num_missing > 1, sequence.num_target_computed
@@ -265,7 +266,8 @@ class Scheduler:
         if is_adaptive:
             part = plan_row(sequence, (), budget, 0, self._prompt_draft_chunk if is_prompt else 0)
         else:
-            part = plan_row(sequence, sequence.request.speculation.fanout, budget, self.config.max_copied_tokens, 0)
+            fanout = fanout_within(sequence.request.speculation, self._adaptive_nodes)
+            part = plan_row(sequence, fanout, budget, self.config.max_copied_tokens, 0)
         if is_prompt and limit is not None:
             limit.take(first, part.num_known)
         return part

@@ -51,6 +51,8 @@ from engine.step.recorded.steps import LEAST_FREE, RecordedSteps
 
 log = logging.getLogger("polydraft")
 
+_CPU_DRAFTED_NODES = 128
+"""As many as six requests of the default shape draft; a CPU's step takes longer with every node."""
 _CPU_PROMPT_TOKENS = 512
 """Larger prompt chunks delay decoding requests, and do not speed up prefill on a CPU."""
 _HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {
@@ -265,8 +267,12 @@ def _scheduler(
         for count in (memory.num_blocks, memory.num_draft_blocks)
     )
     limits = config.scheduler
-    if not limits.max_prompt_tokens and target.model.device.type == "cpu":
-        limits = msgspec.structs.replace(limits, max_prompt_tokens=_CPU_PROMPT_TOKENS)
+    if target.model.device.type == "cpu":
+        limits = msgspec.structs.replace(
+            limits,
+            max_prompt_tokens=limits.max_prompt_tokens or _CPU_PROMPT_TOKENS,
+            max_drafted_nodes=limits.max_drafted_nodes or _CPU_DRAFTED_NODES,
+        )
     window, own = config.speculation.draft_window, draft_blocks if has_draft_pool else None
     return Scheduler(limits, blocks, target.eos_token_ids, window, by_head, own)
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine.config import SchedulerConfig
@@ -301,3 +302,34 @@ def test_what_a_preempted_request_has_computed_is_found_again() -> None:
     scheduler._preempt(scheduler.running(0))
     scheduler.commit(plan := scheduler.plan(), verdict(plan))
     assert plan.rows[0].first_index == computed // BLOCK_SIZE * BLOCK_SIZE > 0
+
+
+def run_of_neighbours(speculation: Speculation) -> list[Plan]:
+    """Return the steps in which one request decodes beside 15 of another client."""
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=16, max_drafted_nodes=64)
+    scheduler = Scheduler(config, BlockStore(4096, 16), frozenset({99}))
+    for number in range(16):
+        plain = request(str(number), 5, 200, first=1000 * number)
+        client = "neighbour" if number == 15 else "crowd"
+        scheduler.submit(msgspec.structs.replace(plain, client=client, speculation=speculation))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    plans = []
+    for _ in range(12):
+        plans.append(scheduler.plan())
+        scheduler.commit(plans[-1], verdict(plans[-1]))
+        scheduler.check_invariants()
+    return plans
+
+
+def test_fixed_shapes_beyond_the_nodes_of_a_step_wait_and_clients_take_turns() -> None:
+    plans = run_of_neighbours(Speculation(num_drafts=4, draft_length=4))
+    assert all(sum(row.num_nodes for row in plan.rows) == 64 for plan in plans)
+    assert all({row.fanout for row in plan.rows} == {(4, 1, 1, 1)} for plan in plans)
+    assert all("15" in {row.request_id for row in plan.rows} for plan in plans)
+    assert {row.request_id for plan in plans for row in plan.rows} == set(map(str, range(16)))
+
+
+def test_adaptive_requests_share_the_nodes_of_a_step_without_measurements() -> None:
+    plans = run_of_neighbours(Speculation(num_drafts=4, draft_length=4, adaptive=True))
+    assert all(len(plan.rows) == 16 for plan in plans)
+    assert all(0 < sum(row.num_nodes for row in plan.rows) <= 64 for plan in plans)
