@@ -52,7 +52,7 @@ from engine.step.recorded.steps import LEAST_FREE, RecordedSteps
 log = logging.getLogger("polydraft")
 
 _CPU_DRAFTED_NODES = 128
-"""As many as six requests of the default shape draft; a CPU's step takes longer with every node."""
+"""Nodes of six requests of the default shape. A CPU's step takes longer with every node."""
 _CPU_PROMPT_TOKENS = 512
 """Larger prompt chunks delay decoding requests, and do not speed up prefill on a CPU."""
 _HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {

@@ -305,7 +305,7 @@ def test_what_a_preempted_request_has_computed_is_found_again() -> None:
 
 
 def run_of_neighbours(speculation: Speculation) -> list[Plan]:
-    """Return the steps in which one request decodes beside 15 of another client."""
+    """Return the steps in which one request and 15 of another client decode."""
     config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=16, max_drafted_nodes=64)
     scheduler = Scheduler(config, BlockStore(4096, 16), frozenset({99}))
     for number in range(16):
