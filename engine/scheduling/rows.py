@@ -81,7 +81,7 @@ def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
 
 
 def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
-    """Return the drafts of a request without a controller: for an adaptive one at most `most_nodes`, and at least one."""
+    """Return the drafts of a request without a controller: at most `most_nodes` (at least one) if it is adaptive."""
     most = max(1, most_nodes)
     if not speculation.adaptive or sum(level_widths(speculation.fanout)) <= most:
         return speculation.fanout
