@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from typing import Any, cast
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -86,11 +87,62 @@ class _Transport:
         return getattr(self.own, name)
 
 
+class _Parser:
+    """Parser of requests that ignores offers of another protocol, as RFC 9110 allows (7.8).
+
+    The library's parser ends with a head that has an offer, and skips the body. A new parser then reads this head
+    again without the offer, and everything after it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._own = self._new()
+
+    def _new(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self._connection)
+        # Requests after one that asks to close the connection are ignored, not refused.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    @property
+    def ignores_head(self) -> bool:
+        """Whether the current head has an offer and will be read again."""
+        return bool(self._own.should_upgrade()) and self._own.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse data. Raises httptools.HttpParserError, and HttpParserUpgrade for the method CONNECT."""
+        rest = memoryview(data)
+        while True:
+            try:
+                self._own.feed_data(rest)
+            except httptools.HttpParserUpgrade as end:
+                if not self.ignores_head:
+                    raise
+                rest = rest[end.args[0] :]
+                self._read_again()
+            else:
+                return
+
+    def _read_again(self) -> None:
+        """Read the current head without its offers; the routes still see them."""
+        connection = self._connection
+        start = b"%b %b HTTP/%b" % (self._own.get_method(), connection.url, self._own.get_http_version().encode())
+        offers = [header for header in connection.headers if header[0] == b"upgrade"]
+        others = [b"%b: %b" % header for header in connection.headers if header[0] != b"upgrade"]
+        self._own = self._new()
+        self._own.feed_data(b"\r\n".join([start, *others, b"", b""]))
+        connection.headers += offers
+
+
 class Connection(HttpToolsProtocol):
     """HTTP connection with bounds."""
 
     def __init__(self, waiting: Waiting, **options: Any) -> None:
         super().__init__(**options)
+        self.parser = _Parser(self)
         self._waiting = waiting
         self._deadline: asyncio.TimerHandle | None = None
         self._allowed_bytes = _MOST_HEAD_BYTES
@@ -151,6 +203,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start to receive a body."""
+        if self.parser.ignores_head:
+            return
         self._is_in_body = True
         super().on_headers_complete()
 
@@ -163,6 +217,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop counting time and bytes: the request is complete."""
+        if self.parser.ignores_head:
+            return
         self._allowed_bytes = _MOST_HEAD_BYTES
         self._is_in_message = self._is_in_body = False
         self._stop_waiting()

@@ -331,3 +331,56 @@ def test_a_refusal_reads_on(server: Server) -> None:
     server.send(wire, b"nonsense\r\n")
     assert wire.statuses == [400]
     assert wire.is_read
+
+
+# -- offers of other protocols ----------------------------------------------------------------------------------------
+
+JDK = (
+    b"Connection: Upgrade, HTTP2-Settings\r\n%bHost: localhost:8000\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n"
+    b"User-Agent: Java-http-client/17.0.15\r\n\r\n"
+)
+SOCKET = b"connection: keep-alive\r\n%bUPGRADE: websocket\r\nUpgrade: h2c\r\nconnection: Upgrade\r\n\r\n"
+LENGTH = b"Content-Length: 3\r\n", b"abc"
+CHUNKS = b"Transfer-Encoding: chunked\r\n", b"1\r\na\r\n2;x=y\r\nbc\r\n0\r\nUpgrade: h2c\r\n\r\n"
+
+
+@pytest.mark.parametrize("offer", [JDK, SOCKET])
+@pytest.mark.parametrize(("framing", "body"), [LENGTH, CHUNKS])
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_request_with_an_offer_is_read_like_any_other(
+    server: Server, offer: bytes, framing: bytes, body: bytes, size: int
+) -> None:
+    """Many requests on one connection, with and without bodies, in pieces of any size. The application sees offers."""
+    one = b"POST /a?b HTTP/1.1\r\n" + offer % framing + body
+    sent = (one + GET + b"GET /c HTTP/1.1\r\n" + offer % b"") * 20
+    wire = server.connect()
+    server.send(wire, *(sent[begin : begin + size] for begin in range(0, len(sent), size)))
+    for _ in range(60):
+        server.pass_s(0)
+    assert wire.statuses == [200] * 60
+    assert server.received == ["abc", "", ""] * 20
+    posted, plain, asked = server.scopes[-3:]
+    assert (posted["method"], posted["path"], posted["query_string"]) == ("POST", "/a", b"b")
+    offered = [value for name, value in posted["headers"] if name == b"upgrade"]
+    of_trailer = [b"h2c"] if framing is CHUNKS[0] else []
+    assert offered == ([b"h2c"] if offer is JDK else [b"websocket", b"h2c"]) + of_trailer
+    assert b"upgrade" not in dict(plain["headers"])
+    assert dict(asked["headers"])[b"upgrade"] == b"h2c"
+
+
+@pytest.mark.parametrize("framing", [LENGTH[0], CHUNKS[0]])
+def test_a_request_with_an_offer_has_the_bounds_of_any_other(server: Server, framing: bytes) -> None:
+    """Its body has a time, its head a size."""
+    slow, long = server.connect(), server.connect()
+    server.send(slow, POST + JDK % framing)
+    server.send(long, POST + b"x: " + b"a" * HEAD_BYTES + b"\r\n" + JDK % framing)
+    server.pass_s(TIMEOUT_S + 1)
+    assert (slow.statuses, long.statuses) == ([408], [431])
+
+
+def test_a_tunnel_is_refused(server: Server) -> None:
+    """CONNECT asks for another protocol without an offer that could be ignored."""
+    wire = server.connect()
+    server.send(wire, b"CONNECT there:443 HTTP/1.1\r\nhost: there:443\r\n\r\n")
+    assert wire.statuses == [400]

@@ -107,6 +107,28 @@ def test_heads_and_chunks_below_the_bound_are_served(daemon: Daemon) -> None:
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 16}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_offers_of_other_protocols_are_ignored(daemon: Daemon, path: str, body: dict[str, Any]) -> None:
+    """Every route reads the body behind an offer, with a length and in chunks, on one connection."""
+    content = json.dumps({"model": MODEL, **body}).encode()
+    for offered in ("h2c", "websocket"):
+        offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": offered, "http2-settings": "AAEAAEAAAAIAAAAB"}
+        with daemon.client() as client:
+            for sent in (content, iter([content[:10], content[10:]])):
+                answer = client.post(path, content=sent, headers={**offer, "content-type": "application/json"})
+                assert answer.status_code == 200, answer.text
+
+
 def test_requests_on_one_connection_are_counted_apart(daemon: Daemon) -> None:
     """Many requests, also sent at once, may have more bytes of headers together than one may."""
     one = b"GET /version HTTP/1.1\r\nhost: here\r\nx: " + b"a" * 5000 + b"\r\n\r\n"
