@@ -223,7 +223,8 @@ async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float
     except StopAsyncIteration:
         return
     finally:
-        if upcoming is not None and not upcoming.done():
+        if upcoming is not None:
+            # It may have failed before the client left; its error is read here.
             upcoming.cancel()
             await asyncio.gather(upcoming, return_exceptions=True)
 

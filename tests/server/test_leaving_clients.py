@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import socket
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.serving.answering import with_silences
 from tests.server.daemon_process import MODEL, Daemon, wait_until
 from tests.server.event_stream import open_stream
 
@@ -78,9 +82,8 @@ def test_leaving_a_whole_answer_frees_its_blocks(daemon: Daemon, http: httpx.Cli
     """A call for a whole answer whose socket is closed stops running and gives its blocks back."""
     before = num_steps(http)
     body = json.dumps(LONG).encode()
-    head = (
-        f"POST {PATH} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n"
+    f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", daemon.port)) as connection:
         connection.sendall(head.encode() + body)
         wait_until(lambda: is_busy(http), "the call does not start")
@@ -116,3 +119,26 @@ def test_leaving_the_queue_makes_room(one_seat_http: httpx.Client) -> None:
             wait_until(lambda: one_seat_http.get("/load").json()["server_load"] == 1, "the place stays taken")
         assert not first.is_done
     assert one_seat_http.post(PATH, json=SHORT).status_code == 200
+
+
+def test_an_error_behind_a_client_that_left_is_read() -> None:
+    """The next step fails while a comment is being sent, and the stream is closed before the step is read."""
+    unread: list[Any] = []
+
+    async def failing() -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0.01)
+        raise RuntimeError
+        yield
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unread.append(what["message"]))
+        paced = with_silences(failing(), 0.001)
+        assert await anext(paced) is None
+        await asyncio.sleep(0.05)
+        await paced.aclose()
+        del paced
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert unread == []
