@@ -57,7 +57,7 @@ def address_of(url: str) -> tuple[str, int]:
 
 def raw_request(path: str, body: bytes, connection: str = "keep-alive") -> bytes:
     """Return a POST of JSON as bytes."""
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nconnection: {connection}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: {connection}\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 

@@ -274,7 +274,11 @@ class HttpSettings(_Group):
     uds: str | None = None
     """unix socket to listen on instead of host and port"""
     api_key: Words = []
-    """key that clients must send; repeat for several, or put commas between"""
+    """key that clients must send; repeat for several, or put commas between. Other users of the machine see flags:
+    better set POLYDRAFT_API_KEY"""
+    allowed_hosts: Words = []
+    """name that requests may have in Host besides this machine's, if the daemon listens on loopback without a key;
+    repeat for several, * for all"""
     root_path: Rare[str] = ""
     """path prefix that a proxy strips"""
     allowed_origins: Words = []

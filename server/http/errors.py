@@ -80,6 +80,7 @@ def to_api_error(error: Exception) -> ApiError:
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
@@ -116,6 +117,7 @@ def error_response(error: Exception, path: str = "") -> Response:
 
 _HTTP_ERRORS = {
     401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "host_not_allowed"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.api import log_fields
 from server.http.current_call import HttpCall, current_call
 from server.http.errors import ApiError, ErrorBody, error_response, http_error
+from server.http.hosts import HostCheck
 from server.serving.metrics import ServerMetrics
 from server.setting_groups import rates_of
 from server.settings import Serve
@@ -46,6 +47,7 @@ class RequestEnvelope:
         self._app = app
         self._metrics = metrics
         self._keys = [key.encode() for key in settings.api_key]
+        self._hosts = HostCheck(settings)
         self._max_body_bytes = settings.max_request_bytes
         self._log_requests = settings.enable_log_requests
         self._send_timeout_s = settings.send_timeout or None
@@ -110,6 +112,8 @@ class RequestEnvelope:
 
     def _refusal(self, scope: Scope, headers: Headers, client: str) -> ApiError | None:
         """Return the error for a request that is refused by its head."""
+        if (refusal := self._hosts.refusal(headers)) is not None:
+            return refusal
         if not self._is_allowed(_route_path(scope), headers):
             return http_error(401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY")
         length = headers.get("content-length", "")

@@ -23,7 +23,7 @@ import pytest
 from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
-LINE = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\n"
+LINE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 JSON = b"content-type: application/json\r\n"
 CALL = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 1}).encode()
 LARGE_BYTES = 64 << 20
@@ -131,7 +131,7 @@ def test_offers_of_other_protocols_are_ignored(daemon: Daemon, path: str, body: 
 
 def test_requests_on_one_connection_are_counted_apart(daemon: Daemon) -> None:
     """Many requests, also sent at once, may have more bytes of headers together than one may."""
-    one = b"GET /version HTTP/1.1\r\nhost: here\r\nx: " + b"a" * 5000 + b"\r\n\r\n"
+    one = b"GET /version HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 5000 + b"\r\n\r\n"
     last = one.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     with connected(daemon) as connection:
         connection.sendall(one * 50 + last)
@@ -200,7 +200,7 @@ def test_requests_that_do_not_end_are_closed(guarded: Daemon) -> None:
 def test_dripping_bytes_do_not_hold_a_connection(guarded: Daemon) -> None:
     """The time counts from a request's beginning, also for the second request of a connection."""
     with connected(guarded) as connection:
-        connection.sendall(b"GET /version HTTP/1.1\r\nhost: here\r\n\r\n")
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = b""
         while not answer.endswith(b"}"):
             answer += connection.recv(1 << 16)
@@ -238,7 +238,7 @@ def test_an_answer_may_take_longer_than_its_request_might(guarded: Daemon) -> No
         assert stream.is_done
     with connected(guarded) as idle:
         for _ in range(2):
-            idle.sendall(b"GET /version HTTP/1.1\r\nhost: here\r\n\r\n")
+            idle.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += idle.recv(1 << 16)
@@ -266,7 +266,7 @@ def test_more_answers_than_connections_are_refused(guarded: Daemon) -> None:
         connection.sendall(LINE + JSON + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         assert connection.recv(1) == b"H"
     with connected(guarded) as refused:
-        refused.sendall(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+        refused.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert refused.recv(1 << 16).startswith(b"HTTP/1.1 503")
     for connection in streams:
         assert b"[DONE]" in answered(connection)
@@ -315,9 +315,8 @@ def deaf(guarded: Daemon) -> Iterator[socket.socket]:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", guarded.port))
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}"
         client.sendall(f"{head}\r\nx-request-id: deaf\r\n\r\n{body}".encode())
         yield client
 

@@ -71,7 +71,8 @@ def test_sigterm_drains_what_is_open_and_exits_0(one_seat: Daemon) -> None:
 def slow_reader(daemon: Daemon) -> Iterator[socket.socket]:
     """A connection with little room that has asked for a long answer."""
     body = json.dumps(LONG | {"max_tokens": 600, "logprobs": 20, "temperature": 0}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\ncontent-type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS[0]}\r\n"
+    head += "content-type: application/json\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         # Of large segments the daemon's system would take the whole answer.
