@@ -109,7 +109,7 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
 
     from engine.api import ConfigError, check_settings, set_up_log
     from server.flags import faults, parse_flags
-    from server.start_checks import bind, bind_fault, check_sources, with_quantization
+    from server.start_checks import bind, bind_fault, check_sources, own_socket_file, with_quantization
 
     early = _held_back()
     try:
@@ -133,7 +133,7 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
     for record in early.buffer:
         if log.isEnabledFor(record.levelno):
             log.handle(record)
-    with listener:
+    with listener, own_socket_file(settings):
         try:
             check_sources(config)
             config = with_quantization(config, settings.quantization)

@@ -10,6 +10,8 @@ import errno
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -116,6 +118,22 @@ def bind(settings: Serve) -> socket.socket:
         raise
     listener.set_inheritable(True)
     return listener
+
+
+@contextmanager
+def own_socket_file(settings: Serve) -> Iterator[None]:
+    """Remove the socket file of `--uds` after the block, unless another daemon has replaced it."""
+    if not settings.uds:
+        yield
+        return
+    path = Path(settings.uds)
+    number = path.stat().st_ino
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if path.stat().st_ino == number:
+                path.unlink()
 
 
 def bind_fault(settings: Serve, error: OSError) -> str:

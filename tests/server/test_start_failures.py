@@ -22,7 +22,8 @@ from engine.step.calibration import read_profile
 from server.cli import main
 from server.openai.generation_defaults import generation_defaults
 from server.serving.socket_folder import SocketFolder
-from server.settings import read_config_file
+from server.settings import Serve, read_config_file
+from server.start_checks import bind, own_socket_file
 from tests.server.daemon_process import ROOT, Daemon, Daemons, wait_until
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 
@@ -365,3 +366,21 @@ def test_modules_in_the_users_folder_are_not_the_engine(tmp_path: Path, pair_arg
         process.communicate()
     assert "engine: loading target" in lines[-1], "".join(lines)
     assert process.returncode == 0
+
+
+def test_the_socket_file_goes_with_its_daemon(tmp_path: Path) -> None:
+    """A stale file is replaced at start; a file that another daemon has put there stays."""
+    settings = Serve(uds=str(tmp_path / "socket"))
+    path = tmp_path / "socket"
+    for _ in range(2):
+        bind(settings).close()  # leaves a stale file
+        with bind(settings), own_socket_file(settings):
+            assert path.is_socket()
+        assert not path.exists()
+    first = bind(settings)
+    with own_socket_file(settings):
+        first.close()
+        path.rename(tmp_path / "old")
+        second = bind(settings)
+    assert path.is_socket()
+    second.close()
