@@ -1,4 +1,4 @@
-"""Another client of a disturbed daemon: measures gaps of a stream and response times of /health."""
+"""Another client of a disturbed daemon: measures gaps of a stream, and times of /health on new connections."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ async def _ask_health(url: str, seen: _Seen) -> None:
         while True:
             began = seen.health_since_s = time.perf_counter()
             with contextlib.suppress(httpx.HTTPError):
-                await client.get("/health")
+                # Probes open a new connection each time.
+                await client.get("/health", headers={"connection": "close"})
             seen.longest_health_s = max(seen.longest_health_s, time.perf_counter() - began)
             seen.health_since_s = None
             await asyncio.sleep(_HEALTH_PAUSE_S)

@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -51,6 +52,11 @@ _MOST_FILES = 1 << 16
 _RESERVED_FILES = 96
 """Open files other than connections: sockets to the engine, libraries, connections accepted in one round of the loop.
 """
+_ACCEPTED_AT_ONCE = 8
+"""Connections accepted in a turn of the event loop. libuv accepts one per listening descriptor."""
+_SWITCH_INTERVAL_S = 0.0005
+"""Time after which a thread that renders a chat lets the event loop go on. The loop waits for it several times a turn.
+"""
 EXIT_OK, EXIT_FAILURE = 0, 1
 
 
@@ -85,6 +91,7 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
     # Objects created so far live as long as the daemon. Scanning them for garbage would delay every stream.
     gc.freeze()
     gc.enable()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         return uvloop.run(daemon.serve())
     finally:
@@ -130,7 +137,8 @@ class _Daemon:
         self._server.metrics.watch_engine(lambda: client.process.pid)
         client.on_ready, client.on_step = self._on_ready, self._on_step
         await client.start()
-        listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
+        copies = [self._listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1)]
+        listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener, *copies]))
         stopping = asyncio.create_task(self._stop_wanted.wait())
         dying = asyncio.create_task(client.ended.wait())
         load = LoadLog(self._server.observer.live, lambda: client.facts.num_blocks if client.facts else 0)

@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import ctypes
 import itertools
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -28,10 +29,16 @@ _MOST_TEXTS = 1 << 17
 _MOST_VALUES = 1 << 20
 _DEEPEST = 100
 """Bound on nesting: templates, grammars and copies use several stack frames per level."""
-_SMALL_BYTES = 1 << 16
-"""Size below which any body is read in about a millisecond."""
+_SMALL_BYTES = 1 << 11
+"""Size up to which any body is read and validated in a fraction of a millisecond."""
+_LARGE_BYTES = 1 << 16
+"""Size above which a body's memory is returned to the system."""
 _GONE_S = 1.0
 """Time after which the answer to a large body has usually been sent."""
+_HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+"""Escape of half a character (a surrogate) without its other half."""
 _DEPTHS = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 _NO_BRACKETS = bytes(set(range(256)) - _DEPTHS.keys())
 
@@ -57,7 +64,7 @@ class BodyRoute(APIRoute):
 
 
 class _BoundedRequest(Request):
-    """Request that decodes its body with `read_json`, one large body at a time."""
+    """Request that decodes its body with `read_json`, one body in a turn of the event loop unless it is small."""
 
     def __init__(self, request: Request, names: Sequence[str]) -> None:
         super().__init__(request.scope, request.receive, request._send)
@@ -68,9 +75,14 @@ class _BoundedRequest(Request):
         body = await self.body()
         if len(body) <= _SMALL_BYTES:
             return await read_json(body, self._names)
-        self.is_large = True
-        async with self.app.state.large_body_lock:
+        self.is_large = len(body) > _LARGE_BYTES
+        turn: asyncio.Lock = self.app.state.body_turn
+        await turn.acquire()
+        try:
             return await read_json(body, self._names)
+        finally:
+            # The framework validates the values in this turn of the loop, so the next body is read in the next one.
+            asyncio.get_running_loop().call_soon(turn.release)
 
 
 def _return_memory_soon() -> None:
@@ -103,7 +115,9 @@ async def read_json(body: bytes, names: Sequence[str]) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         found = _values(body, names).items()
         param = next((name for name, value in found if _is_unreadable(value)), None)
-        raise RequestError(f"{param or 'the body'} is not valid JSON: {error}", param) from error
+        is_half = _HALF.search(body.replace(rb"\\", b"")) is not None
+        reason = "an escape \\ud800 to \\udfff is half of a character without its other half" if is_half else error
+        raise RequestError(f"{param or 'the body'} is not valid JSON: {reason}", param) from error
     await asyncio.sleep(0)
     return decoded
 

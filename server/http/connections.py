@@ -87,7 +87,7 @@ class _Transport:
         return getattr(self.own, name)
 
 
-class _Parser:
+class _OfferParser:
     """Parser of requests that ignores offers of another protocol, as RFC 9110 allows (7.8).
 
     The library's parser ends with a head that has an offer, and skips the body. A new parser then reads this head
@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, waiting: Waiting, **options: Any) -> None:
         super().__init__(**options)
-        self.parser = _Parser(self)
+        self.parser = _OfferParser(self)
         self._waiting = waiting
         self._deadline: asyncio.TimerHandle | None = None
         self._allowed_bytes = _MOST_HEAD_BYTES

@@ -34,7 +34,7 @@ class Application(FastAPI):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.state.large_body_lock = asyncio.Lock()
+        self.state.body_turn = asyncio.Lock()
 
     def openapi(self) -> dict[str, Any]:
         """Return the description, built once."""

@@ -10,6 +10,8 @@ from engine.api import EngineBusy
 
 LONG = 1 << 16
 """Characters from which a text counts as long: some milliseconds of work."""
+_CHARACTERS_PER_OBJECT = 512
+"""Characters that take as long to render as a message or a tool."""
 
 
 class Lane:
@@ -50,9 +52,9 @@ class Lanes:
         self.long = Lane("tokenizer-long", 1, most)
         self.answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
-    def of(self, size: int) -> Lane:
-        """Return the lane of texts of `size` characters."""
-        return self.long if size >= LONG else self.short
+    def of(self, size: int, num_objects: int = 0) -> Lane:
+        """Return the lane of texts of `size` characters in a number of messages, tools and documents."""
+        return self.long if size + _CHARACTERS_PER_OBJECT * num_objects >= LONG else self.short
 
     def close(self) -> None:
         """End all threads."""

@@ -105,9 +105,10 @@ class Tokenizer:
         A client's values may cause long loops in a template. Encoding does not count. Raises RequestError for more
         than `most` tokens.
         """
-        size = len(_encoder.encode([messages, args, options]))
+        content = _encoder.encode([messages, args, options])
+        size = len(content)
         try:
-            with self._lanes.of(size).room(size) as executor:
+            with self._lanes.of(size, content.count(b"{")).room(size) as executor:
                 render = partial(self.render_chat, messages, *args, **options)
                 text = await run_limited(executor, self._chat_limit_s, render)
         except TookTooLong as error:

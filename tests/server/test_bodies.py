@@ -14,10 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
+from pydantic import BaseModel, model_validator
 
 from engine.api import RequestError
 from server.http import errors
-from server.http.bodies import nests_too_deeply, read_json
+from server.http.bodies import BodyRoute, nests_too_deeply, read_json
 from server.http.openapi import Application
 from server.openai import routes as generate_routes
 from tests.server.test_body_costs import NO_SERVER
@@ -178,3 +180,52 @@ def test_memory_goes_back_after_large_bodies_only(monkeypatch: pytest.MonkeyPatc
     asyncio.run(send(1 << 17))
     assert trimmed == ([0] if library == "glibc" else [])
     assert not failures
+
+
+class _Turns:
+    number = 0
+
+
+class Noted(BaseModel):
+    """Body that notes the turns of the event loop in which it is validated."""
+
+    texts: list[str]
+    turn: int = 0
+
+    @model_validator(mode="after")
+    def _note(self) -> Noted:
+        self.turn = _Turns.number
+        return self
+
+
+def test_bodies_that_come_together_are_validated_in_different_turns() -> None:
+    """Other tasks run between them, however many come at once."""
+    app, router = Application(), APIRouter(route_class=BodyRoute)
+
+    @router.post("/")
+    async def read(body: Noted) -> int:
+        return body.turn
+
+    app.include_router(router)
+
+    async def count() -> None:
+        while True:
+            _Turns.number += 1
+            await asyncio.sleep(0)
+
+    async def ask() -> list[int]:
+        counting = asyncio.create_task(count())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            answers = await asyncio.gather(*(client.post("/", json={"texts": ["a"] * 2000}) for _ in range(20)))
+        counting.cancel()
+        return [answer.json() for answer in answers]
+
+    turns = asyncio.run(ask())
+    assert len(set(turns)) == 20
+
+
+@pytest.mark.parametrize("text", [r"\ud800", r"a\uDFFFb", r"\ud800\ud800\udc00"])
+def test_half_of_a_character_is_named(text: str) -> None:
+    """The library's message would be about a truncated text."""
+    with pytest.raises(RequestError, match=r"not valid JSON: .*half of a character"):
+        asyncio.run(read_json(b'{"prompt": "%s"}' % text.encode(), ["prompt"]))

@@ -9,6 +9,7 @@ import pytest
 
 from engine.api import EngineBusy
 from server.text.lanes import LONG, Lane, Lanes
+from server.text.lanes import Lanes as _Lanes
 
 
 @pytest.fixture
@@ -80,3 +81,11 @@ def test_an_end_waits_for_nobody(free: threading.Event) -> None:
         assert waiting[-1].cancelled()
         with pytest.raises(RuntimeError, match="after shutdown"):
             executor.submit(print)
+
+
+def test_many_small_messages_do_not_delay_short_chats() -> None:
+    """A text of many objects is rendered as slowly as a long one."""
+    lanes = _Lanes(1 << 20)
+    assert lanes.of(47_000, 1301) is lanes.long
+    assert lanes.of(2_000, 10) is lanes.short
+    lanes.close()
