@@ -1,6 +1,6 @@
 """Checks the Host of requests to a daemon that only this machine's programs can reach and that asks for no key.
 
-A web page may name such a daemon through a domain of its own (DNS rebinding). The browser then sends that domain.
+A web page may name such a daemon through its own domain (DNS rebinding). The browser then sends that domain.
 """
 
 from __future__ import annotations
