@@ -155,6 +155,8 @@ class Terminal:
                 style = f"token-{origin}{' class:thought' if is_thought else ''}"
                 self._show(*wrap.feed(style, text.translate(_CONTROLS)))
             self._show(*wrap.flush(), "\n")
+            if self._conversation.cut:
+                self._show(("note", f"{self._conversation.cut}\n"))
         except KeyboardInterrupt:
             answer.close()
             self._show(*wrap.flush(), "\n", ("note", "ended early\n"))

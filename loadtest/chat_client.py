@@ -43,6 +43,8 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
     metrics: dict[str, Any] | None = None
     """Figures of the last answer."""
+    cut: str = ""
+    """What has cut the last answer at its length, with advice; "" if nothing has."""
 
     def ask(self, text: str) -> Generator[AnswerPart, None, None]:
         """Send a message and yield the answer while it arrives.
@@ -50,17 +52,24 @@ class Conversation:
         The received part stays in the conversation, also if the caller ends early. Raises ChatError.
         """
         self.messages.append({"role": "user", "content": text})
-        answer = _Answer()
+        answer, is_cut, self.cut = _Answer(), False, ""
         try:
             for chunk in self._chunks():
                 yield from answer.add(chunk)
                 self.metrics = chunk.get("metrics") or self.metrics
+                is_cut = is_cut or any(choice.get("finish_reason") == "length" for choice in chunk["choices"])
+            self.cut = self._cut_by() if is_cut else ""
             yield from answer.rest()
         finally:
             if answer.text:
                 self.messages.append({"role": "assistant", "content": answer.text})
             else:
                 self.messages.pop()
+
+    def _cut_by(self) -> str:
+        if "max_tokens" in (self.metrics or {}) or "max_tokens" not in self.options:
+            return "the context is full; /new begins a new conversation"
+        return f"cut after {self.options['max_tokens']} tokens (--max-tokens)"
 
     def clear(self) -> None:
         """Begin a new conversation."""

@@ -129,6 +129,9 @@ async def _stream_one(
         if response.status_code != 200:
             detail = (await response.aread()).decode(errors="replace")
             raise RuntimeError(f"{path} answered {response.status_code}: {detail}")
+        if (most := response.headers.get("x-polydraft-max-tokens")) is not None:
+            wanted = body.get("max_tokens")
+            raise RuntimeError(f"the context has room for {most} of {wanted} answer tokens; shorten prompts or answers")
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue

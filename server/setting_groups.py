@@ -294,7 +294,7 @@ class HttpSettings(_Group):
     dashboard: bool = True
     """serve the live page at /dashboard"""
     strict_fields: bool = False
-    """refuse request fields that this server does not know, instead of ignoring harmless ones"""
+    """refuse unknown request fields, and a max_tokens beyond the context, instead of ignoring or cutting them"""
     send_timeout: Rare[Seconds] = 60.0
     """seconds that a client may leave its answer unread before its requests are aborted; 0: no limit"""
     receive_timeout: Rare[Seconds] = 60.0

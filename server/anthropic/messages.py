@@ -31,7 +31,7 @@ from server.openai.fields import (
 from server.openai.translating import refuse_drafts
 from server.openai.unsupported_fields import Neutral, refuse_unsupported
 from server.serving.answering import AnswerWriter, encode
-from server.serving.choice import CallPiece, Part
+from server.serving.choice import CallPiece, Choice, Part
 from server.serving.generation import Delta, Generation
 from server.text.reasoning import Effort, Thought
 from server.text.tools import PARTIAL_JSON
@@ -272,8 +272,7 @@ class MessageWriter(AnswerWriter):
         choice = self._generation.choices[0]
         reason = None
         if choice.finish_reason is not None:
-            usual = "end_turn" if choice.stop_string is None else "stop_sequence"
-            reason = _STOP_REASONS.get(choice.finish_reason, usual)
+            reason = self._stop_reason(choice)
         stop = choice.stop_string if reason == "stop_sequence" else None
         result: dict[str, Any] = {
             "id": self._id,
@@ -288,6 +287,13 @@ class MessageWriter(AnswerWriter):
         if reason is not None and self._with_metrics:
             result["metrics"] = msgspec.to_builtins(self._generation.metrics())
         return result
+
+    def _stop_reason(self, choice: Choice) -> str:
+        """Return Anthropic's reason for the end of an answer."""
+        if choice.finish_reason == "length" and self._generation.cut_bound is not None:
+            return "model_context_window_exceeded"
+        usual = "end_turn" if choice.stop_string is None else "stop_sequence"
+        return _STOP_REASONS.get(choice.finish_reason or "", usual)
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage; Anthropic counts cached tokens separately."""

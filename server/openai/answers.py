@@ -93,6 +93,8 @@ class Metrics(msgspec.Struct, frozen=True):
     """Over all choices."""
     choices: list[SpeculativeDecoding | None] | msgspec.UnsetType = msgspec.UNSET
     """Statistics of each choice, if there are several."""
+    max_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Maximum number of answer tokens, if the context left less room than the request asked for."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from server.http.current_call import this_call
 from server.http.errors import model_not_found
 from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
 from server.openai.sampling_fields import (
+    answer_bound,
     check_num_entries,
     max_tokens_of,
     num_logprobs_of,
@@ -69,13 +70,16 @@ def engine_requests(
     server: Server,
     body: GenerationFields,
     prompts: Sequence[Sequence[int]],
-    max_tokens: int | None,
+    bounds: Sequence[int],
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
     prediction: tuple[int, ...] = (),
     thinking: Thinking | None = None,
 ) -> list[EngineRequest]:
-    """Return one checked engine request per prompt and choice; raises RequestError."""
+    """Return one checked engine request per prompt and choice; raises RequestError.
+
+    bounds: maximum number of answer tokens for each prompt.
+    """
     facts = server.client.ready_facts()
     server.client.check_count(len(prompts) * body.n)
     sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable, thinking)
@@ -88,11 +92,10 @@ def engine_requests(
     check_num_entries(prompts, num_prompt_logprobs, body)
     stop_token_ids = tuple(body.stop_token_ids or ())
     requests: list[EngineRequest] = []
-    for prompt in prompts:
+    for prompt, bound in zip(prompts, bounds, strict=True):
         prompt_ids = tuple(prompt)
-        answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
         limits = Limits(
-            max_tokens=answer,
+            max_tokens=bound,
             min_tokens=body.min_tokens or 0,
             stop_token_ids=stop_token_ids,
             ignore_eos=body.ignore_eos,
@@ -141,10 +144,13 @@ async def prepare(
         text = plain_text(body.prediction.content, "prediction")
         most = server.client.ready_facts().max_model_len
         prediction = tuple(await server.tokenizer.run_encode(text, False, most, "prediction"))
-    prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
-    thoughts = thoughts_of(server, body, prompts[0], is_bound)
+    context = server.client.ready_facts().max_model_len
+    is_strict = server.settings.strict_fields
+    prompts = [truncated(prompt, body, max_tokens, context) for prompt in prompts]
+    bounds = [answer_bound(len(prompt), body, max_tokens, context, is_strict) for prompt in prompts]
+    thoughts = thoughts_of(server, body, prompts[0], bounds[0], is_bound)
     requests = engine_requests(
-        server, body, prompts, max_tokens, bad_words, structure.grammar, prediction, thoughts.followed
+        server, body, prompts, bounds, bad_words, structure.grammar, prediction, thoughts.followed
     )
     echo = isinstance(body, CompletionRequest) and body.echo
     # Calls may be marked by special tokens.
@@ -162,7 +168,8 @@ async def prepare(
         body.speculation is not None and body.speculation.return_drafts,
         bool(body.return_token_ids),
     )
-    return Generation(requests, server.tokenizer, options, body.n, structure.param)
+    cut_bound = min(bounds) if max_tokens is not None and min(bounds) < max_tokens else None
+    return Generation(requests, server.tokenizer, options, body.n, structure.param, cut_bound)
 
 
 def _most_tokens(server: Server, body: GenerationFields) -> int | None:

@@ -106,6 +106,38 @@ def max_tokens_of(body: GenerationFields) -> int | None:
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
+def answer_bound(
+    num_prompt: int, body: GenerationFields, max_tokens: int | None, max_model_len: int, is_strict: bool
+) -> int:
+    """Return the maximum number of answer tokens: the requested one, cut to the room that the context leaves.
+
+    num_prompt: number of prompt tokens. max_tokens: requested number; None asks for all the room. is_strict: refuse
+    a number that would be cut. Raises RequestError if the room is less than that, than `min_tokens`, or than a token.
+    """
+    room = max_model_len - num_prompt
+    least = body.min_tokens or 0
+    if max_tokens is not None and least > max_tokens:
+        field = _bounding_field(body)
+        raise RequestError(f"min_tokens must be at most {field} = {max_tokens}, not {least}", "min_tokens")
+    wanted = max(1, room, least) if max_tokens is None else max_tokens
+    needed = wanted if is_strict else min(wanted, max(1, least))
+    if room >= needed:
+        return min(wanted, room)
+    length = f"This model's maximum context length is {max_model_len} tokens, but the prompt has {num_prompt}"
+    if room <= 0:
+        field = "prompt" if isinstance(body, CompletionRequest) else "messages"
+        message = f"{length} and leaves no room for an answer; shorten it"
+        raise RequestError(message, field, "context_length_exceeded")
+    field = _bounding_field(body) if is_strict else "min_tokens"
+    message = f"{length} and {field} asks for {needed} more; lower {field} or shorten the prompt"
+    raise RequestError(message, field, "context_length_exceeded")
+
+
+def _bounding_field(body: GenerationFields) -> str:
+    """Return the name under which a body bounds its answer."""
+    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+
+
 def truncated(
     prompt: Sequence[int], body: GenerationFields, max_tokens: int | None, max_model_len: int
 ) -> Sequence[int]:
@@ -121,7 +153,16 @@ def truncated(
             f"{wanted}",
             "truncate_prompt_tokens",
         )
-    kept = wanted if wanted > 0 else max(1, max_model_len - (1 if max_tokens is None else max_tokens))
+    answer = 1 if max_tokens is None else max_tokens
+    if wanted < 0 and answer >= max_model_len:
+        # A cut of the answer would leave one token of the prompt.
+        field = _bounding_field(body)
+        raise RequestError(
+            f"truncate_prompt_tokens: -1 leaves room for {field} = {answer}, which is all of the model's context of "
+            f"{max_model_len} tokens; lower {field}",
+            field,
+        )
+    kept = wanted if wanted > 0 else max_model_len - answer
     return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
 
 

@@ -12,7 +12,6 @@ from functools import partial
 
 from engine.api import RequestError, Thinking
 from server.openai.fields import ChatRequest, GenerationFields
-from server.openai.sampling_fields import max_tokens_of
 from server.state import Server
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import Reasoning, ThoughtReader, is_closed, is_open
@@ -34,19 +33,20 @@ class Thoughts:
     """Thoughts that the engine tracks."""
 
 
-def thoughts_of(server: Server, body: GenerationFields, prompt: Sequence[int], is_bound: bool) -> Thoughts:
+def thoughts_of(server: Server, body: GenerationFields, prompt: Sequence[int], bound: int, is_bound: bool) -> Thoughts:
     """Return the thoughts that an answer may contain.
 
-    is_bound: the answer must follow a grammar. The grammar applies after the thoughts, or, if the marks are not tokens
-    of the model, from the first token on. Raises RequestError for a budget that cannot be enforced.
+    bound: maximum number of answer tokens. is_bound: the answer must follow a grammar. The grammar applies after the
+    thoughts, or, if the marks are not tokens of the model, from the first token on. Raises RequestError for a budget
+    that cannot be enforced.
     """
     marks = server.thoughts
     if marks is None or not isinstance(body, ChatRequest):
         return Thoughts()
     end = server.tokenizer.decode(prompt[-_PROMPT_END:])
     is_begun = server.settings.reasoning_parser == DEEPSEEK_R1 or is_open(end, marks)
-    budget, most = body.thinking_token_budget, max_tokens_of(body)
-    if budget is not None and most is not None and budget >= most:
+    budget = body.thinking_token_budget
+    if budget is not None and budget >= bound:
         budget = None  # the length ends the answer first
     shown = server.tokenizer.special_in(marks.texts())
     tokens = _tokens_of(server, marks)

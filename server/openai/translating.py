@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -75,10 +76,18 @@ def in_own_words(params: Mapping[str, str]) -> Iterator[None]:
         call.ignored[own:] = [params.get(name, name) for name in call.ignored[own:]]
     except RequestError as error:
         param = params.get(error.param or "", error.param)
-        message = str(error)
-        if error.param and message.startswith(error.param):
-            message = f"{param}{message.removeprefix(error.param)}"
-        raise RequestError(message, param, error.code) from error
+        raise RequestError(_in_own_names(str(error), error.param, params), param, error.code) from error
+
+
+def _in_own_names(message: str, param: str | None, params: Mapping[str, str]) -> str:
+    """Return an error's message with the endpoint's names of fields."""
+    for chat_name, own_name in params.items():
+        if "_" in chat_name:
+            message = re.sub(rf"\b{chat_name}\b", own_name, message)
+        elif chat_name == param and message.startswith(chat_name):
+            # Elsewhere in the message it may be a word.
+            message = own_name + message.removeprefix(chat_name)
+    return message
 
 
 def refuse_drafts(speculation: SpeculationFields | None) -> None:

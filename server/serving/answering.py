@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -77,12 +77,12 @@ async def answer(
         deltas = await admitted(http, server, generation)
         if deltas is None:
             return Response(status_code=499)
-        return EventStream(_frames(deltas, server, writer), deltas)
+        return EventStream(_frames(deltas, server, writer), deltas, bound_headers(generation))
     if not await run_through(http, server, generation, writer.collect):
         return Response(status_code=499)
     is_large = sum(choice.num_reported for choice in generation.choices) >= _LARGE
     parts = await server.tokenizer.run_answer(writer.whole) if is_large else writer.whole()
-    return _in_pieces(parts, speculation_headers(generation.metrics()))
+    return _in_pieces(parts, speculation_headers(generation.metrics()) | bound_headers(generation))
 
 
 def _in_pieces(parts: Sequence[bytes], headers: dict[str, str]) -> Response:
@@ -114,8 +114,13 @@ class EventStream(StreamingResponse):
     The framework does not close a generator whose frame could not be sent.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes | memoryview, None], deltas: AsyncGenerator[Delta, None]) -> None:
-        super().__init__(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes | memoryview, None],
+        deltas: AsyncGenerator[Delta, None],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(frames, media_type="text/event-stream", headers={**_SSE_HEADERS, **(headers or {})})
         self._generators: tuple[AsyncGenerator[Any, None], ...] = (frames, deltas)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -242,3 +247,8 @@ def speculation_headers(metrics: Metrics) -> dict[str, str]:
     if counted.speedup is not None:
         headers["x-polydraft-speedup"] = f"{counted.speedup:.2f}"
     return headers
+
+
+def bound_headers(generation: Generation) -> dict[str, str]:
+    """Return the header with the maximum number of answer tokens, if the context had less room than requested."""
+    return {} if generation.cut_bound is None else {"x-polydraft-max-tokens": str(generation.cut_bound)}

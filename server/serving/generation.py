@@ -60,9 +60,13 @@ class Generation:
         options: TextOptions,
         num_choices: int,
         grammar_param: str | None = None,
+        cut_bound: int | None = None,
     ) -> None:
-        """grammar_param: field of the body that defines the grammar."""
+        """grammar_param: field of the body that defines the grammar. cut_bound: maximum number of answer tokens, if
+        the context left less room than the body asked for; the least one of all prompts.
+        """
         self._grammar_param = grammar_param
+        self.cut_bound = cut_bound
         self._tokenizer = tokenizer
         top = options.num_prompt_logprobs
         self._prompts = [
@@ -82,6 +86,8 @@ class Generation:
         async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
             await ticket.grammars_ready()
             observer.begin(call, self.num_prompt_tokens_each, self.state)
+            if self.cut_bound is not None:
+                observer.metrics.cut_bound()
             try:
                 # The requests are admitted: a stream may send its headers now.
                 yield Delta(-1, (), None)
@@ -206,6 +212,8 @@ class Generation:
     def metrics(self) -> Metrics:
         """Return times and speculation of the call, and of each choice if there are several."""
         metrics = self.clock.report(self.speculation().report())
+        if self.cut_bound is not None:
+            metrics = msgspec.structs.replace(metrics, max_tokens=self.cut_bound)
         if len(self.choices) == 1:
             return metrics
         return msgspec.structs.replace(metrics, choices=[choice.speculation.report() for choice in self.choices])

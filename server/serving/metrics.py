@@ -115,6 +115,7 @@ class ServerMetrics:
         self._success = self._counter("request_success", "Answers by reason of their end.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests not admitted.", "reason")
         self._errors = self._counter("request_errors", "Error answers by HTTP status.", "code")
+        self._cut_bounds = self._counter("request_max_tokens_cut", "Calls whose context had less room than asked.")()
         self._itl = self._histogram("inter_token_latency_seconds", "Gap between steps over its tokens.", _ITL_S)()
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)()
         self._lengths = {
@@ -266,6 +267,10 @@ class ServerMetrics:
         self._prompt_tokens.inc(sum(prompt_lengths))
         for length in prompt_lengths:
             self._lengths["prompt_tokens"].observe(length)
+
+    def cut_bound(self) -> None:
+        """Count a call whose answer may have fewer tokens than requested, because the context has no more room."""
+        self._cut_bounds.inc()
 
     def tokens(self, num_tokens: int, gap_s: float | None, ttft_s: float | None) -> None:
         """Count tokens of an answer; `ttft_s` only with the first ones."""

@@ -115,7 +115,7 @@ class Tokenizer:
             limit = f"{self._chat_limit_s:g} s"
             message = f"the chat template took longer than {limit} for these messages; send fewer of them"
             raise RequestError(message, "messages") from error
-        return await self.run_encode(text, False, most)
+        return await self.run_encode(text, False, most, "messages")
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -288,7 +288,8 @@ class Tokenizer:
 
 
 def _too_long(most: int, length: str, param: str) -> RequestError:
-    message = f"This model's maximum context length is {most} tokens, but the {param} has {length}; shorten it"
+    text = "prediction" if param == "prediction" else "prompt"
+    message = f"This model's maximum context length is {most} tokens, but the {text} has {length}; shorten it"
     return RequestError(message, param, "context_length_exceeded")
 
 

@@ -78,7 +78,11 @@ class Daemon:
         ]
         if body["messages"][-1]["content"] == "break":
             chunks.append({"error": {"message": "the engine has stopped"}})
-        chunks.append({"choices": [], "metrics": {"speculative_decoding": None, "tokens_per_second": 7.0}})
+        metrics = {"speculative_decoding": None, "tokens_per_second": 7.0}
+        if body["messages"][-1]["content"] in ("long", "full"):
+            chunks.append({"choices": [{"delta": {}, "finish_reason": "length"}]})
+            metrics |= {"max_tokens": 3} if body["messages"][-1]["content"] == "full" else {}
+        chunks.append({"choices": [], "metrics": metrics})
         frames = [f"data: {json.dumps(chunk)}" for chunk in chunks]
         return httpx.Response(200, text="\n\n".join([": comment", *frames, "data: [DONE]", ""]))
 
@@ -114,6 +118,15 @@ def test_turns_add_up_and_thoughts_are_left_out(daemon: Daemon, conversation: Co
     assert daemon.bodies[1]["seed"] == 1
     conversation.clear()
     assert conversation.messages == []
+
+
+def test_a_cut_answer_names_its_bound(conversation: Conversation) -> None:
+    conversation.options = {"max_tokens": 9}
+    cuts = []
+    for message in ("long", "full", "a"):
+        list(conversation.ask(message))
+        cuts.append(conversation.cut)
+    assert cuts == ["cut after 9 tokens (--max-tokens)", "the context is full; /new begins a new conversation", ""]
 
 
 def test_what_has_arrived_stays_and_what_was_refused_goes(conversation: Conversation) -> None:
