@@ -44,7 +44,7 @@ class Conversation:
     metrics: dict[str, Any] | None = None
     """Figures of the last answer."""
     cut: str = ""
-    """What has cut the last answer at its length, with advice; "" if nothing has."""
+    """Bound that has cut the last answer, with advice; "" if none has."""
 
     def ask(self, text: str) -> Generator[AnswerPart, None, None]:
         """Send a message and yield the answer while it arrives.

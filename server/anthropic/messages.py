@@ -282,6 +282,8 @@ class MessageWriter(AnswerWriter):
             "content": self.content,
             "stop_reason": reason,
             "stop_sequence": stop,
+            "stop_details": None,
+            "container": None,
             "usage": self._usage(),
         }
         if reason is not None and self._with_metrics:
@@ -303,7 +305,12 @@ class MessageWriter(AnswerWriter):
             "input_tokens": usage.prompt_tokens - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
+            "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
             "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens},
+            "server_tool_use": None,
+            "service_tier": "standard",
+            "inference_geo": None,
         }
 
     def begin(self) -> list[dict[str, Any]]:
@@ -349,7 +356,7 @@ class MessageWriter(AnswerWriter):
     def end(self) -> list[dict[str, Any]]:
         events = self._close()
         message = self._message()
-        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence", "stop_details", "container")}
         last: dict[str, Any] = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         if "metrics" in message:
             last["metrics"] = message["metrics"]
@@ -362,10 +369,11 @@ class MessageWriter(AnswerWriter):
 def _block(part: Part) -> tuple[str, dict[str, Any]]:
     """Return the type of the block that a part belongs to, and the block's initial value."""
     if isinstance(part, CallPiece):
-        return "tool_use", {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+        fields = {"id": part.call_id, "name": part.name, "input": {}, "caller": {"type": "direct"}}
+        return "tool_use", {"type": "tool_use", **fields}
     if isinstance(part, Thought):
         return "thinking", {"type": "thinking", "thinking": "", "signature": ""}
-    return "text", {"type": "text", "text": ""}
+    return "text", {"type": "text", "text": "", "citations": None}
 
 
 def _whole_input(arguments: str) -> dict[str, Any]:

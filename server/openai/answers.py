@@ -160,6 +160,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    annotations: tuple[()] = ()
+    """Citations of web pages; this server makes none."""
     tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     """Thoughts of a model that thinks; `reasoning` is the same under vLLM's newer name."""

@@ -270,6 +270,15 @@ class Message(Wire):
     audio: None = None
 
 
+class ReasoningConfig(Closed):
+    """Amount of thinking."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    """Accepted without effect: thoughts are sent in full instead of a summary."""
+    generate_summary: str | None = None
+
+
 class ThinkingSwitch(Closed):
     """Switch for thinking, in the format of some hosted models."""
 
@@ -290,6 +299,8 @@ class ChatRequest(GenerationFields):
     """Texts to answer from, if the model's chat template supports them."""
     reasoning_effort: Effort | None = None
     """Hint how much to think; no effect if the model's chat template does not support it."""
+    reasoning: ReasoningConfig | None = None
+    """The same hint in the format of responses."""
     thinking: ThinkingSwitch | None = None
     enable_thinking: bool | None = None
     """Hint whether to think (`chat_template_kwargs` can set it, too)."""

@@ -59,8 +59,12 @@ def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def check_model(server: Server, name: str | None) -> str:
-    """Return the model's name, by default the served one. Raises a 404 for a model that is not served."""
+    """Return the model's name, by default the served one. Raises a 404 for a model that is not served, and
+    RequestError if a strict server gets no name.
+    """
     names = server.settings.served_names()
+    if name is None and server.settings.strict_fields:
+        raise RequestError("model: --strict-fields demands the name of the model", "model")
     if name is not None and name not in names:
         raise model_not_found(name, ", ".join(names))
     return names[0] if name is None else name
@@ -182,16 +186,21 @@ def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
-    variables = thinking_variables(body.reasoning_effort, is_wanted)
+    of_object = body.reasoning.effort if body.reasoning is not None else None
+    wanted_effort = body.reasoning_effort or of_object
+    variables = thinking_variables(wanted_effort, is_wanted)
     efforts = dict(server.thoughts.efforts) if server.thoughts else {}
-    effort = body.reasoning_effort or ("none" if is_wanted is False else "")
+    effort = wanted_effort or ("none" if is_wanted is False else "")
     if effort in efforts:
         variables["reasoning_effort"] = efforts[effort]
         asked = (name for name in ("reasoning_effort", "enable_thinking") if getattr(body, name) is not None)
+        otherwise = "thinking" if of_object is None else "reasoning.effort"
         why = f"this model always thinks, with low, medium or high effort; {efforts[effort]} is used"
-        server.unknown_fields.ignore(next(asked, "thinking"), why)
+        server.unknown_fields.ignore(next(asked, otherwise), why)
     if not variables or knows_thinking(server.tokenizer.chat_template):
         return variables
+    if of_object is not None:
+        server.unknown_fields.ignore("reasoning.effort", "this model's chat template has no switch for thinking")
     for name in ("reasoning_effort", "enable_thinking", "thinking"):
         if getattr(body, name) is not None:
             server.unknown_fields.ignore(name, "this model's chat template has no switch for thinking")

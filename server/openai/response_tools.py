@@ -58,6 +58,16 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: Names) -> list[dict[str, 
     return found
 
 
+def described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as the response repeats it: a function has all of its fields, and is not strict unless it says so."""
+    if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+        return {**tool, "tools": [described(one) if isinstance(one, dict) else one for one in tool["tools"]]}
+    if tool.get("type") != "function":
+        return tool
+    given = {name: value for name, value in tool.items() if value is not None}
+    return {"description": None, "parameters": None, "strict": False, **given}
+
+
 def _namespaces(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [tool for tool in tools if tool.get("type") == "namespace"]
 

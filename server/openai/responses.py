@@ -15,8 +15,17 @@ from pydantic import Field
 
 from engine.api import RequestError
 from server.http.errors import responses_error, to_api_error
-from server.openai.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Closed, Count, GenerationFields, Listed
-from server.openai.response_tools import Names, chat_tools, names_of
+from server.openai.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    Closed,
+    Count,
+    GenerationFields,
+    Listed,
+    ReasoningConfig,
+)
+from server.openai.response_tools import Names, chat_tools, described, names_of
 from server.openai.translating import refuse_drafts
 from server.openai.unsupported_fields import Neutral, refuse_unsupported
 from server.serving.answering import AnswerWriter, encode
@@ -41,15 +50,6 @@ class TextConfig(Closed):
 
     format: dict[str, Any] | None = None
     verbosity: Any = None
-
-
-class ReasoningConfig(Closed):
-    """Amount of thinking."""
-
-    effort: Effort | None = None
-    summary: str | None = None
-    """Accepted without effect: thoughts are sent in full instead of a summary."""
-    generate_summary: str | None = None
 
 
 class ResponsesRequest(GenerationFields):
@@ -88,7 +88,11 @@ class ResponsesRequest(GenerationFields):
     return_token_ids: Annotated[Any, Neutral(False)] = None
 
 
-_SHARED = frozenset(ResponsesRequest.model_fields) & frozenset(ChatRequest.model_fields) - {"n", "stream_options"}
+_SHARED = frozenset(ResponsesRequest.model_fields) & frozenset(ChatRequest.model_fields) - {
+    "n",
+    "stream_options",
+    "reasoning",
+}
 """Fields that are passed to the chat unchanged."""
 
 
@@ -112,6 +116,12 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     if isinstance(body.tool_choice, dict):
         fields["tool_choice"] = _tool_choice(body.tool_choice, names)
     return ChatRequest.model_validate(fields)
+
+
+def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the requested amount of thinking as the response repeats it."""
+    asked = body.reasoning or ReasoningConfig()
+    return {"effort": asked.effort or body.reasoning_effort, "summary": asked.summary}
 
 
 def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
@@ -222,13 +232,22 @@ class ResponseWriter(AnswerWriter):
             "temperature": sampling.temperature,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [described(tool) for tool in body.tools or ()],
             "top_p": sampling.top_p,
             "truncation": "disabled",
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "top_logprobs": 0,
+            "reasoning": _reasoning(body),
+            "max_tool_calls": body.max_tool_calls,
+            "background": False,
+            "service_tier": "default",
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
         }
-        # OpenAI's schema does not allow null for these.
-        said = {name: getattr(body, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
-        self._echoed |= {name: text for name, text in said.items() if text is not None}
+        # OpenAI's schema does not allow null for it.
+        if body.user is not None:
+            self._echoed["user"] = body.user
 
     def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the current response object."""
@@ -237,6 +256,7 @@ class ResponseWriter(AnswerWriter):
             "id": self._id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,

@@ -66,10 +66,33 @@ def test_it_answers_as_a_chat_does(openai_client: openai.OpenAI, shape: str) -> 
 
 def test_a_user_is_there_if_the_request_names_one(openai_client: openai.OpenAI) -> None:
     """OpenAI's schema has a text there, and no null."""
-    said = {"user": "someone", "safety_identifier": "x", "prompt_cache_key": "y"}
-    assert not set(said) & openai_client.responses.create(**CALL).model_fields_set
-    named = openai_client.responses.create(**CALL, **said)
-    assert {name: getattr(named, name) for name in said} == said
+    assert "user" not in openai_client.responses.create(**CALL).model_fields_set
+    assert openai_client.responses.create(**CALL, user="someone").user == "someone"
+
+
+def test_a_response_repeats_what_the_request_said(tool_client: openai.OpenAI) -> None:
+    """Values that the request left out are those that were used; a response that is not complete has no such time."""
+    names = "presence_penalty frequency_penalty reasoning max_tool_calls safety_identifier prompt_cache_key tools"
+
+    def repeated(**more: Any) -> dict[str, Any]:
+        answer = tool_client.responses.create(**CALL, **more).model_dump()
+        assert (answer["background"], answer["service_tier"], answer["top_logprobs"]) == (False, "default", 0)
+        assert (answer["completed_at"] is None) == (answer["status"] != "completed")
+        return {name: answer[name] for name in names.split()}
+
+    tool = {name: value for name, value in FUNCTION.items() if name != "strict"}
+    said: Any = {
+        "extra_body": {"presence_penalty": 0.5, "frequency_penalty": -0.25}, "max_tool_calls": 3,
+        "reasoning": {"effort": "low", "summary": "auto"}, "safety_identifier": "x", "prompt_cache_key": "y",
+        "tools": [FUNCTION, {**tool, "name": "other"}],
+    }  # fmt: skip
+    found = repeated(**said)
+    assert {"effort": "low", "summary": "auto"}.items() <= found["reasoning"].items()
+    assert [(one["strict"], one["description"]) for one in found["tools"]] == [(True, None), (False, None)]
+    assert (found["presence_penalty"], found["frequency_penalty"], found["max_tool_calls"]) == (0.5, -0.25, 3)
+    assert (found["safety_identifier"], found["prompt_cache_key"]) == ("x", "y")
+    plain = repeated()
+    assert (plain["presence_penalty"], plain["max_tool_calls"], plain["safety_identifier"]) == (0, None, None)
 
 
 def test_a_stream_tells_of_every_step(openai_client: openai.OpenAI) -> None:
