@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from engine.api import EngineStopped, RequestError
 from server.http.bodies import BodyRoute
@@ -69,7 +69,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
             "waiting": stats.num_waiting if stats else 0,
         }
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
         return Response(server.metrics.render(client.is_alive and not client.is_stalled), media_type=_METRICS_TYPE)

@@ -125,6 +125,7 @@ def _check_masks(request: Request, facts: EngineFacts) -> None:
     sampling, limits = request.sampling, request.limits
     _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], facts)
     _check_tokens("allowed_token_ids", sampling.allowed_token_ids, facts)
+    _check_tokens("stop_token_ids", limits.stop_token_ids, facts)
     _check_tokens("bad_words", [token for word in sampling.bad_words for token in word], facts)
     if thinking := sampling.thinking:
         _check_tokens("thinking", [*thinking.opens, thinking.closes, *thinking.between, *thinking.lead], facts)

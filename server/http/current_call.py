@@ -19,6 +19,8 @@ class HttpCall:
     """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has no keys."""
     is_generation: bool = False
     """Whether a generation has started, which reports the request's end."""
+    refusal: dict[str, str | None] = field(default_factory=dict)
+    """Field and code of the error that was sent, for the log; empty for other answers."""
     ignored: list[str] = field(default_factory=list)
     """Names of fields that were sent and had no effect, in ASCII."""
 

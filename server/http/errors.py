@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine.api import SERVER_FAULTS, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
-from server.openai.unsupported_fields import UNKNOWN
+from server.http.current_call import this_call
+from server.openai.unsupported_fields import UNKNOWN, shown
 
 _LONGEST_MESSAGE, _LONGEST_PARAM = 4096, 256
 
@@ -103,9 +104,16 @@ def responses_error(error: ApiError) -> dict[str, Any]:
     return {"code": code, "message": body.message, "param": body.param, "type": body.type}
 
 
+def refusal_facts(error: ApiError) -> dict[str, str | None]:
+    """Return the facts of an error that logs may hold: the field and the code, never the text."""
+    param = error.body.param
+    return {"param": shown(param) if param else None, "code": error.body.code or error.body.type}
+
+
 def error_response(error: Exception, path: str = "") -> Response:
     """Return the response of an error in the format of the path's API."""
     api_error = to_api_error(error)
+    this_call().refusal = refusal_facts(api_error)
     is_message = "/v1/messages" in path
     return Response(
         msgspec.json.encode(anthropic_error(api_error) if is_message else ErrorEnvelope(api_error.body)),
@@ -146,6 +154,10 @@ API_PATHS = (
     "/detokenize",
 )
 """Paths that clients with a wrong base URL miss."""
+
+
+PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
+"""Beginnings of the paths that need a key, if the server has keys; `/tokenizer_info` is among them."""
 
 
 def _no_route(path: str) -> str:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import log_fields
 from server.http.current_call import HttpCall, current_call
-from server.http.errors import ApiError, ErrorBody, error_response, http_error
+from server.http.errors import PROTECTED, ApiError, ErrorBody, error_response, http_error
 from server.http.hosts import HostCheck
 from server.serving.metrics import ServerMetrics
 from server.setting_groups import rates_of
@@ -30,7 +30,6 @@ from server.settings import Serve
 
 log = logging.getLogger("polydraft")
 
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
 _OPERATION_PATHS = frozenset(
     ("/", "/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state")
 )
@@ -81,7 +80,8 @@ class RequestEnvelope:
                     self._metrics.error(status, scope["state"].get("rejection"))
                 if self._log_requests and not call.is_generation:
                     total_ms = round(1000 * (time.perf_counter() - started), 2)
-                    fields = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms)
+                    known = {name: value for name, value in call.refusal.items() if value is not None}
+                    fields = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms, **known)
                     is_probe = _route_path(scope) in _OPERATION_PATHS
                     log.log(logging.DEBUG if is_probe else logging.INFO, "%s", scope["method"], extra=fields)
             try:
@@ -125,7 +125,7 @@ class RequestEnvelope:
         return self._too_many(scope, client)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
-        if not self._keys or not path.startswith(_PROTECTED):
+        if not self._keys or not path.startswith(PROTECTED):
             return True
         given = _key_of(headers).encode("latin-1")
         # All keys are compared, each in constant time.

@@ -7,6 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from server.http.errors import PROTECTED
+
 
 def _object(**properties: Any) -> dict[str, Any]:
     """Return the schema of an object with these properties, all of them required."""
@@ -50,16 +52,42 @@ class Application(FastAPI):
             schemas[_NAME] = _ERROR_SCHEMA
             schemas[_MESSAGES_NAME] = _MESSAGES_SCHEMA
             for path, operations in described["paths"].items():
-                shape = _MESSAGES_NAME if path.startswith("/v1/messages") else _NAME
                 for method, operation in operations.items():
-                    _describe_errors(operation["responses"], method, shape)
+                    _describe_errors(operation["responses"], path, method)
         assert self.openapi_schema is not None
         return self.openapi_schema
 
 
-def _describe_errors(responses: dict[str, Any], method: str, shape: str) -> None:
-    """Replace FastAPI's 422 with the status that is sent: 400 for a wrong body, 404 for a name in a path."""
-    if responses.pop("422", None) is not None:
-        status, why = ("400", "The request is wrong.") if method == "post" else ("404", "There is none of this name.")
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
-        responses[status] = {"description": why, "content": content}
+_WHY = {
+    "400": "The request is wrong.",
+    "401": "The server has keys, and the request has none of them.",
+    "404": "There is none of this name.",
+    "413": "The body is too large.",
+    "415": "The body is compressed.",
+    "429": "Too many requests are open or wait, or the client asks too often.",
+    "500": "The server has failed.",
+    "503": "The model loads, the daemon drains, or the engine has stopped.",
+}
+_NEEDS_ENGINE = ("/v1/", "/health", "/ping", "/ready")
+"""Paths that are 503 without a running engine."""
+
+
+def _statuses(path: str, method: str) -> list[str]:
+    """Return the statuses of errors that a route sends."""
+    statuses = ["401"] if path.startswith(PROTECTED) else []
+    if method == "post":
+        statuses += ["400", "404", "413", "415", "429", "500", "503"]
+    elif path.startswith(_NEEDS_ENGINE):
+        statuses += ["503"]
+    if "{" in path:
+        statuses += ["404"]
+    return sorted(statuses)
+
+
+def _describe_errors(responses: dict[str, Any], path: str, method: str) -> None:
+    """Describe the errors of a route in place of FastAPI's 422, which is never sent."""
+    responses.pop("422", None)
+    shape = _MESSAGES_NAME if path.startswith("/v1/messages") else _NAME
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
+    for status in _statuses(path, method):
+        responses[status] = {"description": _WHY[status], "content": content}

@@ -52,7 +52,7 @@ FOREIGN: dict[str, Neutral] = {
     # Structured output.
     **_off("regex", way_out='send structured_outputs {"regex": ...}'),
     **_off("json_schema", way_out='send structured_outputs {"json": ...}'),
-    **_off("ebnf grammar grammar_string", "", way_out='send structured_outputs {"grammar": ...}, in Lark'),
+    **_off("ebnf grammar grammar_string", "", way_out='send structured_outputs {"grammar": ...}, in Lark or GBNF'),
     **_off("structural_tag", way_out="send tools, or structured_outputs"),
     **_off("guided_whitespace_pattern", way_out='send structured_outputs {"json": ..., "whitespace_pattern": ...}'),
     **_off("format", "", way_out="send response_format"),

@@ -59,7 +59,7 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: Names) -> list[dict[str, 
 
 
 def described(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as the response repeats it: a function has all of its fields, and is not strict unless it says so."""
+    """Return a tool as the response repeats it: a function has all its fields, and is strict only if it says so."""
     if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
         return {**tool, "tools": [described(one) if isinstance(one, dict) else one for one in tool["tools"]]}
     if tool.get("type") != "function":

@@ -88,9 +88,11 @@ class Choice:
         self.drafts: list[DraftedStep] | None = [] if options.reports_drafts else None
         self._tokenizer = tokenizer
         self._offset = 0
+        """Number of characters before the next token."""
+        self._num_characters: list[int] = []
+        """Number of characters that each token of the last step has completed."""
         self._prompt = prompt
         self._has_begun = False
-        self._skips_special = options.skip_special_tokens
         self._shown = options.shown
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens, options.shown)
         looks_at_hidden = options.skip_special_tokens and bool(options.stops)
@@ -214,10 +216,10 @@ class Choice:
         """Add the logprobs of the tokens that belong to the answer."""
         if self.logprobs is None:
             return
-        for token, found in zip(outcome.token_ids[:num_taken], outcome.logprobs, strict=False):
+        taken = zip(outcome.token_ids[:num_taken], outcome.logprobs, [*self._num_characters, 0], strict=False)
+        for token, found, num_characters in taken:
             self.logprobs.append(spell(self._tokenizer, token, found, self._offset))
-            if not (self._skips_special and self._tokenizer.is_special(token)):
-                self._offset += len(self.logprobs[-1].text)
+            self._offset += num_characters
 
     def _count(self, piece: str) -> None:
         """Count the tokens of thoughts (with their tags) and calls."""
@@ -238,12 +240,14 @@ class Choice:
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
         """Return the released text and the number of tokens in the answer; the end token counts, without its text."""
         text = ""
+        self._num_characters = []
         ended_by_token = outcome.finish_reason == "stop"
         for count, token in enumerate(outcome.token_ids, start=1):
             if ended_by_token and count == len(outcome.token_ids):
                 return text, count
             looks = self.num_tokens + count > self.request.limits.min_tokens
             piece = self._detokenizer.step(token)
+            self._num_characters.append(len(piece))
             self._count(piece)
             text += self._cut.feed(piece, looks, self._hidden_text(token))
             if self._cut.is_cut or (self._counting_calls is not None and self._counting_calls.is_over):

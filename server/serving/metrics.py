@@ -21,6 +21,8 @@ from server.serving.statistics import SpeculationCount
 from server.version import VERSION
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_LATENCY_S = (*_TTFT_S, 320, 640, 1280, 2560, 5120)
+"""Buckets of times that grow with the length of an answer or of the queue."""
 _ITL_S = (
     0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
     0.5, 1, 2.5,
@@ -117,7 +119,7 @@ class ServerMetrics:
         self._errors = self._counter("request_errors", "Error answers by HTTP status.", "code")
         self._cut_bounds = self._counter("request_max_tokens_cut", "Calls whose context had less room than asked.")()
         self._itl = self._histogram("inter_token_latency_seconds", "Gap between steps over its tokens.", _ITL_S)()
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S)()
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _LATENCY_S)()
         self._lengths = {
             name: self._histogram(f"request_{name}", text, _LENGTHS)()
             for name, text in (
@@ -129,10 +131,10 @@ class ServerMetrics:
         self._times = {
             key: self._histogram(name, text, buckets)()
             for key, name, text, buckets in (
-                ("e2e", "e2e_request_latency_seconds", "From arrival to the last token.", _TTFT_S),
-                ("queue", "request_queue_time_seconds", "Time in the queue.", _TTFT_S),
-                ("prefill", "request_prefill_time_seconds", "From admission to the first token.", _TTFT_S),
-                ("decode", "request_decode_time_seconds", "From the first to the last token.", _TTFT_S),
+                ("e2e", "e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY_S),
+                ("queue", "request_queue_time_seconds", "Time in the queue.", _LATENCY_S),
+                ("prefill", "request_prefill_time_seconds", "From admission to the first token.", _LATENCY_S),
+                ("decode", "request_decode_time_seconds", "From the first to the last token.", _LATENCY_S),
                 ("tpot", "request_time_per_output_token_seconds", "Mean time per token after the first.", _ITL_S),
             )
         }

@@ -40,6 +40,8 @@ class SpelledToken:
     top: tuple[tuple[str, bytes, float], ...]
     offset: int
     """Number of characters of the answer before it."""
+    rank: int | None = None
+    """Index of the token among the likeliest ones; None if it is not one of them."""
 
 
 def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: int) -> SpelledToken:
@@ -47,7 +49,8 @@ def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: 
     if found is None:
         return SpelledToken(*tokenizer.spell(token), None, (), offset)
     top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in found.top)
-    return SpelledToken(*tokenizer.spell(token), max(found.logprob, _LEAST), top, offset)
+    rank = next((index for index, (other, _) in enumerate(found.top) if other == token), None)
+    return SpelledToken(*tokenizer.spell(token), max(found.logprob, _LEAST), top, offset, rank)
 
 
 def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
@@ -67,7 +70,7 @@ def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
 def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
     """Return `logprobs` of a completion choice or chunk. The emitted token is always among the likeliest ones."""
     return CompletionLogprobs(
-        [token.text for token in tokens],
+        [_name(token.text, token.raw) for token in tokens],
         [token.logprob for token in tokens],
         raw_list((None if token.logprob is None else _ranked(token, token.logprob) for token in tokens), _PER_SLICE),
         [token.offset for token in tokens],
@@ -75,12 +78,32 @@ def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
 
 
 def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
-    """Return logprobs by text. Among tokens with the same text the emitted one counts, else the likeliest."""
+    """Return logprobs by name. A token whose text another one has is named by its bytes."""
+    own = _name(token.text, token.raw)
     ranked: dict[str, float] = {}
-    for text, _, score in token.top:
-        ranked.setdefault(text, score)
-    ranked[token.text] = logprob
+    for index, (text, raw, score) in enumerate(token.top):
+        name = _name(text, raw)
+        if index == token.rank:
+            ranked[own] = logprob
+        elif name == own or name in ranked:
+            ranked.setdefault(_name_of_bytes(raw), score)
+        else:
+            ranked[name] = score
+    ranked[own] = logprob
     return ranked
+
+
+def _name(text: str, raw: bytes) -> str:
+    """Return a token's text, or its bytes if they are a part of a character, as OpenAI's completions name them."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return _name_of_bytes(raw)
+    return text
+
+
+def _name_of_bytes(raw: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def prompt_logprobs(

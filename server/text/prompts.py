@@ -50,11 +50,19 @@ class ShownPrompt:
         if most is None:
             return
         first: tuple[TokenLogprob | None, ...] = (None,)
-        for token, one in zip(prompt, itertools.chain(first, read_logprobs(found)), strict=True):
+        every = itertools.chain(first, read_logprobs(found))
+        for token, one, offset in zip(prompt, every, self._offsets(), strict=True):
             shown = one and msgspec.structs.replace(one, top=one.top[:most])
-            self.tokens.append(spell(self._tokenizer, token, shown, self.num_characters))
-            if not (self._skips_special and self._tokenizer.is_special(token)):
-                self.num_characters += len(self.tokens[-1].text)
+            self.tokens.append(spell(self._tokenizer, token, shown, offset))
+        self.num_characters = len(self.text)
+
+    def _offsets(self) -> list[int]:
+        """Return the number of characters of the text before each token."""
+        detokenizer = self._tokenizer.detokenizer(self._skips_special)
+        ends = list(itertools.accumulate(len(detokenizer.step(token)) for token in self._request.prompt_token_ids))
+        # The space before the first word is not in the text.
+        num_hidden = max(0, ends[-1] - len(self.text))
+        return [0, *(max(0, end - num_hidden) for end in ends[:-1])]
 
 
 async def with_prompts(

@@ -28,6 +28,7 @@ _FORMAT_KEYS = {"text": (), "json_object": ("schema",), "json_schema": ("json_sc
 _JSON_SCHEMA_KEYS = ("name", "description", "schema", "strict")
 # vLLM's options for white space in JSON.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+_GBNF_RULE = re.compile(r"\A(?:\s|#[^\n]*\n)*[A-Za-z][\w-]*\s*::=")
 LONGEST_GRAMMAR = 1 << 16
 """Maximum number of characters."""
 
@@ -48,6 +49,8 @@ _SCHEMAS = frozenset(
 )
 
 
+_NULL_VALUES = frozenset({"const", "default"})
+"""Keywords with null as a value."""
 # Keys with which an object may have properties that are not listed.
 _PARTS = frozenset(
     {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "dependentSchemas"}
@@ -153,7 +156,7 @@ def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param}: {kind} must be a string that is not empty", param)
     if kind == "grammar":
-        return value, ""
+        return _lark(param, value), ""
     literal = _lark_literal(value)
     return f"start: {literal}", literal
 
@@ -161,9 +164,17 @@ def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
 def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """Return a schema whose JSON has no white space between its parts, unless it says otherwise.
 
-    Formats that the grammar library does not support are removed, as JSON schema ignores unknown formats.
+    schema: without unknown formats and nulls (`cleaned`), or with them.
     """
-    return {"x-guidance": _COMPACT, **_without_formats(schema)} if isinstance(schema, dict) else schema
+    return {"x-guidance": _COMPACT, **cleaned(schema)} if isinstance(schema, dict) else schema
+
+
+def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without keywords that are null, which generators write for absent ones, and without formats that
+    the grammar library does not support, as JSON schema ignores unknown formats.
+    """
+    result: dict[str, Any] = _cleaned(schema)
+    return result
 
 
 def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
@@ -207,16 +218,19 @@ def _has_parts(schema: Any) -> bool:
     )
 
 
-def _without_formats(schema: Any) -> Any:
-    """Return a schema without unknown formats, also in nested schemas."""
+def _cleaned(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if key != "format" or value in _FORMATS}
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if (value is not None or key in _NULL_VALUES) and (key != "format" or value in _FORMATS)
+    }
     for key, value in kept.items():
         if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            kept[key] = {name: _without_formats(one) for name, one in value.items()}
+            kept[key] = {name: _cleaned(one) for name, one in value.items()}
         elif key in _SCHEMAS:
-            kept[key] = [_without_formats(one) for one in value] if isinstance(value, list) else _without_formats(value)
+            kept[key] = [_cleaned(one) for one in value] if isinstance(value, list) else _cleaned(value)
     return kept
 
 
@@ -230,6 +244,21 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
     if not isinstance(value, dict | bool):
         raise RequestError(f"{param}: a schema must be an object", param)
     return value
+
+
+def _lark(param: str, grammar: str) -> str:
+    """Return a grammar in Lark's notation; one in GBNF (llama.cpp) or EBNF is translated. Raises RequestError."""
+    if not _GBNF_RULE.search(grammar) or len(grammar) > LONGEST_GRAMMAR:
+        return grammar
+    # Imported when it is needed: other requests do without the library in this process.
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # the translator indexes beyond the end of some wrong grammars
+        raise RequestError(
+            f"{param}: the grammar is not valid GBNF ({error}); correct it or send Lark", param
+        ) from error
 
 
 def _lark_literal(regex: str) -> str:

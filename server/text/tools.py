@@ -22,7 +22,7 @@ from server.http.bodies import nests_too_deeply
 from server.openai.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.openai.unsupported_fields import shown
 from server.text.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
-from server.text.structured import LONGEST_GRAMMAR, Structure, closed, compact
+from server.text.structured import LONGEST_GRAMMAR, Structure, cleaned, closed, compact
 
 PARTIAL_JSON = "partial_json"
 """Key of arguments that are not JSON, in an object with this key alone."""
@@ -107,7 +107,8 @@ class ToolUse:
         """Return the grammar of a call's JSON. The arguments' schema is a separate root, for its references."""
         function, key = tool.function, _ARGUMENTS[self.format]
         followed = self.forced or bool(function.strict)
-        schema = compact(closed({"type": "object", **((function.parameters if followed else None) or {})}, followed))
+        parameters = cleaned((function.parameters if followed else None) or {})
+        schema = compact(closed({"type": "object", **parameters}, followed))
         begin = json.dumps(f'{{"name":{json.dumps(function.name)},"{key}":')
         return f'body_{number}: {begin} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
 

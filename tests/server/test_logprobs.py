@@ -65,12 +65,11 @@ def test_a_completions_logprobs_agree_with_its_text(http: httpx.Client) -> None:
 
 def test_an_unlikely_token_is_one_more_than_the_likeliest(http: httpx.Client) -> None:
     """OpenAI: up to logprobs + 1 elements, the sampled token among them."""
-    found = completion_logprobs(http, temperature=1.5, seed=3, logprobs=2)
-    sizes = set()
-    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
-        assert top[token] == logprob
-        sizes.add(len(top))
-    assert sizes == {2, 3}
+    for temperature, most in ((0, 2), (1.5, 3)):
+        found = completion_logprobs(http, temperature=temperature, seed=3, logprobs=2)
+        every = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+        assert all(top[token] == logprob for token, logprob, top in every)
+        assert max(map(len, found["top_logprobs"])) == most
 
 
 def test_logprobs_are_of_the_model_not_of_the_sampling(http: httpx.Client) -> None:
@@ -276,3 +275,23 @@ def test_a_prompt_is_scored_without_an_answer(http: httpx.Client, shape: str) ->
     assert choice["logprobs"]["tokens"] == none["tokens"]
     (empty,) = answer_of(http, **call, max_tokens=0)["choices"]
     assert (empty["text"], empty["finish_reason"]) == ("", "length")
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_count_characters_and_names_tell_bytes_apart(http: httpx.Client, echo: bool) -> None:
+    """Characters of several tokens: offsets stay in the text, and no two of the likeliest tokens share a name."""
+    word = "\u65e5\u672c\u8a9e\u2603\u65e5\u672c"
+    fields = {"model": MODEL, "prompt": f"a{word}!", "echo": echo, "logprobs": 20, "max_tokens": 60, "seed": 1}
+    choice = http.post("/v1/completions", json={**fields, "guided_choice": [word]}).json()["choices"][0]
+    found, text = choice["logprobs"], choice["text"]
+    assert text.endswith(word)
+    assert len(found["tokens"]) > len(text)
+    assert found["text_offset"] == sorted(found["text_offset"])
+    assert found["text_offset"][-1] <= len(text)
+    of_bytes = [number for number, name in enumerate(found["tokens"]) if name.startswith("bytes:")]
+    assert of_bytes
+    assert {found["text_offset"][number] for number in of_bytes} >= {len(text) - 6, len(text) - 1}
+    if echo:
+        assert [found["text_offset"][number] for number in of_bytes][:3] == [1, 1, 1]
+    for name, top in zip(found["tokens"], found["top_logprobs"], strict=True):
+        assert top is None or (name in top and len(top) in (20, 21))

@@ -40,6 +40,14 @@ def test_no_generated_call_is_a_server_error(daemon: Daemon, tmp_path: Path) -> 
         assert client.get("/ready").status_code == 200
 
 
+def test_the_description_has_the_media_types_that_are_sent(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        for path, methods in client.get("/openapi.json").json()["paths"].items():
+            if "get" in methods and "{" not in path:
+                sent = client.get(path).headers["content-type"].partition(";")[0]
+                assert list(methods["get"]["responses"]["200"]["content"]) == [sent], path
+
+
 def test_the_description_has_the_errors_that_are_sent(daemon: Daemon) -> None:
     """400 in OpenAI's shape where FastAPI by itself would say 422."""
     with daemon.client() as client:
@@ -52,8 +60,11 @@ def test_the_description_has_the_errors_that_are_sent(daemon: Daemon) -> None:
     statuses = {path: set(found["responses"]) for path, methods in paths.items() for found in methods.values()}
     assert not any("422" in found for found in statuses.values())
     posts = [path for path, methods in paths.items() if "post" in methods]
-    assert [statuses[path] for path in posts] == [{"200", "400"}] * 7
+    assert [statuses[path] for path in posts] == [{"200", *"400 401 404 413 415 429 500 503".split()}] * 7
     message = paths["/v1/messages"]["post"]["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
     assert message.endswith("/MessagesError")
-    assert statuses["/v1/models/{name}"] == {"200", "404"}
+    assert statuses["/v1/models/{name}"] == {"200", "401", "404", "503"}
+    assert statuses["/v1/models"] == statuses["/v1/models/{name}"] - {"404"}
+    assert (statuses["/health"], statuses["/version"]) == ({"200", "503"}, {"200"})
+    assert statuses["/tokenizer_info"] == {"200", "401"}
     assert not {"HTTPValidationError", "ValidationError"} & set(schemas)

@@ -93,6 +93,28 @@ def test_what_never_ran_has_a_line_of_its_own(json_daemon: Daemon, client: httpx
     assert (line["message"], line["status"]) == ("POST", 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "param", "code"),
+    [
+        ("/v1/completions", {"top_p": 7}, "top_p", "invalid_request_error"),
+        ("/v1/completions", {"temprature": 7}, "temprature", "unknown_parameter"),
+        ("/v1/completions", {"model": "other"}, "model", "model_not_found"),
+        ("/v1/completions", {"prompt": [5] * 99_999}, "prompt", "context_length_exceeded"),
+        ("/v1/messages", {"prompt": None, "messages": "secret"}, "messages", "invalid_request_error"),
+        ("/v1/secrets", {}, None, "not_found"),
+    ],
+)
+def test_a_refusal_has_its_reason(
+    json_daemon: Daemon, client: httpx.Client, path: str, more: dict[str, Any], param: str | None, code: str
+) -> None:
+    """The field and the code, never the message, which may quote the client."""
+    number = f"reason-{param}-{code}"
+    answer = client.post(path, json=CALL | more, headers={"x-request-id": number})
+    (line,) = lines_of(json_daemon, number)
+    assert (line["status"], line.get("param"), line["code"]) == (answer.status_code, param, code)
+    assert "secret" not in json.dumps({name: line[name] for name in line if name != "path"})
+
+
 def test_probes_have_no_lines(json_daemon: Daemon, client: httpx.Client) -> None:
     """Operation routes are at debug, also with a wrong method; calls of the model's routes are not."""
     for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state", "/"):

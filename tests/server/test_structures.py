@@ -264,3 +264,35 @@ def test_closing_a_schema_leaves_the_given_one_and_its_order() -> None:
     assert found["required"] == ["b"]
     assert closed({"type": "object"}) == {"type": "object"}, "no named property, and not the root"
     assert closed({"type": "object"}, is_root=True) == {"type": "object", "additionalProperties": False}
+
+
+def test_keywords_that_are_null_are_absent() -> None:
+    """Generators write them. A null that is a value stays, and so do properties with the name of a keyword."""
+    nulls = dict.fromkeys("type required enum properties items anyOf allOf $ref additionalProperties".split())
+    inner = {"const": None, "default": None}
+    odd = {**nulls, "type": "object", "properties": {"enum": {**nulls, **inner}}}
+    expected = {"x-guidance": COMPACT, "type": "object", "properties": {"enum": inner}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": odd}}
+    assert json.loads(structure(response_format=form).grammar)["grammars"][0]["json_schema"] == expected
+    assert json.loads(structure(guided_json=odd).grammar)["grammars"][0]["json_schema"] == expected
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        ('root ::= "a"', 'start: "a"'),
+        ('# c\nroot ::= digit+ "x"\ndigit ::= [0-9]', "DIGIT"),
+        ('start: "a ::= b"', 'start: "a ::= b"'),
+    ],
+)
+def test_a_grammar_of_llama_cpp_is_translated(grammar: str, expected: str) -> None:
+    found = structure(structured_outputs={"grammar": grammar}).grammar
+    assert expected in found
+    assert ("::=" in found) == ("::=" in expected)
+
+
+def test_a_wrong_grammar_of_llama_cpp_says_what_to_do() -> None:
+    for grammar in ("root ::= (", "root ::= ::=", "root ::= " + "(" * 30_000, "root ::= nowhere"):
+        error = refusal(structured_outputs={"grammar": grammar})
+        assert error.param == "structured_outputs"
+        assert "not valid GBNF" in str(error)

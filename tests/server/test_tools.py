@@ -301,3 +301,12 @@ def test_some_tools_may_be_allowed(client: openai.OpenAI, mode: str) -> None:
     only_clock["tools"] = [{"type": "function", "function": {"name": "cook"}}]
     with pytest.raises(openai.BadRequestError, match="no function 'cook'"):
         ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": only_clock})
+
+
+def test_null_keywords_of_a_schema_are_taken_as_absent(client: openai.OpenAI) -> None:
+    nulls = {"required": None, "enum": None, "items": None}
+    parameters = {**nulls, "type": None, "properties": {"n": {"type": "integer", "maximum": 9, **nulls}}}
+    tool = {"type": "function", "function": {"name": "count", "parameters": parameters, "strict": True}}
+    choice = {"type": "function", "function": {"name": "count"}}
+    (call,) = ask(client, tools=[tool], tool_choice=choice).choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)) <= {"n"}
