@@ -26,6 +26,13 @@ base_url = "{url}/v1"
 env_key = "POLYDRAFT_KEY"
 """
 
+_PI = """
+{{"providers": {{"polydraft": {{
+  "baseUrl": "{url}/v1", "api": "openai-completions", "apiKey": "{key}",
+  "models": [{{"id": "{model}", "contextWindow": 65536, "maxTokens": 32000}}]
+}}}}}}
+"""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -60,9 +67,19 @@ def claude_code(program: Path, task: Task) -> subprocess.CompletedProcess[str]:
     return _run(command, task, settings)
 
 
+def pi(program: Path, task: Task) -> subprocess.CompletedProcess[str]:
+    """Run pi, which asks for no permission."""
+    folder = task.home / ".pi" / "agent"
+    folder.mkdir(parents=True)
+    (folder / "models.json").write_text(_PI.format(url=task.url, key=task.key, model=task.model))
+    command = [str(program), "--print", "--provider", "polydraft", "--model", task.model, task.words]
+    return _run(command, task, {"PI_OFFLINE": "1", "PI_TELEMETRY": "0"})
+
+
 AGENTS: dict[str, tuple[str, str, Callable[[Path, Task], subprocess.CompletedProcess[str]]]] = {
     "Codex, the program: a task with two calls": ("@openai/codex", "codex", codex),
     "Claude Code, the program: a task with two calls": ("@anthropic-ai/claude-code", "claude", claude_code),
+    "pi, the program: a task with two calls": ("@earendil-works/pi-coding-agent", "pi", pi),
 }
 """Package, program and run function by the name of the row."""
 
