@@ -38,9 +38,10 @@ from server.serving.tracing import Tracing
 from server.settings import Serve
 from server.start_lines import start_lines
 from server.state import Server
+from server.text.dialogue import dialogue_of
+from server.text.shipped_templates import SHIPPED
 from server.text.thought_marks import thought_marks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
-from server.text.tools import format_of
 from server.text.turn_end import check_template, turn_remark
 
 log = logging.getLogger("polydraft")
@@ -101,7 +102,8 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
 def build_server(settings: Serve, client: EngineClient) -> Server:
     """Build the state that the routes share. Raises ConfigError for a tokenizer or a template that cannot be read."""
     try:
-        template = Path(settings.chat_template).read_text() if settings.chat_template else None
+        source = SHIPPED.get(settings.chat_template or "", settings.chat_template)
+        template = Path(source).read_text() if source else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {settings.chat_template}: cannot be read ({error})") from error
     tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
@@ -109,13 +111,13 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     neutral = settings.generation_config == "neutral"
     defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
-    call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
+    dialogue = dialogue_of(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
     unknown = UnknownFields(settings.strict_fields, BODIES, FOREIGN)
     tracing = Tracing(endpoint, settings.served_name()) if (endpoint := settings.otlp_traces_endpoint) else None
     observer = Observer(metrics, settings.enable_log_requests, tracing)
     thoughts = thought_marks(settings.reasoning_parser, tokenizer.chat_template)
     name = settings.served_name()
-    return Server(settings, client, tokenizer, defaults, observer, name, call_format, thoughts, unknown)
+    return Server(settings, client, tokenizer, defaults, observer, name, dialogue, thoughts, unknown)
 
 
 class _Daemon:
@@ -163,6 +165,8 @@ class _Daemon:
         self._server.metrics.ready(facts)
         for line in start_lines(facts, self._server, self._address()):
             log.info(line)
+        for warning in self._server.dialogue.warnings:
+            log.warning(warning)
         if remark := turn_remark(self._server.tokenizer, facts.eos_token_ids):
             log.info(remark)
 

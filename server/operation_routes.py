@@ -124,7 +124,7 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
                 template_variables(body.chat_template_kwargs),
                 tools,
                 (),
-                call_marks(server.call_format),
+                call_marks(server.dialogue.call_format),
             )
         length = client.facts.max_model_len if client.facts else None
         content = await tokenizer.run(tokens_as_json, tokens, length, body.return_token_strs, size=len(tokens))

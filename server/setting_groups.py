@@ -16,6 +16,7 @@ from pydantic_settings import NoDecode
 
 from engine.api import Device, Dtype, KVDtype, Probe, Weights, file_fault
 from server.text.call_formats import CallFormat
+from server.text.shipped_templates import SHIPPED
 from server.text.thought_marks import Parser
 
 RARE: dict[str, Any] = {"rare": True}
@@ -61,6 +62,10 @@ def _readable(value: str) -> str:
     if fault := file_fault(Path(value)):
         raise ValueError(fault)
     return value
+
+
+def _template(value: str) -> str:
+    return value if value in SHIPPED else _readable(value)
 
 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
@@ -132,10 +137,10 @@ class ModelSettings(_Group):
     """maximum tokens of prompt plus answer; 0: the model's limit, or the K/V cache's capacity"""
     served_model_name: Words = []
     """name that clients use; repeat for several, metrics have the first; default: MODEL"""
-    chat_template: File = None
-    """file with a Jinja chat template"""
+    chat_template: Annotated[str, AfterValidator(_template)] | None = None
+    """file with a Jinja chat template, or one that comes with the server: chatml-tools, deepseek-tools, gemma-tools"""
     tool_call_parser: Literal["auto"] | CallFormat = "auto"
-    """format of the model's tool calls; auto: from its chat or response template"""
+    """format of the model's tool calls; auto: the one that reads a call of the chat template back"""
     reasoning_parser: Parser = "auto"
     """marks around the thoughts in answers, by the family that has them; qwen3: <think> tags; deepseek_r1: the prompt
     opens them; auto: from chat template and prompt"""

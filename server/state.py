@@ -9,6 +9,7 @@ from server.serving.engine_client import EngineClient
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
 from server.settings import Serve
+from server.text.dialogue import Dialogue
 from server.text.thought_marks import ThoughtMarks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 
@@ -23,8 +24,8 @@ class Server:
     defaults: GenerationDefaults
     observer: Observer
     model_name: str
-    call_format: str | None
-    """Format in which the model writes calls (`text/tools.py`); None if it is not known."""
+    dialogue: Dialogue
+    """Format of the model's calls, and the parts of its answers that are not separated from text."""
     thoughts: ThoughtMarks | None = None
     """Marks around the thoughts in answers; None if answers have none."""
     unknown_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))

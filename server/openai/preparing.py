@@ -220,7 +220,7 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     for kind in other_kinds(body.tools):
         why = "only functions are supported; the prompt does not mention other tools"
         server.unknown_fields.ignore(f"tools.{kind}", why)
-    tools = tool_use_of(body, server.call_format)
+    tools = tool_use_of(body, server.dialogue.call_format, server.dialogue.tools_refusal)
     if body.continue_final_message:
         if messages[-1]["role"] != "assistant":
             raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
@@ -237,7 +237,7 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
         _thinking_of(server, body) | template_variables(body.chat_template_kwargs),
         [] if tools is None else tools.for_template(),
         body.documents or [],
-        call_marks(server.call_format),
+        call_marks(server.dialogue.call_format),
         most=most,
     )
     return prompt, tools

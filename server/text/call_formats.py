@@ -1,7 +1,9 @@
 """Formats in which models write calls, except those described by a tokenizer's response template.
 
-Most formats write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`). `qwen3_coder`
-writes XML-like parameters (`xml_calls.py`).
+Most formats write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`). Others write each
+argument between tags, as plain text (`XmlFormat`, read by `xml_calls.py`).
+
+Not for: finding a model's format (`dialogue.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 CallFormat = Literal[
-    "hermes", "llama3_json", "mistral", "mistral_v11", "qwen3_coder", "deepseek_v3", "deepseek_v31", "harmony",
-    "response_template",
+    "hermes", "llama3_json", "mistral", "mistral_v11", "tool_call_list", "qwen3_coder", "glm", "deepseek_v3",
+    "deepseek_v31", "harmony", "response_template",
 ]  # fmt: skip
-HERMES, LLAMA3_JSON, QWEN3_CODER, RESPONSE_TEMPLATE = "hermes", "llama3_json", "qwen3_coder", "response_template"
+HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE = "hermes", "llama3_json", "response_template"
 
 _SPACE = r"\s{0,99}"
 _NAME = r"(?P<name>[\w.-]{1,64})"
@@ -56,6 +58,11 @@ JSON_FORMATS: dict[str, JsonFormat] = {
     "mistral_v11": JsonFormat(
         {"[TOOL_CALLS]": rf"{_SPACE}{_NAME}(?:\[CALL_ID\]\w{{1,99}})?(?:\[ARGS\])?{_SPACE}\{{"}, is_named=True
     ),
+    # Phi-4-mini and Granite 3 write one list of calls.
+    "tool_call_list": JsonFormat(
+        {"<|tool_call|>": rf"{_SPACE}\[{_SPACE}\{{"},
+        rf"{_SPACE}(?:(?P<more>,{_SPACE}\{{)|\](?:{_SPACE}<\|/tool_call\|>)?)",
+    ),
     "deepseek_v3": _deepseek(rf"function{_SEPARATOR}{_NAME}\n{_FENCE}json\n{_SPACE}\{{", f"{_FENCE}{_SPACE}"),
     # The recipient comes before or after the channel.
     "harmony": JsonFormat(
@@ -70,17 +77,42 @@ JSON_FORMATS: dict[str, JsonFormat] = {
 }
 
 
-def named_in(chat_template: str) -> str | None:
-    """Return the format whose marks a chat template contains, or None."""
-    if "<function=" in chat_template and "<parameter=" in chat_template:
-        return QWEN3_CODER
-    if "tool▁call▁begin" in chat_template:
-        return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
-    if "<|channel|>commentary" in chat_template and "to=" in chat_template:
-        return "harmony"
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral_v11" if "[ARGS]" in chat_template else "mistral"
-    return None
+@dataclass(frozen=True)
+class XmlFormat:
+    """Tags around a call's arguments, as regular expressions. A tag may be several words with white space between."""
+
+    mark: str
+    """Text with which a call begins."""
+    opens: str
+    """Begin of a call; the group `function` is its name."""
+    parameter: str
+    """Begin of an argument's value; the group `key` is its name."""
+    value_end: str
+    """Text that ends a value."""
+    closes: str
+    """End of a call."""
+    padding: str = ""
+    """Text at both ends of a value that is not a part of it."""
+
+
+XML_FORMATS: dict[str, XmlFormat] = {
+    "qwen3_coder": XmlFormat(
+        mark="<tool_call>",
+        opens=rf"<tool_call>{_SPACE}<function=(?P<function>[^<>\n]{{1,200}})>",
+        parameter=r"<parameter=(?P<key>[^<>\n]{1,200})>",
+        value_end="</parameter>",
+        closes=rf"</function>{_SPACE}</tool_call>",
+        padding="\n",
+    ),
+    # GLM 4.5 and later.
+    "glm": XmlFormat(
+        mark="<tool_call>",
+        opens=rf"<tool_call>{_SPACE}(?P<function>[\w.-]{{1,64}})(?={_SPACE}(?:<arg_key>|</tool_call>))",
+        parameter=rf"<arg_key>(?P<key>[^<>\n]{{1,200}})</arg_key>{_SPACE}<arg_value>",
+        value_end="</arg_value>",
+        closes="</tool_call>",
+    ),
+}
 
 
 def call_marks(form: str | None) -> tuple[str, ...]:
@@ -89,4 +121,6 @@ def call_marks(form: str | None) -> tuple[str, ...]:
         return ("<|start|>assistant to=",)
     if form in JSON_FORMATS:
         return tuple(JSON_FORMATS[form].opens)
-    return {QWEN3_CODER: ("<tool_call>",), LLAMA3_JSON: ("{",)}.get(form or "", ())
+    if form in XML_FORMATS:
+        return (XML_FORMATS[form].mark,)
+    return ("{",) if form == LLAMA3_JSON else ()

@@ -2,15 +2,17 @@
 
 Templates differ in what they accept: arguments as an object or as text, ids of nine letters and digits, one call per
 message, no text next to thoughts and calls. The first variant that the template accepts is used. Then a copy of the
-conversation, with a marker word in each part, shows which parts the template omits. An omitted system prompt moves into
-the user's last message, calls after the first get messages of their turn, omitted text next to calls moves before the
-calls, and any other omitted part is refused by name.
+conversation, with a marker word in each part, shows which parts the template omits. A system prompt that is omitted or
+refused moves into the user's last message. Calls after the first get messages of their turn, and omitted calls are
+rendered without content. Omitted text next to calls moves before the calls, and any other omitted part is refused by
+name.
 
 Not for: thoughts. Most templates omit those of earlier turns on purpose.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -33,6 +35,8 @@ Objects = Sequence[dict[str, Any]]
 Render = Callable[[Messages, Objects, Objects], str]
 """Renders messages, tools and documents; raises the template's errors."""
 
+_TEXT_BESIDE_CALLS = "text_beside_calls"
+"""Key of a message whose content is None: its text, which belongs before its calls."""
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
@@ -45,10 +49,13 @@ def render_conversation(
     Raises RequestError for parts that the template refuses or omits, with the code TEMPLATE_FAILED for a mistake in
     the template. marks: texts with which the model's calls may begin; text before calls is inserted before them.
     """
-    taken, text = _taken(render, _forms(list(messages)), tools, documents)
+    taken, text = _taken_at_all(render, list(messages), tools, documents)
     missing = _missing(render, taken, tools, documents)
     if any(kind == "tool_calls" and len(taken[number]["tool_calls"]) > 1 for kind, number in missing):
         taken, text = _taken(render, [_with_one_call_a_turn(taken)], tools, documents)
+        missing = _missing(render, taken, tools, documents)
+    if any(kind == "tool_calls" for kind, _ in missing):
+        taken, text = _with_calls_alone(render, taken, text, tools, documents)
         missing = _missing(render, taken, tools, documents)
     if any(kind == "python" for kind, _ in missing):
         taken, text = _taken(render, [_with_arguments_as_text(taken)], tools, documents)
@@ -61,6 +68,43 @@ def render_conversation(
         if kind != "content" or number not in beside_calls or not marks:
             raise _refusal(kind, number)
     return _with_texts(render, taken, tools, documents, beside_calls, marks) if beside_calls else text
+
+
+def _taken_at_all(render: Render, messages: Messages, tools: Objects, documents: Objects) -> tuple[Messages, str]:
+    """Return the first variant that the template accepts, and the prompt; if there is none, with the system prompts in
+    the user's last message.
+    """
+    try:
+        return _taken(render, _forms(messages), tools, documents)
+    except RequestError as error:
+        system = [number for number, message in enumerate(messages) if message["role"] == "system"]
+        has_user = any(message["role"] == "user" for message in messages)
+        if error.code == TEMPLATE_FAILED or not system or not has_user:
+            raise
+        with contextlib.suppress(RequestError):
+            return _taken(render, _forms(_with_system_in_user(messages, system)), tools, documents)
+        raise
+
+
+def _with_calls_alone(
+    render: Render, messages: Messages, text: str, tools: Objects, documents: Objects
+) -> tuple[Messages, str]:
+    """Return the messages, those with calls with a content of None, and the prompt; unchanged if the template refuses
+    them.
+    """
+    alone = [
+        {**message, "content": None, _TEXT_BESIDE_CALLS: message["content"]} if "tool_calls" in message else message
+        for message in messages
+    ]
+    try:
+        return _taken(render, _forms(alone), tools, documents)
+    except RequestError:
+        return messages, text
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message, also of one whose content is None for the template."""
+    return message.get(_TEXT_BESIDE_CALLS) or message["content"] or ""
 
 
 def _taken(render: Render, forms: Iterable[Messages], tools: Objects, documents: Objects) -> tuple[Messages, str]:
@@ -180,7 +224,7 @@ def _with_one_call_a_turn(messages: Messages) -> Messages:
             end += 1
         answers = messages[number + 1 : end]
         for first, call in enumerate(calls) if len(calls) > 1 else ():
-            said = message if first == 0 else {"role": message["role"], "content": ""}
+            said = message if first == 0 else {"role": message["role"], "content": message["content"] and ""}
             result += [{**said, "tool_calls": [call]}, *(one for one in answers if one["tool_call_id"] == call["id"])]
         known = {call["id"] for call in calls}
         result += [one for one in answers if one["tool_call_id"] not in known] if len(calls) > 1 else [message]
@@ -230,6 +274,8 @@ def _missing(render: Render, messages: Messages, tools: Objects, documents: Obje
         marked = dict(message)
         if str(message.get("content") or "").strip():
             marked["content"] = word("content", number)
+        elif _text_of(message).strip():
+            word("content", number)
         if "name" in message and message["role"] != "tool":
             marked["name"] = word("name", number)
         if "tool_calls" in message:
@@ -298,7 +344,7 @@ def _with_texts(
         begins = [begin for mark in marks if (begin := before.rfind(mark)) >= 0]
         if not begins:
             raise _refusal("content", number)
-        text = before[: begins[0]] + messages[number]["content"] + before[begins[0] :] + name + after
+        text = before[: begins[0]] + _text_of(messages[number]) + before[begins[0] :] + name + after
     return text
 
 

@@ -154,23 +154,25 @@ class Tokenizer:
         functions that the model may call. documents: texts to answer from. call_marks: texts with which the model's
         calls may begin. Raises RequestError if the template omits a part of the conversation.
         """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
 
         def render(
             messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]
         ) -> str:
-            return str(
-                self._fast.apply_chat_template(
-                    messages,
-                    tools=list(tools) or None,
-                    documents=list(documents) or None,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    **(variables or {}),
-                )
+            # Not by `apply_chat_template`, which drops a content of None. Some templates show calls only with such one.
+            ((text, *_), _) = render_jinja_template(
+                [messages],
+                list(tools) or None,
+                list(documents) or None,
+                self._fast.get_chat_template(tools=list(tools) or None),
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **{**self._fast.special_tokens_map, **(variables or {})},
             )
+            return str(text)
 
         try:
             return render_conversation(render, messages, tools, documents, call_marks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, QWEN3_CODER
+from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, XML_FORMATS
 from server.text.call_pieces import Call, CallParts, Calls, Piece, Reader
 from server.text.json_calls import JsonAnswer, JsonRegions
 from server.text.template_calls import TemplateRegions
@@ -19,8 +19,9 @@ from server.text.xml_calls import XmlRegions
 def _reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None) -> Reader:
     if use.format == LLAMA3_JSON:
         return JsonAnswer(calls)
-    if use.format == QWEN3_CODER:
-        return XmlRegions(calls, {tool.function.name: tool.function.parameters or {} for tool in use.tools})
+    if use.format in XML_FORMATS:
+        parameters = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
+        return XmlRegions(calls, XML_FORMATS[use.format], parameters)
     if use.format in JSON_FORMATS:
         return JsonRegions(calls, JSON_FORMATS[use.format])
     assert response_template is not None

@@ -1,11 +1,11 @@
 """Function tools of a chat request: their description for the template, and the grammar of an answer.
 
 Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
-with name and parameters; Llama 3), those of `call_formats.py` (Mistral, Qwen3-Coder, DeepSeek), and those that a
+with name and parameters; Llama 3), those of `call_formats.py` (Mistral, GLM, DeepSeek and others), and those that a
 tokenizer's `response_template` describes (transformers). A grammar enforces forced calls and strict tools in the first
 two.
 
-Not for: reading calls from an answer (`tool_calls.py`).
+Not for: finding the model's format (`dialogue.py`), or reading calls from an answer (`tool_calls.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.api import RequestError
 from server.http.bodies import nests_too_deeply
 from server.openai.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.openai.unsupported_fields import shown
-from server.text.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
+from server.text.call_formats import HERMES, LLAMA3_JSON
 from server.text.structured import LONGEST_GRAMMAR, Structure, cleaned, closed, compact
 
 PARTIAL_JSON = "partial_json"
@@ -123,21 +123,6 @@ def _mark_rules(special_token: Callable[[str], int | None]) -> list[str]:
     ]
 
 
-def format_of(setting: str, chat_template: str, response_template: dict[str, Any] | None) -> str | None:
-    """Return the format of the model's calls, from the setting or else from its templates; None if it is unknown."""
-    if setting != "auto":
-        return setting
-    if response_template is not None and "tool_calls" in response_template.get("fields", {}):
-        return RESPONSE_TEMPLATE
-    if (known := named_in(chat_template)) is not None:
-        return known
-    if "<tool_call>" in chat_template:
-        return HERMES
-    if '"parameters"' in chat_template and ("ipython" in chat_template or "python_tag" in chat_template):
-        return LLAMA3_JSON
-    return None
-
-
 def functions_of(tools: Sequence[AnyTool] | None) -> list[Tool]:
     """Return the functions among the tools."""
     return [tool for tool in tools or () if isinstance(tool, Tool)]
@@ -148,8 +133,11 @@ def other_kinds(tools: Sequence[AnyTool] | None) -> list[str]:
     return sorted({shown(tool.type) for tool in tools or () if not isinstance(tool, Tool)})
 
 
-def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
-    """Return the tools that a body's answer may call; None if there are none. Raises RequestError."""
+def tool_use_of(body: ChatRequest, format_name: str | None, refusal: str = "") -> ToolUse | None:
+    """Return the tools that a body's answer may call; None if there are none. Raises RequestError.
+
+    refusal: reason why this server's model serves no tools; "" if it does.
+    """
     functions = functions_of(body.tools)
     names = [tool.function.name for tool in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -161,8 +149,8 @@ def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
         return None
     if choice == "none":
         return None
-    if format_name is None:
-        raise RequestError("this server does not know how its model writes calls; see --tool-call-parser", "tools")
+    if refusal or format_name is None:
+        raise RequestError(f"tools: {refusal or 'this model has no chat template'}", "tools", "unsupported_value")
     tools = tuple(functions)
     if isinstance(choice, NamedChoice):
         tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)

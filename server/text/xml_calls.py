@@ -1,4 +1,4 @@
-"""Reads calls of `qwen3_coder`: parameters between tags, their values as plain text.
+"""Reads calls whose arguments stand between tags, as plain text (`XmlFormat`). For example, `qwen3_coder`:
 
     <tool_call>
     <function=NAME>
@@ -8,8 +8,15 @@
     </function>
     </tool_call>
 
+and `glm`:
+
+    <tool_call>NAME
+    <arg_key>KEY</arg_key>
+    <arg_value>VALUE</arg_value>
+    </tool_call>
+
 A call is reported when it is complete. A value may contain tags: it ends only at a closing tag before another parameter
-or before the function's end, and a whole call inside it is a part of it. Two values are ambiguous: one that contains
+or before the call's end, and a whole call inside it is a part of it. Two values are ambiguous: one that contains
 the end of a call without its beginning, and one that contains the end of a parameter directly before the beginning of
 another one.
 """
@@ -17,60 +24,43 @@ another one.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from enum import Enum, auto
 from typing import Any
 
+import regex
+
 from server.text.argument_types import as_value
+from server.text.call_formats import XmlFormat
 from server.text.call_pieces import CallParts, Calls
-from server.text.stops import num_held
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_TAG = re.compile(
-    r"<tool_call>|</tool_call>|</function>|</parameter>|<(?:function|parameter)=(?P<name>[^<>\n]{1,200})>"
-)
-_FIRST = re.compile(re.escape(_OPEN))
-_BEGINNINGS = (_OPEN, _CLOSE, "</function>", "</parameter>", "<function=", "<parameter=")
-_LONGEST_TAG = 212
-
-
-class _XmlState(Enum):
-    FUNCTION = auto()
-    """In the text after the first tag."""
-    PARAMETERS = auto()
-    """Between parameters."""
-    VALUE = auto()
-    END = auto()
-    """In the text after the function's end."""
+_LONGEST_TAG = 512
+"""Characters; a longer text without a complete tag is no tag."""
+Parameters = Mapping[str, Mapping[str, Any]]
+"""Schemas of the functions' arguments by name."""
 
 
 class _Region:
     """Parser of one call, tag by tag."""
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]], quotes: bool) -> None:
-        """parameters: schemas of the functions' arguments by name. quotes: whether values may contain whole calls."""
-        self._parameters, self._quotes = parameters, quotes
-        self.raw: list[str] = []
-        self.name = ""
+    def __init__(self, name: str, opening: str, quotes: bool) -> None:
+        """opening: the tag that begins the call. quotes: whether values may contain whole calls."""
+        self.name = name
+        self.raw = [opening]
         self.is_complete = False
-        self._at = _XmlState.FUNCTION
+        self.values: dict[str, list[str]] = {}
+        self._quotes = quotes
         self._key = ""
-        self._values: dict[str, list[str]] = {}
+        self._in_value = False
         self._since_end: list[str] | None = None
         """Text since a tag that may have ended the value of `_key`."""
         self._depth = 0
         """Number of quoted calls in the value that have not ended."""
-        self._last = ""
-        """The last tag, if only white space has followed."""
 
     def text(self, text: str) -> bool:
         """Read the text between tags; return whether this may still be a call."""
         self.raw.append(text)
-        if text.strip():
-            self._last = ""
-        if self._at is _XmlState.VALUE or (text.strip() and self._back_to_value()):
-            self._values[self._key].append(text)
+        if self._in_value or (text.strip() and self._back_to_value()):
+            self.values[self._key].append(text)
             return True
         if self._since_end is not None:
             self._since_end.append(text)
@@ -80,65 +70,50 @@ class _Region:
         """Treat the tags since the last closing one as quoted. Returns whether there was one."""
         if self._since_end is None:
             return False
-        self._values[self._key] += self._since_end
-        self._at, self._since_end = _XmlState.VALUE, None
+        self.values[self._key] += self._since_end
+        self._in_value, self._since_end = True, None
         return True
 
-    def tag(self, tag: re.Match[str]) -> bool:
-        """Read a tag; return whether this may still be a call."""
-        if not self._tag(tag[0], tag["name"]):
-            if not self._back_to_value():
-                return False
-            self._in_value(tag[0])
-        self.raw.append(tag[0])
-        self._last = tag[0]
-        return True
+    def tag(self, kind: str, tag: str, key: str | None) -> bool:
+        """Read a tag; return whether this may still be a call.
 
-    def _tag(self, tag: str, name: str | None) -> bool:
-        if self._at is _XmlState.VALUE:
-            self._in_value(tag)
-            return True
-        if self._at is _XmlState.FUNCTION:
-            self._at, self.name = _XmlState.PARAMETERS, name or ""
-            return tag.startswith("<function=") and self.name in self._parameters
-        if self._at is _XmlState.END:
-            self.is_complete = tag == _CLOSE
-            return self.is_complete
-        if tag.startswith("<parameter=") and name not in self._values:
-            self._at, self._key, self._since_end = _XmlState.VALUE, name or "", None
-            self._values[self._key] = []
-            return True
-        if tag != "</function>":
+        kind: name of the tag's pattern in XmlFormat. key: name of the argument that the tag begins.
+        """
+        if self._in_value:
+            self._inside_value(kind, tag)
+        elif key is not None and key not in self.values:
+            self._in_value, self._key, self._since_end = True, key, None
+            self.values[key] = []
+        elif kind == "closes":
+            self.is_complete = True
+        elif self._back_to_value():
+            self._inside_value(kind, tag)
+        else:
             return False
-        self._at = _XmlState.END
-        if self._since_end is not None:
-            self._since_end.append(tag)
+        self.raw.append(tag)
         return True
 
-    def _in_value(self, tag: str) -> None:
-        if tag == "</parameter>" and not self._depth:
-            self._at, self._since_end = _XmlState.PARAMETERS, [tag]
+    def _inside_value(self, kind: str, tag: str) -> None:
+        if kind == "value_end" and not self._depth:
+            self._in_value, self._since_end = False, [tag]
             return
-        if self._quotes and tag.startswith("<function=") and self._last == _OPEN:
+        if kind == "opens" and self._quotes:
             self._depth += 1
-        if tag == _CLOSE and self._last == "</function>":
+        if kind == "closes":
             self._depth = max(0, self._depth - 1)
-        self._values[self._key].append(tag)
-
-    def arguments(self) -> str:
-        """Return the arguments as JSON."""
-        texts = {key: "".join(pieces) for key, pieces in self._values.items()}
-        schema = self._parameters[self.name]
-        values = {key: as_value(text.removeprefix("\n").removesuffix("\n"), key, schema) for key, text in texts.items()}
-        return json.dumps(values)
+        self.values[self._key].append(tag)
 
 
 class XmlRegions:
     """Reader of calls between tags, and of the text outside them."""
 
-    def __init__(self, calls: Calls, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-        """parameters: schemas of the functions' arguments by name."""
-        self._calls, self._parameters = calls, parameters
+    def __init__(self, calls: Calls, form: XmlFormat, parameters: Parameters) -> None:
+        self._calls, self._parameters, self._padding = calls, parameters, form.padding
+        self._opens = regex.compile(f"(?P<opens>{form.opens})")
+        self._tags = regex.compile(
+            f"(?P<opens>{form.opens})|(?P<parameter>{form.parameter})|(?P<value_end>{form.value_end})"
+            f"|(?P<closes>{form.closes})"
+        )
         self._region: _Region | None = None
         self._text = ""
         self._quotes = True
@@ -146,55 +121,56 @@ class XmlRegions:
     def feed(self, text: str, found: CallParts) -> None:
         self._text += text
         position = 0
-        while (tag := self._next(position)) is not None:
-            if self._region is None:
-                found.say(self._text[position : tag.start()])
-                self._begin(tag[0])
-            else:
-                self._take(tag, self._text[position : tag.start()], found)
+        while (tag := self._pattern().search(self._text, position)) is not None:
+            self._take(tag, self._text[position : tag.start()], found)
             position = tag.end()
-        end = max(position, len(self._text) - self._held())
+        end = self._first_held(position)
         rest, self._text = self._text[position:end], self._text[end:]
         if self._region is None:
             found.say(rest)
         elif rest and not self._region.text(rest):
             self._give_back(found)
 
-    def _next(self, position: int) -> re.Match[str] | None:
-        """Return the next tag that may matter."""
-        return (_FIRST if self._region is None else _TAG).search(self._text, position)
+    def _pattern(self) -> regex.Pattern[str]:
+        """Return the pattern of the tags that may matter."""
+        return self._opens if self._region is None else self._tags
 
-    def _held(self) -> int:
-        """Return the number of last characters that may begin a tag."""
+    def _first_held(self, position: int) -> int:
+        """Return the begin of the text that may become a tag; the end of the text if there is none."""
+        place = self._text.find("<", max(position, len(self._text) - _LONGEST_TAG))
+        while place >= 0:
+            tag = self._pattern().match(self._text, place, partial=True)
+            if tag is not None:
+                return place
+            place = self._text.find("<", place + 1)
+        return len(self._text)
+
+    def _take(self, tag: regex.Match[str], before: str, found: CallParts) -> None:
+        """Read a tag and the text before it."""
+        kind = next(name for name in ("opens", "parameter", "value_end", "closes") if tag.groupdict().get(name))
         if self._region is None:
-            return num_held(self._text, [_OPEN])
-        begin = self._text.rfind("<", max(0, len(self._text) - _LONGEST_TAG))
-        tail = self._text[begin:] if begin >= 0 else ""
-        is_open = (
-            ">" not in tail
-            and "\n" not in tail
-            and any(tail.startswith(one) or one.startswith(tail) for one in _BEGINNINGS)
-        )
-        return len(tail) if tail and is_open else 0
-
-    def _begin(self, tag: str) -> None:
-        self._region = _Region(self._parameters, self._quotes)
-        self._region.raw.append(tag)
-
-    def _take(self, tag: re.Match[str], before: str, found: CallParts) -> None:
-        """Read text and a tag of the open call."""
-        region = self._region
-        assert region is not None
-        if (before and not region.text(before)) or not region.tag(tag):
+            found.say(before)
+        elif self._region.text(before) and self._region.tag(kind, tag[0], tag["key"]):
+            if self._region.is_complete:
+                self._calls.whole(self._region.name, self._arguments(self._region), found)
+                self._region = None
+            return
+        else:
             self._give_back(found)
-            # Unreadable text may begin another call.
-            if tag[0] == _OPEN:
-                self._begin(tag[0])
-            else:
-                found.say(tag[0])
-        elif region.is_complete:
-            self._calls.whole(region.name, region.arguments(), found)
-            self._region = None
+        # Unreadable text may begin another call.
+        if kind == "opens" and tag["function"] in self._parameters:
+            self._region = _Region(tag["function"], tag[0], self._quotes)
+        else:
+            found.say(tag[0])
+
+    def _arguments(self, region: _Region) -> str:
+        """Return a call's arguments as JSON."""
+        schema = self._parameters[region.name]
+        texts = {
+            key: "".join(pieces).removeprefix(self._padding).removesuffix(self._padding)
+            for key, pieces in region.values.items()
+        }
+        return json.dumps({key: as_value(text, key, schema) for key, text in texts.items()})
 
     def _give_back(self, found: CallParts) -> None:
         """Report the open call as text."""

@@ -60,6 +60,19 @@ def qwen3_coder(calls: list[Call]) -> str:
     return "\n".join(spell(*call) for call in calls)
 
 
+def glm(calls: list[Call]) -> str:
+    def spell(name: str, arguments: dict[str, Any]) -> str:
+        texts = {key: value if isinstance(value, str) else dumps(value) for key, value in arguments.items()}
+        values = (f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items())
+        return f"<tool_call>{name}\n{''.join(values)}</tool_call>"
+
+    return "\n".join(spell(*call) for call in calls)
+
+
+def tool_call_list(calls: list[Call]) -> str:
+    return "<|tool_call|>" + dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
 def deepseek_v3(calls: list[Call]) -> str:
     spelled = (f"{BEGIN}function{SEPARATOR}{name}\n```json\n{dumps(values)}\n```{END}" for name, values in calls)
     return CALLS_BEGIN + "\n".join(spelled) + CALLS_END
@@ -87,7 +100,9 @@ SPELL: dict[str, Callable[[list[Call]], str]] = {
         llama3_json,
         mistral,
         mistral_v11,
+        tool_call_list,
         qwen3_coder,
+        glm,
         deepseek_v3,
         deepseek_v31,
         harmony,

@@ -17,7 +17,7 @@ from server.text.call_formats import CallFormat
 from server.text.call_pieces import Piece
 from server.text.structured import Structure
 from server.text.tool_calls import ToolCalls
-from server.text.tools import HERMES, ToolUse, format_of
+from server.text.tools import ToolUse
 from tests.server.call_spellings import BEGIN, CALLS_END, END, RESPONSE_TEMPLATE, SEPARATOR, SPELL, Call
 
 PARAMETERS = {
@@ -29,11 +29,19 @@ PARIS: Call = ("weather", {"city": 'Par }"]< is', "days": 3})
 BOTH: list[Call] = [PARIS, ("add", {})]
 BEFORE = {form: "" if form == "llama3_json" else "Let me see." for form in SPELL}
 """Text before the calls, in formats that have some."""
-STREAMED = [form for form in SPELL if form not in ("qwen3_coder", "response_template")]
+TAGGED = ("qwen3_coder", "glm")
+"""Formats whose values are plain text between tags."""
+AMBIGUOUS = {
+    "qwen3_coder": r"</parameter>\s*(</function>|<parameter=|\Z)",
+    "glm": r"</arg_value>\s*(</tool_call>|<arg_key>|\Z)|</tool_call>",
+}
+"""Text that ends a value although it is quoted."""
+STREAMED = [form for form in SPELL if form not in (*TAGGED, "response_template")]
 """Formats whose calls are passed on as the model writes them."""
 MARKS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<function=add>", "</function>", "<parameter=x>",
-    "</parameter>", BEGIN, SEPARATOR, END, CALLS_END, "\n```", "</call>", "<call name=add>", "<think>", "; ",
+    "</parameter>", "<arg_key>x</arg_key>", "<arg_value>", "<|tool_call|>", BEGIN, SEPARATOR, END, CALLS_END, "\n```",
+    "</call>", "<call name=add>", "<think>", "; ",
     "{", "}", "[", "]", '"', "\\", "\n", "<", ">", "/",
 )  # fmt: skip
 LISTING = """def read(text):
@@ -104,12 +112,14 @@ def test_a_call_that_quotes_a_whole_answer_of_its_format_is_one_call(form: str) 
         assert read(form, pieces) == ("", [call, PARIS])
 
 
-def test_a_quoted_beginning_of_a_call_does_not_hide_the_calls_behind_it() -> None:
-    """Only the answer's end shows it, in the one format whose strings have no end mark."""
-    calls: list[Call] = [("add", {"code": "It begins <tool_call>\n<function=add>\n so"}), PARIS]
-    answer = SPELL["qwen3_coder"](calls)
+@pytest.mark.parametrize("form", TAGGED)
+def test_a_quoted_beginning_of_a_call_does_not_hide_the_calls_behind_it(form: str) -> None:
+    """Only the answer's end shows it, in the formats whose strings have no end mark."""
+    opening = SPELL[form]([("add", {})]).partition("</")[0]
+    calls: list[Call] = [("add", {"code": f"It begins {opening} so"}), PARIS]
+    answer = SPELL[form](calls)
     for pieces in every_cut(answer):
-        assert read("qwen3_coder", pieces) == ("", calls)
+        assert read(form, pieces) == ("", calls)
 
 
 def test_every_format_is_tested() -> None:
@@ -121,9 +131,9 @@ def test_every_format_is_tested() -> None:
 @given(data=st.data())
 def test_any_text_in_arguments_is_no_mark(form: str, data: st.DataObject) -> None:
     quoted = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=8).map("".join)
-    if form == "qwen3_coder":
+    if form in TAGGED:
         # The end of a parameter directly before what may follow it is where a value ends.
-        quoted = quoted.filter(lambda text: not re.search(r"</parameter>\s*(</function>|<parameter=|\Z)", text))
+        quoted = quoted.filter(lambda text: not re.search(AMBIGUOUS[form], text))
         quoted = quoted.map(lambda text: text.replace("\r", ""))
     calls: list[Call] = [("weather", {"city": data.draw(quoted), "days": 3}), ("add", {"code": data.draw(quoted)})]
     answer = SPELL[form](calls)
@@ -176,7 +186,7 @@ def test_text_may_stand_behind_calls(form: str) -> None:
 def test_a_call_that_is_cut(form: str) -> None:
     """It has the arguments so far if they are passed on as they come, and is text if not; it is not complete."""
     answer = SPELL[form]([PARIS])
-    end = len(answer) - len(answer.partition('< is", "days": 3')[2]) if form != "qwen3_coder" else len(answer) - 13
+    end = len(answer) - len(answer.partition('< is", "days": 3')[2]) if form not in TAGGED else len(answer) - 13
     for length in range(answer.index("weather") + 7, end):
         text, reader = pieces_of(form, list(answer[:length]))
         assert not reader.are_complete
@@ -242,23 +252,6 @@ def test_reading_takes_a_step_for_each_character(form: str, monkeypatch: pytest.
     reader.feed("", True)
     assert json.loads(reader.calls[0].arguments) == {"code": code}
     assert longest < 1000
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("[TOOL_CALLS] {{ calls }}", "mistral"),
-        ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_v11"),
-        ("<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>", "qwen3_coder"),
-        (BEGIN + "{{ type }}" + SEPARATOR + "{{ name }}\n```json\n", "deepseek_v3"),
-        (BEGIN + "{{ name }}" + SEPARATOR, "deepseek_v31"),
-        ("<tool_call>{{ call }}</tool_call>", HERMES),
-        ("{{ messages }}", None),
-    ],
-)
-def test_the_format_is_seen_in_the_template(template: str, form: str | None) -> None:
-    assert format_of("auto", template, None) == form
-    assert format_of("llama3_json", template, None) == "llama3_json"
 
 
 @pytest.mark.parametrize("form", [form for form in SPELL if form not in ("hermes", "llama3_json")])

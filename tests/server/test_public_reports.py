@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from server.text.call_formats import HERMES
 from server.text.tool_calls import ToolCalls
-from server.text.tools import HERMES, ToolUse
+from server.text.tools import ToolUse
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import open_stream, texts
 from tests.server.test_edited_logits import SHAPES

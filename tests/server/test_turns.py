@@ -27,6 +27,9 @@ FORM_OF = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_v31": "deepseek_v31",
     "response_template": "response_template",
+    "families/glm4": "glm",
+    "families/glm47": "glm",
+    "families/deepseek_r1_distill": "deepseek_v3",
 }
 """Formats by template."""
 QUESTION = "How is it there?"
@@ -124,6 +127,30 @@ def test_what_a_template_does_not_show_is_refused_by_name(models: TinyModels, te
         prompt_of(tokenizer, "hermes", called(None, [(PARIS[0], json.dumps(PARIS[1]))]))
     assert caught.value.param == refused
     assert "does not show it" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_calls_that_are_shown_without_content_alone_go_back(models: TinyModels, content: str | None) -> None:
+    """DeepSeek-R1-Distill; the text is at its original position, before the calls."""
+    template = "families/deepseek_r1_distill"
+    tokenizer = Tokenizer(str(models.target), (TEMPLATES / f"{template}.jinja").read_text())
+    prompt = prompt_of(tokenizer, template, called(content, [(PARIS[0], json.dumps(PARIS[1]))]))
+    assert prompt.startswith(f"<｜Assistant｜>{content or ''}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function")
+    assert said(template, prompt)[1] == [PARIS]
+    assert prompt.endswith("<｜tool▁output▁begin｜>result 0<｜tool▁output▁end｜><｜tool▁outputs▁end｜>")
+
+
+def test_a_system_prompt_that_is_refused_is_said_by_the_user(models: TinyModels) -> None:
+    """Gemma 1 and 2; several prompts, and several texts of the user in a row."""
+    tokenizer = Tokenizer(str(models.target), (TEMPLATES / "families" / "gemma2.jinja").read_text())
+    turns = [("system", "Be brief."), ("user", "Hello."), ("assistant", "Hi."), ("user", "A"), ("user", "B")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert tokenizer.render_chat(messages).endswith(
+        "<start_of_turn>user\nHello.<end_of_turn>\n<start_of_turn>model\nHi.<end_of_turn>\n"
+        "<start_of_turn>user\nA\n\nBe brief.\n\nB<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(RequestError, match="refuses these messages: System role not supported"):
+        tokenizer.render_chat([messages[0], messages[2]])
 
 
 # What templates of Mistral, Gemma and newer Qwen models demand.

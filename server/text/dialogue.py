@@ -1,0 +1,135 @@
+"""Finds out at start how the chat template writes the model's calls and thoughts: renders some and reads them back.
+
+The format of calls is the one that reads them back, whatever words the template has. Not for: reading answers
+(`tool_calls.py`, `reasoning.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from engine.api import ConfigError, RequestError
+from server.openai.fields import Function, Tool
+from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat
+from server.text.reasoning import Reasoning, Thought, is_open, thinks
+from server.text.shipped_templates import advice_for
+from server.text.tokenizer import Tokenizer
+from server.text.tool_calls import ToolCalls
+from server.text.tools import ToolUse
+
+_NAME = "polydraft_probe"
+_ARGUMENTS = {"text": 'It is "so".', "count": 3}
+_SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}, "count": {"type": "integer"}}}
+_TOOL = Tool(type="function", function=Function(name=_NAME, description="Probe.", parameters=_SCHEMA))
+_CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+_ANSWER, _THOUGHT = "Polydraft-answer", "Polydraft-thought"
+_USER = {"role": "user", "content": "Hello"}
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """How the model's part of a conversation is written."""
+
+    call_format: str | None
+    """Format of calls; None if it is not known."""
+    tools_refusal: str = ""
+    """Reason why requests with tools are refused, and the way out; "" if they are served."""
+    warnings: tuple[str, ...] = ()
+    """Lines for the log about what is not separated from text."""
+
+
+def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -> Dialogue:
+    """Return how the tokenizer's chat template writes the model's part.
+
+    call_parser, reasoning_parser: the settings of these names. Raises ConfigError for a format of calls that the
+    tokenizer does not describe.
+    """
+    if call_parser == RESPONSE_TEMPLATE and not _describes_calls(tokenizer):
+        raise ConfigError(f"--tool-call-parser {call_parser}: the tokenizer has no response_template for calls")
+    if not tokenizer.chat_template:
+        return Dialogue(None, "", ("the model has no chat template, so chats are refused; see --chat-template",))
+    call_format = None if call_parser == "auto" else call_parser
+    if _rendered(tokenizer, None) is None:
+        return Dialogue(call_format, "this model's chat template fails or refuses a question; see --chat-template")
+    shows_tools = _shows_tools(tokenizer)
+    call = _call(tokenizer, shows_tools)
+    found = None if call is None else next(_readers_of(tokenizer, call), None)
+    warnings = []
+    if reasoning_parser != "none" and not _reads_thoughts(tokenizer, reasoning_parser):
+        warnings.append("the chat template shows thoughts in a format that is not read; they are a part of the answers")
+    call_format = call_format or found
+    if call is not None and call_parser not in ("auto", *_readers_of(tokenizer, call)):
+        hint = "" if found is None else f"; {found} reads them"
+        warnings.append(f"--tool-call-parser {call_parser} does not read the calls that the chat template shows{hint}")
+    if not shows_tools:
+        why = "this model's chat template has no place for tools"
+    elif call_format is not None:
+        return Dialogue(call_format, "", tuple(warnings))
+    elif call is None:
+        why = "this model's chat template does not show calls, so their format is not known"
+    else:
+        why = "this server does not read calls in the format of this model's chat template"
+        warnings.append("the chat template shows calls in a format that is not read; requests with tools are refused")
+    return Dialogue(call_format, f"{why}; {advice_for(tokenizer, shows_tools)}", tuple(warnings))
+
+
+def _describes_calls(tokenizer: Tokenizer) -> bool:
+    template = tokenizer.response_template
+    return template is not None and "tool_calls" in template.get("fields", {})
+
+
+def _rendered(tokenizer: Tokenizer, answer: dict[str, Any] | None, shows_tools: bool = False) -> str | None:
+    """Return the prompt of a question and an answer, or of a question alone; None if the template refuses it."""
+    messages = [_USER] if answer is None else [_USER, {"role": "assistant", "content": "", **answer}]
+    tools = [_TOOL.model_dump(exclude_none=True)] if shows_tools else []
+    try:
+        return tokenizer.render_chat(messages, add_generation_prompt=answer is None, tools=tools)
+    except RequestError:
+        return None
+
+
+def _shows_tools(tokenizer: Tokenizer) -> bool:
+    return _rendered(tokenizer, None, shows_tools=True) is not None
+
+
+def _call(tokenizer: Tokenizer, shows_tools: bool) -> str | None:
+    """Return a call as the template shows it, with the text after it; None if it does not show calls."""
+    shown = _rendered(tokenizer, {"tool_calls": [_CALL]}, shows_tools)
+    plain = _rendered(tokenizer, {"content": _ANSWER}, shows_tools)
+    if shown is None or plain is None:
+        return None
+    return _beyond(shown, plain)
+
+
+def _beyond(text: str, other: str) -> str:
+    """Return the part of a text from the first character on in which it differs from another."""
+    same = next((place for place, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), len(other))
+    return text[same:]
+
+
+def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
+    """Yield the formats that read a call back."""
+    described = [RESPONSE_TEMPLATE] if _describes_calls(tokenizer) else []
+    named = [name for name in get_args(CallFormat) if name != RESPONSE_TEMPLATE]
+    for name in [*described, *named]:
+        reader = ToolCalls(ToolUse((_TOOL,), name, parallel=True, forced=False), tokenizer.response_template)
+        reader.feed(call, True)
+        if [(one.name, json.loads(one.arguments)) for one in reader.calls if reader.are_complete] == [
+            (_NAME, _ARGUMENTS)
+        ]:
+            yield name
+
+
+def _reads_thoughts(tokenizer: Tokenizer, setting: str) -> bool:
+    """Return whether the thoughts that the template shows, if any, are separated from the answer."""
+    prompt = _rendered(tokenizer, None)
+    text = _rendered(tokenizer, {"content": _ANSWER, "reasoning_content": _THOUGHT})
+    if prompt is None or text is None or _THOUGHT not in text:
+        return True
+    if not thinks(setting, tokenizer.chat_template):
+        return False
+    parts = Reasoning(is_open(prompt)).feed(_beyond(text, prompt), True)
+    return any(isinstance(part, Thought) and part.text == _THOUGHT for part in parts)
