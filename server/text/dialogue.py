@@ -31,7 +31,7 @@ _USER = {"role": "user", "content": "Hello"}
 
 @dataclass(frozen=True)
 class Dialogue:
-    """How the model's part of a conversation is written."""
+    """Format of the model's part of a conversation."""
 
     call_format: str | None
     """Format of calls; None if it is not known."""

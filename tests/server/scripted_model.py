@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 
 from server.text.text_bounds import byte_characters
-from tests.server.tiny_models import EOS, VOCAB_SIZE, llama_config, write_folder
+from tests.server.tiny_models import llama_config, write_folder
 
 POSITIONS = 1 << 17
 _TEMPLATE = Path(__file__).parent / "templates" / "hermes.jinja"
 _PIECE = 16
 """Characters."""
 _HEAD = 64
+CUT = "\x1f"
+"""Ends a piece of a script. A script for a grammar has only the text that the grammar leaves free, in pieces."""
 _BYTE_LETTERS = {byte: letter for letter, byte in byte_characters().items()}
 
 
@@ -49,58 +51,62 @@ def write_scripted(folder: Path, scripts: Mapping[str, Sequence[str]], otherwise
     answers["<|otherwise|>"] = otherwise
     write_folder(folder, llama_config(1))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    write_answers(folder, tokenizer, byte_level, answers, VOCAB_SIZE, EOS)
+    write_answers(folder, tokenizer, byte_level, answers, "<|end|>")
     (folder / "chat_template.jinja").write_text(_template(scripts))
     return folder
 
 
 def write_answers(
-    folder: Path,
-    tokenizer: dict[str, Any],
-    spell: Callable[[str], str],
-    answers: Mapping[str, str],
-    size: int,
-    end: int,
-) -> None:
-    """Write config, weights and tokenizer of a model with these answers.
+    folder: Path, tokenizer: dict[str, Any], spell: Callable[[str], str], answers: Mapping[str, str], end: str
+) -> dict[str, int]:
+    """Write config, weights and tokenizer of a model with these answers; return its added tokens.
 
-    tokenizer: a tokenizer.json without the tokens of the scripts. spell: a text as its vocabulary writes it. answers:
-    by mark; of several marks in a prompt the last one counts. size: number of tokens before. end: token that ends.
+    tokenizer: a tokenizer.json without the tokens of the scripts; added tokens without a place in its vocabulary get
+    their ids behind it. spell: a text as the vocabulary writes it. answers: by mark; of several marks in a prompt the
+    last one counts. end: token that ends.
     """
     from safetensors.numpy import save_file
 
-    added = {one["content"]: int(one["id"]) for one in tokenizer["added_tokens"]}
-    marks = {mark: size + number for number, mark in enumerate(answers)}
-    paths, vocabulary, first = {}, tokenizer["model"]["vocab"], size
-    for mark, text in answers.items():
-        paths[marks[mark]] = path = []
-        for piece in _pieces(text, list(added)):
-            number = added.get(piece, vocabulary.get(spell(piece)))
-            if number is None:
-                number = vocabulary[spell(piece)] = size + len(marks)
-                size += 1
-            path.append(number)
-    size += len(marks)
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    tokenizer["added_tokens"] += [{"id": number, "content": mark, **plain} for mark, number in marks.items()]
-    # Added tokens that the vocabulary lacks would get other ids.
-    vocabulary |= {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
-    weights = _Weights(paths, first, size, end)
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["added_tokens"] += [added_token(mark) for mark in answers]
+    added = [one["content"] for one in tokenizer["added_tokens"]]
+    split = {mark: _pieces(text, added) for mark, text in answers.items()}
+    first = len(vocabulary)
+    for piece in (piece for pieces in split.values() for piece in pieces if piece not in added):
+        vocabulary.setdefault(spell(piece), len(vocabulary))
+    num_pieces = len(vocabulary) - first
+    size = len(vocabulary)
+    for token in tokenizer["added_tokens"]:
+        token["id"] = vocabulary.get(token["content"], size)
+        size += token["id"] == size
+    numbers = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
+    paths = {
+        numbers[mark]: [numbers.get(piece, vocabulary.get(spell(piece))) for piece in pieces]
+        for mark, pieces in split.items()
+    }
+    weights = _Weights(paths, range(first, first + num_pieces), size, numbers[end])
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = llama_config(1) | weights.config() | {"eos_token_id": end, "bos_token_id": None, "pad_token_id": None}
-    (folder / "config.json").write_text(json.dumps(config))
+    named = {"eos_token_id": numbers[end], "bos_token_id": None, "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(llama_config(1) | weights.config() | named))
     save_file(weights.arrays(), folder / "model.safetensors", metadata={"format": "pt"})
+    return numbers
+
+
+def added_token(token: str, special: bool = False) -> dict[str, Any]:
+    """An added token without an id."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"content": token, "special": special, **plain}
 
 
 def _pieces(text: str, added: Sequence[str]) -> list[str]:
-    """A text in added tokens and pieces of at most 16 characters."""
+    """A text in added tokens and pieces of at most 16 characters; a piece also ends at `CUT`."""
     pieces: list[str] = []
-    while text:
-        begins = {at: token for token in sorted(added, key=len) if (at := text.find(token)) >= 0}
-        begin = min(begins, default=len(text))
-        piece = text[: min(begin, _PIECE)] or begins[0]
-        pieces.append(piece)
-        text = text[len(piece) :]
+    for part in text.split(CUT):
+        while part:
+            begins = {at: token for token in sorted(added, key=len) if (at := part.find(token)) >= 0}
+            begin = min(begins, default=len(part))
+            pieces.append(part[: min(begin, _PIECE)] or begins[0])
+            part = part[len(pieces[-1]) :]
     return pieces
 
 
@@ -115,8 +121,8 @@ class _Transition:
 class _Weights:
     """Weights of the model with these paths, token ids by mark."""
 
-    def __init__(self, paths: Mapping[int, Sequence[int]], first: int, size: int, end: int) -> None:
-        """first: the first token that no prompt has. Tokens before it are no states."""
+    def __init__(self, paths: Mapping[int, Sequence[int]], pieces: range, size: int, end: int) -> None:
+        """pieces: tokens that no prompt has; no others but marks are states."""
         counts = Counter(token for path in paths.values() for token in path)
         self._size, self._end = size, end
         self._ranks = {mark: number for number, mark in enumerate(paths, start=1)}
@@ -125,7 +131,7 @@ class _Weights:
             state, token = mark, None
             for step, following in enumerate([*path, end]):
                 self._transitions.append(_Transition(state, token, following))
-                is_state = counts[following] == 1 and following >= first
+                is_state = counts[following] == 1 and following in pieces
                 if is_state:
                     self._ranks[following] = len(paths) + 1 + step
                 state, token = (following, None) if is_state else (state, following)
@@ -177,6 +183,9 @@ class _Weights:
         for one in self._transitions:
             if one.token is None:
                 head[one.following, self._state(one.state)] = 50 / both
+            # Within a text that a grammar forces the scripted token may be excluded; after it the script goes on.
+            elif one.following in self._states:
+                head[one.following, self._state(one.state)] = 35 / both
         for number, one in enumerate(self._pairs):
             gate[number, : self._others + 1] = -60 / both
             gate[number, self._tokens[one.token or 0]] += 40 / both

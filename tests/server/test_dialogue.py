@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.api import ConfigError, RequestError
@@ -11,6 +13,7 @@ from server.text.shipped_templates import SHIPPED
 from server.text.tokenizer import Tokenizer
 from server.text.tools import tool_use_of
 from tests.server.call_spellings import RESPONSE_TEMPLATE, TEMPLATES
+from tests.server.families import FAMILIES, write_family
 from tests.server.test_turns import FORM_OF
 from tests.server.tiny_models import TinyModels
 
@@ -125,3 +128,13 @@ def test_a_template_that_fails_is_reported_once(models: TinyModels, caplog: pyte
 def test_calls_of_shipped_templates_are_recognised(models: TinyModels, name: str) -> None:
     dialogue = found(models, SHIPPED[name].read_text())
     assert dialogue == Dialogue("deepseek_v3" if name == "deepseek-tools" else "hermes")
+
+
+def test_the_template_that_fits_is_named(tmp_path: Path) -> None:
+    """One answer has all that is to be done."""
+    for name, template in (("smollm2", "chatml-tools"), ("gemma3", "gemma-tools"), ("deepseek_v3", "deepseek-tools")):
+        (family,) = (one for one in FAMILIES if one.name == name)
+        tokenizer = Tokenizer(str(write_family(tmp_path / name, family)))
+        told = refused(dialogue_of(tokenizer, "auto", "auto"))
+        assert f"has no place for tools; start the server with --chat-template {template}" in told
+        assert "without --tool-call-parser" in told
