@@ -224,7 +224,7 @@ def _with_one_call_a_turn(messages: Messages) -> Messages:
             end += 1
         answers = messages[number + 1 : end]
         for first, call in enumerate(calls) if len(calls) > 1 else ():
-            said = message if first == 0 else {"role": message["role"], "content": message["content"] and ""}
+            said = message if first == 0 else {"role": message["role"], "content": ""}
             result += [{**said, "tool_calls": [call]}, *(one for one in answers if one["tool_call_id"] == call["id"])]
         known = {call["id"] for call in calls}
         result += [one for one in answers if one["tool_call_id"] not in known] if len(calls) > 1 else [message]

@@ -22,7 +22,7 @@ from tests.server.event_stream import open_stream
 from tests.server.families import FAMILIES, JSON_ANSWER, ONE, TWO, Call, Family, write_family
 
 IN_THE_GATE = [family for family in FAMILIES if family.name in ("qwen3", "smollm2_with_tools")]
-"""One with marks of its own, and one with a template that comes with the server."""
+"""One that thinks, and one with a template that comes with the server."""
 
 
 def schema_of(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -357,3 +357,16 @@ def test_marks_of_calls_are_no_place_for_anything_else() -> None:
     hidden = template(shows=lambda one: shown({key: one[key] for key in one if key != "name"}))
     assert refused(hidden, *nameless, marks=["!"]).param == "messages.1.name"
     assert rendered(calls_alone, *nameless, marks=["!"]).startswith("<user>Hi<assistant Ann>So.!")
+
+
+def test_calls_that_are_shown_without_content_alone_may_be_taken_apart() -> None:
+    """Each of the new turns has a content of None, too; the text is before the first call."""
+
+    def shows(one: Turn) -> str:
+        return shown(one) if one["content"] is None or "tool_calls" not in one else "<hidden>"
+
+    one_each = template(lambda messages: all(len(one.get("tool_calls", ())) < 2 for one in messages), shows)
+    ids = ("a" * 9, "b" * 9)
+    turns = [USER, called(*ids, content="So.", x=1), *(result(one) for one in ids)]
+    text = rendered(one_each, *turns, marks=["!"])
+    assert re.findall("(So[.])?!", text) == ["So.", ""]
