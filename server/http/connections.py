@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, waiting: Waiting, **options: Any) -> None:
         super().__init__(**options)
-        self.parser = _OfferParser(self)
+        self.parser: _OfferParser = _OfferParser(self)  # type: ignore[assignment]
         self._waiting = waiting
         self._deadline: asyncio.TimerHandle | None = None
         self._allowed_bytes = _MOST_HEAD_BYTES

@@ -14,8 +14,10 @@ from typing import Any, get_args
 from engine.api import ConfigError, RequestError
 from server.openai.fields import Function, Tool
 from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat
-from server.text.reasoning import Reasoning, Thought, is_open, thinks
+from server.text.harmony import HarmonyMessages
+from server.text.reasoning import Reasoning, Thought, is_open
 from server.text.shipped_templates import advice_for
+from server.text.thought_marks import thought_marks
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
@@ -129,7 +131,9 @@ def _reads_thoughts(tokenizer: Tokenizer, setting: str) -> bool:
     text = _rendered(tokenizer, {"content": _ANSWER, "reasoning_content": _THOUGHT})
     if prompt is None or text is None or _THOUGHT not in text:
         return True
-    if not thinks(setting, tokenizer.chat_template):
+    marks = thought_marks(setting, tokenizer.chat_template)
+    if marks is None:
         return False
-    parts = Reasoning(is_open(prompt)).feed(_beyond(text, prompt), True)
+    reader = HarmonyMessages(prompt) if marks.lead else Reasoning(is_open(prompt, marks), marks)
+    parts = reader.feed(_beyond(text, prompt), True)
     return any(isinstance(part, Thought) and part.text == _THOUGHT for part in parts)

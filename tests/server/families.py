@@ -49,8 +49,6 @@ class Family:
     """Largest number of calls in an answer."""
     options: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    later: Mapping[str, str] = field(default_factory=dict)
-    """Rows that fail, and why."""
 
     def __str__(self) -> str:
         return self.name
@@ -65,13 +63,10 @@ class Family:
 
     def documented(self) -> str:
         """The family's row in docs/models.md."""
-        is_read = "recognised" not in self.later
-        calls = f"`{self.calls}`" if self.calls and is_read else "refused"
+        calls = f"`{self.calls}`" if self.calls else "refused"
         calls += " by setting" if self.options else ""
-        calls += ", enforced" if not any(self.expected_refusal(row) for row in ("forced", "strict")) and is_read else ""
-        thoughts = (
-            {"none": "", "tags": "read", "opened": "read", "channel": "read"}[self.thoughts] if is_read else "not read"
-        )
+        calls += ", enforced" if not any(self.expected_refusal(row) for row in ("forced", "strict")) else ""
+        thoughts = "" if self.thoughts == "none" else "read"
         history = "refused" if "history" in self.refused else "shown"
         template = f"`{self.template}`" if self.template else ""
         return f"| {self.name.removesuffix('_with_tools')} | {template} | {calls} | {history} | {thoughts} |"
@@ -96,6 +91,8 @@ class Family:
         ends = "" if begins == "{" else "\n</tool_call>"
         either = CUT.join([begins, *(['"', "n"] if begins == "{" else []), "sum"])
         thinks_before = before_json if self.thoughts == "opened" else ""
+        # A forced call may come after thoughts, so a script says that it does not think.
+        calls = [begins] if self.thoughts == "tags" else []
         return {
             "«plain»": f"{thinks_before}It is fine in Zürich, 東京 😀.",
             "«thought»": f"{thought}Then that.",
@@ -105,8 +102,8 @@ class Family:
             "«call»": thinks_before + spell(ONE),
             # Another white space than elsewhere in the calls, so that it occurs once.
             "«two»": thinks_before + spell(TWO).replace("</tool_call>\n<tool_call>", "</tool_call>\n\n<tool_call>"),
-            "«forced»": thinks_before + CUT.join(["weather", 'Paris"', "12}}" + ends]),
-            "«named»": thinks_before + CUT.join(['Nice"', "55}}" + ends]),
+            "«forced»": thinks_before + CUT.join([*calls, "weather", 'Paris"', "12}}" + ends]),
+            "«named»": thinks_before + CUT.join([*calls, 'Nice"', "55}}" + ends]),
             "«strict»": thinks_before + CUT.join([begins, "rain", 'Lyon"', "41}}" + ends]),
             "«either»": thinks_before + CUT.join([either, 'Bern"', "77}}" + ends]),
             # DeepSeek's prompts open no thoughts after results.
@@ -158,14 +155,10 @@ _GEMMA = _marks("<bos> <start_of_turn>", "<b> </b> <h1> <table>")
 _WITHOUT_TOOLS = dict.fromkeys(("call", "two", "forced", "named", "strict", "schema_or_call"), NO_TOOLS)
 _WITHOUT_HISTORY = dict.fromkeys(("turn_2_null", "turn_2_empty", "turn_2_text", "history"), NOT_SHOWN)
 _ALTERNATES = dict.fromkeys(_WITHOUT_HISTORY, "refuses these messages")
-_FORCED = "grammars spell <tool_call> as text, which excludes the added token"
-_FORCED_ROWS = dict.fromkeys(("forced", "named", "strict", "schema_or_call"), _FORCED)
-_CHATS = ("plain", "system", "thought", "schema")
-_HARMONY = "channels are not read"
 
 FAMILIES = (
-    Family("qwen2_5", _QWEN, ("<|im_end|>", "<|endoftext|>"), "hermes", later=_FORCED_ROWS),
-    Family("qwen3", _QWEN | _THINK, ("<|im_end|>", "<|endoftext|>"), "hermes", thoughts="tags", later=_FORCED_ROWS),
+    Family("qwen2_5", _QWEN, ("<|im_end|>", "<|endoftext|>"), "hermes"),
+    Family("qwen3", _QWEN | _THINK, ("<|im_end|>", "<|endoftext|>"), "hermes", thoughts="tags"),
     Family("qwen3_coder", _QWEN, ("<|im_end|>", "<|endoftext|>"), "qwen3_coder"),
     Family(
         "llama3",
@@ -232,12 +225,11 @@ FAMILIES = (
     ),
     Family(
         "gpt_oss",
-        _marks("<|startoftext|> <|start|> <|channel|> <|message|> <|end|> <|constrain|>"),
+        _marks("<|startoftext|> <|start|> <|channel|> <|message|> <|end|> <|constrain|>", "analysis final assistant"),
         ("<|return|>", "<|call|>"),
         "harmony",
         thoughts="channel",
         most_calls=1,
-        later=dict.fromkeys((*_CHATS, *_WITHOUT_TOOLS, *_WITHOUT_HISTORY, "recognised"), _HARMONY),
     ),
     Family("smollm2", _marks(_CHATML), ("<|im_end|>",), None, refused=_WITHOUT_TOOLS | _WITHOUT_HISTORY),
     Family("smollm2_with_tools", _marks(_CHATML), ("<|im_end|>",), "hermes", "chatml-tools"),

@@ -26,6 +26,8 @@ _TEMPLATE = Path(__file__).parent / "templates" / "hermes.jinja"
 _PIECE = 16
 """Characters."""
 _HEAD = 64
+_OTHER = -1
+"""Stands for any token that no script has."""
 CUT = "\x1f"
 """Ends a piece of a script. A script for a grammar has only the text that the grammar leaves free, in pieces."""
 _BYTE_LETTERS = {byte: letter for letter, byte in byte_characters().items()}
@@ -135,14 +137,21 @@ class _Weights:
                 if is_state:
                     self._ranks[following] = len(paths) + 1 + step
                 state, token = (following, None) if is_state else (state, following)
-        self._pairs = [one for one in self._transitions if one.token is not None]
+        # After a text that a grammar has forced, the script goes on with its next state.
+        forced = [
+            _Transition(one.state, _OTHER, one.following)
+            for one in self._transitions
+            if one.token is not None and one.state not in paths and one.following in self._ranks
+        ]
+        self._pairs = [one for one in self._transitions if one.token is not None] + forced
         places = [(one.state, one.token) for one in self._transitions]
         twice = [place for place, count in Counter(places).items() if count > 1]
         assert not twice, f"(state, token) occur twice: {twice} of {dict(paths)}"
         self._states = {token: number for number, token in enumerate(self._ranks)}
-        self._tokens = {token: number for number, token in enumerate({*counts, *self._ranks})}
-        """Directions of tokens; all others share the next one."""
-        self._others = len(self._tokens)
+        known = {*counts, *self._ranks}
+        self._others = len(known)
+        self._tokens = {token: number for number, token in enumerate(known)} | {_OTHER: self._others}
+        """Directions of tokens; all that are not in scripts share the last one."""
         self._num_heads = -(-len(self._states) // _HEAD)
         used = self._others + 1 + len(self._states) + len(self._pairs)
         self._hidden = -(-used // 64) * 64
@@ -166,6 +175,8 @@ class _Weights:
         embedding = np.zeros((self._size, hidden), np.float32)
         embedding[:, self._others] = 1
         for token, number in self._tokens.items():
+            if token == _OTHER:
+                continue
             embedding[token] = np.eye(1, hidden, number, dtype=np.float32)
         query, key, value, output = (np.zeros(shape, np.float32) for shape in 3 * [(heads, hidden)] + [(hidden, heads)])
         unturned = _HEAD // 2 - 1
@@ -188,7 +199,8 @@ class _Weights:
                 head[one.following, self._state(one.state)] = 35 / both
         for number, one in enumerate(self._pairs):
             gate[number, : self._others + 1] = -60 / both
-            gate[number, self._tokens[one.token or 0]] += 40 / both
+            assert one.token is not None
+            gate[number, self._tokens[one.token]] += 40 / both
             gate[number, self._state(one.state)] += 40 / both
             up[number, : self._others + 1] = 1 / both
             direction = self._others + 1 + len(self._states) + number

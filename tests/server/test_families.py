@@ -147,18 +147,9 @@ def expected_thoughts(family: Family, row: str) -> str:
     return "Hm." if is_thought or (row == "schema" and family.thoughts != "none") else ""
 
 
-def expect_later(family: Family, row: str, request: pytest.FixtureRequest) -> None:
-    """Expect a row to fail if the table says so."""
-    if row in family.later:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=family.later[row]))
-
-
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_right_or_refused_by_name(
-    served: tuple[Family, Daemon], row: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_row_is_right_or_refused_by_name(served: tuple[Family, Daemon], row: str) -> None:
     family, daemon = served
-    expect_later(family, row, request)
     asked, (content, calls) = ROWS[row]
     calls = calls[: family.most_calls]
     body = {"model": MODEL, "max_tokens": 100, **asked}
@@ -182,9 +173,8 @@ def test_drafts_of_several_chains_are_accepted(served: tuple[Family, Daemon]) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_the_format_of_calls_is_recognised(family: Family, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_format_of_calls_is_recognised(family: Family, tmp_path: Path) -> None:
     """From the template alone, without a daemon; what is refused at requests is known at start."""
-    expect_later(family, "recognised", request)
     tokenizer = Tokenizer(str(write_family(tmp_path / family.name, family)), family.template_text())
     setting = family.options[1] if family.options else "auto"
     dialogue = dialogue_of(tokenizer, setting, "auto")

@@ -26,7 +26,7 @@ from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
 from tests.server.daemon_process import Daemon, Daemons
 from tests.server.event_stream import open_stream
-from tests.server.scripted_model import byte_level, write_answers
+from tests.server.scripted_model import added_token, byte_level, write_answers
 from tests.server.tiny_models import TOKENIZER, VOCAB_SIZE
 
 MODEL = "harmony"
@@ -114,13 +114,11 @@ def write_harmony(folder: Path) -> Path:
     """A scripted model with the marks of gpt-oss. Its channels are single tokens, and `<|end|>` ends no answer."""
     folder.mkdir()
     tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     words = [(mark, True) for mark in SPECIAL] + [(word, False) for word in ("analysis", "final", "assistant")]
-    tokenizer["added_tokens"] += [
-        {"id": VOCAB_SIZE + number, "content": word, "special": is_special, **plain}
-        for number, (word, is_special) in enumerate(words)
-    ]
-    write_answers(folder, tokenizer, byte_level, ANSWERS, VOCAB_SIZE + len(words), RETURN)
+    for number, (word, is_special) in enumerate(words):
+        tokenizer["model"]["vocab"][word] = VOCAB_SIZE + number
+        tokenizer["added_tokens"].append(added_token(word, is_special))
+    write_answers(folder, tokenizer, byte_level, ANSWERS, "<|return|>")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [RETURN, CALL]}))
     shutil.copy(Path(__file__).parent / "templates" / "harmony.jinja", folder / "chat_template.jinja")
     described = json.loads((TOKENIZER / "tokenizer_config.json").read_text()) | {"eos_token": "<|return|>"}
