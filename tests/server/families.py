@@ -91,8 +91,6 @@ class Family:
         ends = "" if begins == "{" else "\n</tool_call>"
         either = CUT.join([begins, *(['"', "n"] if begins == "{" else []), "sum"])
         thinks_before = before_json if self.thoughts == "opened" else ""
-        # A forced call may come after thoughts, so a script says that it does not think.
-        calls = [begins] if self.thoughts == "tags" else []
         return {
             "«plain»": f"{thinks_before}It is fine in Zürich, 東京 😀.",
             "«thought»": f"{thought}Then that.",
@@ -102,8 +100,9 @@ class Family:
             "«call»": thinks_before + spell(ONE),
             # Another white space than elsewhere in the calls, so that it occurs once.
             "«two»": thinks_before + spell(TWO).replace("</tool_call>\n<tool_call>", "</tool_call>\n\n<tool_call>"),
-            "«forced»": thinks_before + CUT.join([*calls, "weather", 'Paris"', "12}}" + ends]),
-            "«named»": thinks_before + CUT.join([*calls, 'Nice"', "55}}" + ends]),
+            # Another white space, so that each thought occurs once.
+            "«forced»": before_json.replace("Hm.", "Hm.\n") + CUT.join(["weather", 'Paris"', "12}}" + ends]),
+            "«named»": before_json.replace("Hm.", "\nHm.") + CUT.join(['Nice"', "55}}" + ends]),
             "«strict»": thinks_before + CUT.join([begins, "rain", 'Lyon"', "41}}" + ends]),
             "«either»": thinks_before + CUT.join([either, 'Bern"', "77}}" + ends]),
             # DeepSeek's prompts open no thoughts after results.

@@ -144,7 +144,8 @@ def expected_thoughts(family: Family, row: str) -> str:
     if row == "thought" and family.thoughts != "none":
         return "First this."
     is_thought = family.thoughts == "opened" and not row.startswith("turn_2") and row != "history"
-    return "Hm." if is_thought or (row == "schema" and family.thoughts != "none") else ""
+    is_bound = row in ("schema", "forced", "named")
+    return "Hm." if is_thought or (is_bound and family.thoughts != "none") else ""
 
 
 @pytest.mark.parametrize("row", ROWS)
