@@ -35,6 +35,7 @@ from engine.config import (
 )
 from engine.config_check import check_settings
 from engine.errors import (
+    GRAMMAR_UNAVAILABLE,
     SERVER_FAULTS,
     TEMPLATE_FAILED,
     ConfigError,

@@ -25,12 +25,14 @@ NOTHING_LEFT = "no_token_left"
 caller.
 """
 GRAMMAR_UNAVAILABLE = "grammar_unavailable"
-"""Error code of structured output that this machine cannot serve: its process was killed, cannot start or gets no CPU
-time, or the model has no tokenizer.json.
+"""Error code of structured output that this machine cannot serve now: its process was killed, cannot start or gets no
+CPU time. The client may try again.
 """
+NO_VOCABULARY = "no_vocabulary"
+"""Error code of structured output from a model without a tokenizer.json; the operator can correct it."""
 TEMPLATE_FAILED = "chat_template_failed"
 """Error code of a conversation on which the chat template fails; the operator can correct it."""
-SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END, GRAMMAR_UNAVAILABLE, TEMPLATE_FAILED})
+SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END, NO_VOCABULARY, GRAMMAR_UNAVAILABLE, TEMPLATE_FAILED})
 """Error codes of requests that no client can correct."""
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.errors import GRAMMAR_UNAVAILABLE
+from engine.errors import NO_VOCABULARY
 from engine.grammar.grammar_tokens import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:  # the engine imports this module for its messages; only the process needs the library
@@ -234,7 +234,7 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
         connection = Connection(number)
         connection.send_bytes(encode(Begun(os.getpid())))
         if isinstance(tokenizer, str):
-            connection.send_bytes(encode(GaveUp(tokenizer, GRAMMAR_UNAVAILABLE)))
+            connection.send_bytes(encode(GaveUp(tokenizer, NO_VOCABULARY)))
         else:
             # Steps have priority over grammars that are being read; a step that waits for masks leaves its core free.
             os.nice(_NICENESS)

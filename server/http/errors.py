@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.api import SERVER_FAULTS, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
+from engine.api import GRAMMAR_UNAVAILABLE, SERVER_FAULTS, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
 from server.http.current_call import this_call
 from server.openai.unsupported_fields import UNKNOWN, shown
 
@@ -64,6 +64,9 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
+        if error.code == GRAMMAR_UNAVAILABLE:
+            body = ErrorBody(str(error), "service_unavailable", code=error.code)
+            return ApiError(503, body, {"retry-after": "1"})
         if error.code in SERVER_FAULTS:
             return ApiError(500, ErrorBody(str(error), "server_error", code=error.code))
         return ApiError(400, ErrorBody(str(error), "invalid_request_error", error.param, error.code))

@@ -18,7 +18,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.config import GrammarConfig
-from engine.errors import GRAMMAR_UNAVAILABLE
+from engine.errors import NO_VOCABULARY
 from engine.grammar.grammar_process import (
     KILL,
     START,
@@ -225,7 +225,7 @@ def test_without_a_vocabulary_every_grammar_is_given_up(tmp_path: Path) -> None:
     for _ in range(2):
         child = served.begin()
         reason = "structured output needs the model's tokenizer.json; it cannot be read: there is none"
-        assert child.hear() == GaveUp(reason, GRAMMAR_UNAVAILABLE)
+        assert child.hear() == GaveUp(reason, NO_VOCABULARY)
         assert child.hear() == Ended(0)
     assert served.end() == 0
 

@@ -82,8 +82,9 @@ def test_a_grammar_that_fails_later_ends_its_request_alone(http: httpx.Client, s
                 asked = pool.submit(other.post, COMPLETIONS, json=endless)
                 wait_until(lambda: http_running(strict) == 2, "the request does not run")
                 kill_grammars(strict)
-                error = error_of(asked.result(), 500)
-        assert (error["type"], error["code"]) == ("server_error", "grammar_unavailable")
+                error = error_of(asked.result(), 503)
+                assert asked.result().headers["retry-after"] == "1"
+        assert (error["type"], error["code"]) == ("service_unavailable", "grammar_unavailable")
         assert "try again" in error["message"]
         assert neighbour.read()[-1]["choices"][0]["finish_reason"] == "length"
 
