@@ -37,6 +37,14 @@ def choice_of(http: httpx.Client, **more: Any) -> dict[str, Any]:
     return found
 
 
+def token_of(http: httpx.Client, text: str) -> int:
+    """The token with a text."""
+    (token,) = http.post("/tokenize", json={"model": MODEL, "prompt": text, "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    return int(token)
+
+
 def chat_of(http: httpx.Client, **more: Any) -> dict[str, Any]:
     """The body of a whole chat completion."""
     response = http.post(CHAT, json={**CONVERSATION, **more})
@@ -106,6 +114,41 @@ def test_the_end_token_ends_an_answer_that_has_other_stops(http: httpx.Client) -
     """ollama/ollama#4524: with a request's own stop strings the model's end no longer stopped it."""
     choice = choice_of(http, ignore_eos=False, stop=["\x00 never"], logit_bias={"2": 100}, temperature=0)
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
+def test_a_special_token_can_be_a_stop_string(http: httpx.Client) -> None:
+    """vllm-project/vllm#2123, LostRuins/koboldcpp#791: a stop string that is a special token was skipped and ran on."""
+    forced = {"logit_bias": {str(token_of(http, "<|user|>")): 100}, "temperature": 0, "stop": ["<|user|>"]}
+    choice = choice_of(http, **forced)
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "<|user|>")
+    assert texts(streamed(http, **forced))[0] == ""
+
+
+@pytest.mark.parametrize("shape", SPECULATIVE)
+def test_structured_output_may_contain_the_text_of_the_end(http: httpx.Client, shape: str) -> None:
+    """dottxt-ai/outlines#515: an end token was allowed inside of JSON."""
+    value = "a <|end|> b"
+    choice = choice_of(http, structured_outputs={"json": {"enum": [value]}}, ignore_eos=False, **SHAPES[shape])
+    assert (json.loads(choice["text"]), choice["finish_reason"]) == (value, "stop")
+
+
+def test_offsets_count_characters_of_several_tokens(http: httpx.Client) -> None:
+    """abetlen/llama-cpp-python#1037, vllm-project/vllm#19368: offsets drifted from the text after such characters."""
+    text = "é 東京 😀"
+    choice = choice_of(http, structured_outputs={"choice": [text]}, logprobs=2, ignore_eos=False)
+    assert choice["text"] == text
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    assert offsets == sorted(offsets)
+    assert max(offsets) <= len(text)
+    whole = [(at, token) for at, token in zip(offsets, tokens, strict=True) if not token.startswith("bytes:")]
+    assert all(text[at:].startswith(token) for at, token in whole if token != "<|end|>")
+
+
+def test_a_part_of_a_character_has_its_own_bytes(http: httpx.Client) -> None:
+    """ollama/ollama#13497: tokens with a part of a character had the bytes of U+FFFD."""
+    chat = chat_of(http, structured_outputs={"choice": ["😀"]}, logprobs=True, ignore_eos=False)
+    *tokens, _end = chat["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for token in tokens for byte in token["bytes"]).decode() == "😀"
 
 
 def test_the_end_token_is_called_stop(http: httpx.Client) -> None:
