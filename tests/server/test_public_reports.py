@@ -128,7 +128,9 @@ def test_a_special_token_can_be_a_stop_string(http: httpx.Client) -> None:
 def test_structured_output_may_contain_the_text_of_the_end(http: httpx.Client, shape: str) -> None:
     """dottxt-ai/outlines#515: an end token was allowed inside of JSON."""
     value = "a <|end|> b"
-    choice = choice_of(http, structured_outputs={"json": {"enum": [value]}}, ignore_eos=False, **SHAPES[shape])
+    choice = choice_of(
+        http, structured_outputs={"json": {"enum": [value]}}, ignore_eos=False, speculation=SHAPES[shape]
+    )
     assert (json.loads(choice["text"]), choice["finish_reason"]) == (value, "stop")
 
 
