@@ -315,8 +315,8 @@ def deaf(guarded: Daemon) -> Iterator[socket.socket]:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", guarded.port))
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}"
+        begin = "POST /v1/completions HTTP/1.1\r\nhost: localhost"
+        head = f"{begin}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         client.sendall(f"{head}\r\nx-request-id: deaf\r\n\r\n{body}".encode())
         yield client
 
