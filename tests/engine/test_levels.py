@@ -130,6 +130,12 @@ def test_one_call_gives_what_the_loop_gives(
     assert compared.num_equal == compared.num_taken
 
 
+def enter_another_chain(arrays: dict[str, Any]) -> None:
+    """Let a pass read the token of the next chain. If that chain has not drawn yet, it is token 0."""
+    arrays["tokens"].fill(0)
+    arrays.update(first_chains=np.minimum(arrays["first_chains"] + 1, arrays["tokens"].shape[1] - 1))
+
+
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "another chain's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 1)),
     "another level's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 0)),
@@ -140,9 +146,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "a token more": lambda a: a.update(top_ks=np.where(a["top_ks"] > 0, a["top_ks"] + 1, 0)),
     "the min_p of another node": lambda a: a.update(least_logs=np.roll(a["least_logs"], 1)),
     "no min_p": lambda a: a.update(least_logs=np.full_like(a["least_logs"], -np.inf)),
-    "the token of another chain enters": lambda a: a.update(
-        first_chains=np.minimum(a["first_chains"] + 1, a["tokens"].shape[1] - 1)
-    ),
+    "the token of another chain enters": enter_another_chain,
     "chains that share a node draw apart": lambda a: a.update(
         leaders=np.arange(a["tokens"].shape[1])[None].repeat(len(a["leaders"]), 0)
     ),
