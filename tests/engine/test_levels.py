@@ -130,12 +130,6 @@ def test_one_call_gives_what_the_loop_gives(
     assert compared.num_equal == compared.num_taken
 
 
-def enter_another_chain(arrays: dict[str, Any]) -> None:
-    """Let a pass read the token of the next chain. If that chain has not drawn yet, it is token 0."""
-    arrays["tokens"].fill(0)
-    arrays.update(first_chains=np.minimum(arrays["first_chains"] + 1, arrays["tokens"].shape[1] - 1))
-
-
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "another chain's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 1)),
     "another level's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 0)),
@@ -146,11 +140,6 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "a token more": lambda a: a.update(top_ks=np.where(a["top_ks"] > 0, a["top_ks"] + 1, 0)),
     "the min_p of another node": lambda a: a.update(least_logs=np.roll(a["least_logs"], 1)),
     "no min_p": lambda a: a.update(least_logs=np.full_like(a["least_logs"], -np.inf)),
-    "the token of another chain enters": enter_another_chain,
-    "chains that share a node draw apart": lambda a: a.update(
-        leaders=np.arange(a["tokens"].shape[1])[None].repeat(len(a["leaders"]), 0)
-    ),
-    "keys of another level": lambda a: a.update(seen=[seen - (place == 4) for place, seen in enumerate(a["seen"])]),
 }
 WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
     "the state of another node": lambda a: a.update(parents=a["parents"] * 0),
