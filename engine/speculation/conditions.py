@@ -91,8 +91,8 @@ _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 def drafters_of(draft: DraftFacts | None) -> dict[str, DraftFacts]:
     """Return the facts of all drafters of a server by name; draft: those of its draft model or head, if it has one."""
-    of_texts = {name: DRAFTER_FACTS[name] for name in (PROMPT_LOOKUP, PREDICTION)}
-    return of_texts if draft is None else {MODEL: draft, **of_texts}
+    text_drafters = {name: DRAFTER_FACTS[name] for name in (PROMPT_LOOKUP, PREDICTION)}
+    return text_drafters if draft is None else {MODEL: draft, **text_drafters}
 
 
 def unmet(rule: RuleFacts, drafts: DraftFacts) -> str | None:

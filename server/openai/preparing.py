@@ -186,20 +186,20 @@ def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
-    of_object = body.reasoning.effort if body.reasoning is not None else None
-    wanted_effort = body.reasoning_effort or of_object
+    object_effort = body.reasoning.effort if body.reasoning is not None else None
+    wanted_effort = body.reasoning_effort or object_effort
     variables = thinking_variables(wanted_effort, is_wanted)
     efforts = dict(server.thoughts.efforts) if server.thoughts else {}
     effort = wanted_effort or ("none" if is_wanted is False else "")
     if effort in efforts:
         variables["reasoning_effort"] = efforts[effort]
         asked = (name for name in ("reasoning_effort", "enable_thinking") if getattr(body, name) is not None)
-        otherwise = "thinking" if of_object is None else "reasoning.effort"
+        otherwise = "thinking" if object_effort is None else "reasoning.effort"
         why = f"this model always thinks, with low, medium or high effort; {efforts[effort]} is used"
         server.unknown_fields.ignore(next(asked, otherwise), why)
     if not variables or knows_thinking(server.tokenizer.chat_template):
         return variables
-    if of_object is not None:
+    if object_effort is not None:
         server.unknown_fields.ignore("reasoning.effort", "this model's chat template has no switch for thinking")
     for name in ("reasoning_effort", "enable_thinking", "thinking"):
         if getattr(body, name) is not None:
