@@ -82,8 +82,8 @@ def test_leaving_a_whole_answer_frees_its_blocks(daemon: Daemon, http: httpx.Cli
     """A call for a whole answer whose socket is closed stops running and gives its blocks back."""
     before = num_steps(http)
     body = json.dumps(LONG).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\n"
-    f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", daemon.port)) as connection:
         connection.sendall(head.encode() + body)
         wait_until(lambda: is_busy(http), "the call does not start")
