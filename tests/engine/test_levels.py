@@ -130,6 +130,24 @@ def test_one_call_gives_what_the_loop_gives(
     assert compared.num_equal == compared.num_taken
 
 
+def draw_for_next_chains(arrays: dict[str, Any]) -> None:
+    """Let each node draw the tokens of the chains after its own, but of no chain after the last."""
+    num_chains = arrays["tokens"].shape[1]
+    first_chains = np.minimum(arrays["first_chains"] + 1, num_chains - 1)
+    arrays.update(first_chains=first_chains, num_chains=np.minimum(arrays["num_chains"], num_chains - first_chains))
+
+
+def draw_apart(arrays: dict[str, Any]) -> None:
+    """Let chains through one node draw a token each."""
+    arrays.update(leaders=np.broadcast_to(np.arange(arrays["tokens"].shape[1]), arrays["leaders"].shape).copy())
+
+
+def hide_a_node(arrays: dict[str, Any]) -> None:
+    """Hide from each row the first of the nodes that it sees. It still sees the text."""
+    words, *others = arrays["seen"]
+    arrays.update(seen=(words & (words - 1), *others))
+
+
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "another chain's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 1)),
     "another level's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 0)),
@@ -140,6 +158,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "a token more": lambda a: a.update(top_ks=np.where(a["top_ks"] > 0, a["top_ks"] + 1, 0)),
     "the min_p of another node": lambda a: a.update(least_logs=np.roll(a["least_logs"], 1)),
     "no min_p": lambda a: a.update(least_logs=np.full_like(a["least_logs"], -np.inf)),
+    "tokens of the next chains": draw_for_next_chains,
+    "chains that share a node draw apart": draw_apart,
+    "a node that is not seen": hide_a_node,
 }
 WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
     "the state of another node": lambda a: a.update(parents=a["parents"] * 0),
@@ -158,7 +179,6 @@ def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, 
         named = dict(zip(names, arguments, strict=True))
         changed = named | levels.Draws(*named["draws"])._asdict()
         {**WRONG, **WRONG_OF_HEADS}[wrong](changed)
-        changed["seen"] = tuple(changed["seen"])
         draws = tuple(changed[name] for name in levels.Draws._fields)
         right(*(draws if name == "draws" else changed[name] for name in names))
 
