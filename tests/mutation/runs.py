@@ -1,12 +1,13 @@
 """Runs tests on mutants: a process that has imported torch and other libraries is forked for each.
 
 The child imports the project from a copy of the tree in which one file is changed. Lines that a test reaches are found
-once for each module (coverage). Numba's compiled kernels are cached in a folder for each mutant, without those that
-depend on the changed module, because Numba looks at the file of a kernel only, and not at those of the kernels in it.
+once for each module (coverage). A mutant of a compiled module starts with the compiled kernels of the right tree that
+do not depend on the module, and compiles the others.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import json
@@ -100,7 +101,7 @@ class Reached:
                 for context in contexts:
                     self.lines.setdefault(context, []).append(line)
         names = [name for name in sys.modules if name.partition(".")[0] not in (*PROJECT, *_NOT_IMPORTED_BEFORE)]
-        found = {"seconds": self.seconds, "lines": self.lines, "libraries": names}
+        found = {"seconds": self.seconds, "lines": self.lines, "libraries": names, "kernels": str(_kernel_folder())}
         REPORT.write_text(json.dumps(found))
 
 
@@ -156,6 +157,7 @@ class Runner:
     def __init__(self, module: Module) -> None:
         self.module, self.part = module, part_of(module.name) or {}
         self.is_compiled = bool(self.part.get("kernels"))
+        self.kernels: Path | None = None
         os.environ["NUMBA_CACHE_DIR"] = str(KERNELS / "right")
         self.wall_s = time.monotonic()
         status = _forked(self._reach, 3600) if self.part.get("tests") else 0
@@ -174,6 +176,8 @@ class Runner:
         # With these libraries at hand everything must still pass; else each mutant would seem to be noticed.
         if self._test([*self.seconds, *self.part.get("daemons", [])], 3600) != 0:
             raise SystemExit(f"the tests of {module.name} do not pass in a forked process: see {LOG}")
+        if self.is_compiled:
+            self.kernels = Path(report["kernels"])
 
     def _reach(self) -> int:
         reached = Reached(TREE / self.module.name)
@@ -200,7 +204,9 @@ class Runner:
             return NO_TESTS
         path = TREE / mutant.module.name
         limit_s = 30 + 4 * self.wall_s
-        os.environ["NUMBA_CACHE_DIR"] = str(self._kernels()) if self.is_compiled else str(KERNELS / "right")
+        if self.kernels:
+            shutil.rmtree(KERNELS / "mutant", ignore_errors=True)
+            os.environ["NUMBA_CACHE_DIR"] = str(KERNELS / "mutant")
         try:
             path.write_text(mutant.source)
             status = self._test(tests, limit_s)
@@ -214,19 +220,39 @@ class Runner:
         return {0: SURVIVED, 5: NO_TESTS}.get(status, KILLED)
 
     def _test(self, tests: list[str], limit_s: float) -> int | None:
-        return _forked(lambda: int(pytest.main(_arguments(self.part, tests))), limit_s)
+        return _forked(lambda: self._tested(tests), limit_s)
 
-    def _kernels(self) -> Path:
-        """A copy of the compiled kernels without the changed module's, and those that have them inside."""
-        stale, before = {Path(self.module.name).stem}, set[str]()
-        sources = {path.stem: path.read_text() for path in Path("engine").rglob("numba_*.py")}
-        while stale != before:
-            before = set(stale)
-            stale |= {stem for stem, text in sources.items() if any(f"{name} import" in text for name in before)}
-        copy = KERNELS / "mutant"
-        shutil.rmtree(copy, ignore_errors=True)
-        ignored = [f"{name}.*" for name in stale]
-        if (KERNELS / "right").exists():
-            shutil.copytree(KERNELS / "right", copy, ignore=shutil.ignore_patterns(*ignored))
-        copy.mkdir(parents=True, exist_ok=True)
-        return copy
+    def _tested(self, tests: list[str]) -> int:
+        """Exit status of some tests, in a forked process."""
+        if self.kernels:
+            stale = [f"{name}.*" for name in compiled_with(Path(self.module.name))]
+            shutil.copytree(self.kernels, _kernel_folder(), ignore=shutil.ignore_patterns(*stale), dirs_exist_ok=True)
+        return int(pytest.main(_arguments(self.part, tests)))
+
+
+def _kernel_folder() -> Path:
+    """Folder of the compiled kernels of this process's tree, below NUMBA_CACHE_DIR."""
+    from engine.kernels import cache_folder
+
+    folder = cache_folder()
+    assert folder is not None, "compiled kernels cannot be stored"
+    return folder
+
+
+def compiled_with(module: Path) -> set[str]:
+    """Names of the Numba modules whose compiled code may have code of a module inside, with its own name."""
+    imported = {path.stem: _imported_by(path) for path in Path("engine").rglob("numba_*.py")}
+    stale, before = {module.stem}, set[str]()
+    while stale != before:
+        before = set(stale)
+        stale |= {name for name, names in imported.items() if names & before}
+    return stale
+
+
+def _imported_by(path: Path) -> set[str]:
+    """Names of modules, or of what is in them, that a module imports."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {(node.module or "").rpartition(".")[2], *(alias.name for alias in node.names)}
+    return names

@@ -14,7 +14,7 @@ pytest.importorskip("mutmut", reason="make mutants brings it")
 
 from tests.mutation import table
 from tests.mutation.changes import HARMLESS, Module, is_of, statement_lines
-from tests.mutation.runs import PARTS, modules, part_of
+from tests.mutation.runs import PARTS, compiled_with, modules, part_of
 
 
 def test_every_part_names_modules_and_tests_that_exist() -> None:
@@ -52,6 +52,20 @@ def test_no_module_of_an_area_is_left_out(area: str) -> None:
     paths = [path for path in Path("engine", area).glob("*.py") if path.name != "__init__.py"]
     assert paths
     assert all(part_of(str(path)) for path in paths)
+
+
+def test_parts_of_numba_modules_are_compiled() -> None:
+    """Coverage sees no line of compiled code, so no test would seem to reach a mutant."""
+    numba_modules = [str(path) for path in modules() if path.name.startswith("numba_")]
+    assert numba_modules
+    assert [name for name in numba_modules if not (part_of(name) or {}).get("kernels")] == []
+
+
+def test_kernels_are_compiled_again_with_the_functions_in_them() -> None:
+    assert compiled_with(Path("engine/drafting/numba_levels.py")) == {"numba_levels"}
+    decoders = {"numba_decoder", "numba_levels"}
+    assert compiled_with(Path("engine/models/numba_decoder.py")) == decoders, "imported by a package's name"
+    assert compiled_with(Path("engine/models/numba_layer.py")) == {"numba_layer", "numba_head", *decoders}
 
 
 @pytest.mark.slow
