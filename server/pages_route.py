@@ -20,6 +20,8 @@ from server.state import Server
 from server.version import VERSION
 
 _OWN = Path(__file__).parent / "static"
+_LEZER = _OWN / "lezer"
+"""A parser of Markdown, as npm's packages ship it (MIT)."""
 _SWAGGER_UI = Path(fastapi_offline.__file__).parent / "static"
 """Swagger UI as its package ships it (Apache-2.0)."""
 _NO_MARKUP = "require-trusted-types-for 'script'; trusted-types 'none'"
@@ -92,6 +94,7 @@ def _add_files(app: FastAPI, path: str, folder: Path) -> None:
 def _add_live_page(app: FastAPI, server: Server) -> None:
     _add(app, "/dashboard", _Page("page.html", _NO_MARKUP).response)  # it contains no state of the server
     _add_files(app, "/dashboard/static", _OWN)
+    _add_files(app, "/dashboard/static/lezer", _LEZER)
 
     @app.get("/dashboard/state")
     async def dashboard_state() -> dict[str, Any]:

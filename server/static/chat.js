@@ -1,19 +1,25 @@
 // The conversation on the page: turns, the message that is written, and its settings.
 
+import {paint, style} from "./answer.js";
 import {Conversation} from "./conversation.js";
 import {byId, element, shown} from "./dom.js";
-import {countsOf, drafterOf, runsOf} from "./origin.js";
+import {countsOf} from "./origin.js";
 import {KeyRefused, stream} from "./server.js";
 import {drawStep} from "./tree.js";
 
 const SETTINGS = "polydraft-settings", LIST = byId("turns"), FORM = byId("ask");
 const conversation = new Conversation();
+/** Pause after a drawing of an answer that grows, in durations of the drawing. */
+const PAUSE_FACTOR = 4, LEAST_PAUSE_MS = 30;
+/** A bound that the server cuts to the room in the context: without one a plain text ends after 16 tokens. */
+const ROOM_LEFT = 2 ** 31 - 1;
 let stopper = null;
+let shownTurns = [];
 
 /** Show the stored conversation and listen; modelName(): what requests name; onKeyRefused(error). */
 export function startChat(modelName, onKeyRefused) {
   readSettings();
-  for (const turn of conversation.turns) LIST.append(new Turn(turn).box);
+  for (const turn of conversation.turns) add(new Turn(turn));
   showEmptiness();
   showEnd();
   FORM.addEventListener("submit", event => {
@@ -32,7 +38,16 @@ export function startChat(modelName, onKeyRefused) {
     stopper?.abort();
     conversation.clear();
     LIST.replaceChildren();
+    shownTurns = [];
     showEmptiness();
+  });
+  byId("markdown").addEventListener("change", () => {
+    for (const turn of shownTurns) turn.update(true);
+    saveSettings();
+  });
+  LIST.addEventListener("click", event => {
+    const button = event.target.closest(".copy-code");
+    if (button) copyFor(button, button.closest(".code").querySelector("code").textContent);
   });
   byId("show-drafts").addEventListener("change", event => {
     byId("chat").classList.toggle("with-drafts", event.target.checked);
@@ -42,6 +57,11 @@ export function startChat(modelName, onKeyRefused) {
     if (stopper) conversation.turns.at(-1).note = "interrupted by a reload";
     conversation.save();
   });
+}
+
+function add(turn) {
+  shownTurns.push(turn);
+  LIST.append(turn.box);
 }
 
 const isSendable = () => stopper === null && byId("message").value.trim() !== "";
@@ -55,11 +75,11 @@ function showEmptiness() {
 
 async function send(model, onKeyRefused) {
   stopper = new AbortController();
-  const answer = conversation.ask(byId("message").value);
+  const isChat = byId("kind").value === "chat";
+  const answer = conversation.ask(byId("message").value, isChat);
   const turns = conversation.turns.slice(-2).map(turn => new Turn(turn));
   const shownTurn = turns[1];
-  const isChat = byId("kind").value === "chat";
-  LIST.append(...turns.map(turn => turn.box));
+  turns.forEach(add);
   showEnd();
   LIST.setAttribute("aria-busy", "true");
   byId("message").value = byId("problem").textContent = "";
@@ -67,7 +87,7 @@ async function send(model, onKeyRefused) {
   try {
     for await (const chunk of stream(isChat ? "v1/chat/completions" : "v1/completions", bodyOf(model, isChat), stopper.signal)) {
       take(chunk, answer);
-      followEnd(() => shownTurn.update());
+      shownTurn.updateSoon();
     }
   } catch (error) {
     answer.note = error.name === "AbortError" ? "stopped" : error.message;
@@ -81,16 +101,21 @@ async function send(model, onKeyRefused) {
   showEmptiness();
 }
 
-/** Show the end of the last answer; the drawings of its steps follow below. */
-function showEnd() {
+/** Pixels that the list has to scroll to show the end of the last answer; the drawings of its steps follow below. */
+function pixelsToEnd() {
   const foot = byId("show-drafts").checked ? LIST.querySelector(".turn:last-child .foot") : null;
-  if (!foot) LIST.scrollTop = LIST.scrollHeight;
-  else LIST.scrollTop += foot.getBoundingClientRect().bottom - LIST.getBoundingClientRect().bottom + 8;
+  if (!foot) return LIST.scrollHeight - LIST.scrollTop - LIST.clientHeight;
+  const below = foot.getBoundingClientRect().bottom - LIST.getBoundingClientRect().bottom + 8;
+  return Math.max(below, -LIST.scrollTop);
+}
+
+function showEnd() {
+  LIST.scrollTop += pixelsToEnd();
 }
 
 /** Let the list grow; who was at its end sees what is new. */
 function followEnd(grow) {
-  const isAtEnd = LIST.scrollHeight - LIST.scrollTop - LIST.clientHeight < 60;
+  const isAtEnd = Math.abs(pixelsToEnd()) < 60;
   grow();
   if (isAtEnd) showEnd();
 }
@@ -101,6 +126,7 @@ function takeBack(turns, error) {
   const asked = conversation.takeBack();
   byId("message").value ||= asked;
   for (const turn of turns) turn.box.remove();
+  shownTurns = shownTurns.filter(turn => !turns.includes(turn));
   byId("problem").textContent = error.name === "AbortError" ? "" : error.message;
 }
 
@@ -110,6 +136,7 @@ function bodyOf(model, isChat) {
     speculation: {enabled: byId("speculate").checked, return_drafts: true},
   };
   if (byId("length").value) body.max_tokens = +byId("length").value;
+  else if (!isChat) body.max_tokens = ROOM_LEFT;
   if (byId("seed").value) body.seed = +byId("seed").value;
   if (byId("chains").value) body.speculation.num_drafts = +byId("chains").value;
   if (byId("depth").value) body.speculation.draft_length = +byId("depth").value;
@@ -134,14 +161,14 @@ class Turn {
     this.turn = turn;
     this.box = element("article", "turn " + (turn.role === "user" ? "user" : "assistant"));
     this.box.append(element("h3", "", turn.role === "user" ? "You" : "Model"));
-    this.text = element("p", "text");
+    this.text = element("div", "text");
     this.text.dir = "auto";
     if (turn.role === "user") {
       this.text.textContent = turn.text;
       this.box.append(this.text);
       return;
     }
-    this.thought = element("p", "text thought");
+    this.thought = element("div", "text thought");
     this.thought.dir = "auto";
     this.origins = element("p", "origins");
     this.summary = element("p", "summary");
@@ -149,38 +176,45 @@ class Turn {
     this.steps.tabIndex = 0;
     this.copy = element("button", "quiet", "Copy");
     this.copy.type = "button";
-    this.copy.addEventListener("click", () => this.copyText());
+    this.copy.addEventListener("click", () => copyFor(this.copy, this.turn.text));
     this.box.append(this.thought, this.text, this.origins, element("div", "foot", null, this.copy, this.summary), this.steps);
     this.numDrawn = 0;
+    this.timer = null;
+    this.pauseMs = LEAST_PAUSE_MS;
+    this.update(true);
     if (stopper === null) this.finish();
   }
 
-  /** Show what the answer has grown by. */
-  update() {
-    const {thought, text, steps} = this.turn;
-    const runs = steps.length ? runsOf(thought + text, steps) : [{text: thought + text, draft: null, step: -1}];
+  /** Show what the answer has grown by, after a pause that grows with what a drawing takes. */
+  updateSoon() {
+    this.timer ??= setTimeout(() => {
+      const began = performance.now();
+      followEnd(() => this.update(false));
+      this.pauseMs = Math.max(LEAST_PAUSE_MS, PAUSE_FACTOR * (performance.now() - began));
+      this.timer = null;
+    }, this.pauseMs);
+  }
+
+  /** Show what the answer has grown by; isWhole: draw all of it again. */
+  update(isWhole) {
+    if (this.turn.role === "user") return;
+    const {steps, isText} = this.turn;
     // Only beside drafted tokens does the colour of the target's own tokens say something.
     this.box.classList.toggle("has-drafts", steps.some(step => step.num_accepted > 0));
-    paint(this.thought, part(runs, 0, thought.length), steps);
-    paint(this.text, part(runs, thought.length, Infinity), steps);
+    paint(this, this.turn, byId("markdown").checked && !isText, isWhole);
     for (; this.numDrawn < steps.length; this.numDrawn++)
       this.steps.append(drawStep(this.numDrawn + 1, steps[this.numDrawn]));
   }
 
   /** Show the figures of the whole answer. */
   finish() {
-    this.update();
+    clearTimeout(this.timer);
+    this.update(true);
     const {metrics, note, steps, text, thought} = this.turn;
     const counts = countsOf(steps).filter(one => one.count);
     this.origins.replaceChildren(...counts.map(one => element("span", "origin " + style(one.draft), `${nameOf(one)}: ${one.count}`)));
     this.summary.textContent = [note || (text + thought ? "" : "empty answer"), ...figures(metrics)].filter(Boolean).join(" · ");
     this.copy.hidden = !text;
-  }
-
-  async copyText() {
-    await copied(this.turn.text);
-    this.copy.textContent = "Copied";
-    setTimeout(() => { this.copy.textContent = "Copy"; }, 1500);
   }
 }
 
@@ -206,31 +240,11 @@ export function introduce(model) {
   showEmptiness();
 }
 
-const style = draft => draft === null ? "" : draft === 0 ? "own" : "draft-" + Math.min(draft, 5);
-
-/** The part of the runs from one character to another. */
-function part(runs, from, to) {
-  let at = 0;
-  return runs.map(run => {
-    const begin = at;
-    at += run.text.length;
-    return {...run, text: run.text.slice(Math.max(0, from - begin), Math.max(0, to - begin))};
-  }).filter(run => run.text);
-}
-
-/** Replace the runs that changed since the last call; those before them stay. */
-function paint(box, runs, steps) {
-  const shownRuns = box.runs ?? [];
-  let same = 0;
-  while (same < runs.length && shownRuns[same]?.text === runs[same].text && shownRuns[same].draft === runs[same].draft) same++;
-  while (box.childNodes.length > same) box.lastChild.remove();
-  for (const run of runs.slice(same)) {
-    const span = element("span", style(run.draft), run.text);
-    if (run.draft !== null) span.title = `step ${run.step + 1}: ` + (run.draft
-      ? `accepted from draft ${run.draft} (${drafterOf(steps[run.step], run.draft)})` : "the target's own token");
-    box.append(span);
-  }
-  box.runs = runs;
+/** Put a text into the clipboard, and say so on the button. */
+async function copyFor(button, text) {
+  await copied(text);
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
 /** Put a text into the clipboard, also where the page is not served over TLS. */
@@ -244,7 +258,7 @@ async function copied(text) {
   area.remove();
 }
 
-const fields = () => [...FORM.querySelectorAll("[data-stored]"), byId("show-drafts")];
+const fields = () => [...FORM.querySelectorAll("[data-stored]"), byId("show-drafts"), byId("markdown")];
 
 function saveSettings() {
   const values = fields().map(field => [field.id, field.type === "checkbox" ? field.checked : field.value]);

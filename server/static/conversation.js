@@ -3,7 +3,7 @@
 const NAME = "polydraft-conversation";
 export const MOST_CHARACTERS = 1_000_000;
 
-/** Turns: {role, text, thought, steps, metrics, note}; the last three are of answers alone. */
+/** Turns: {role, text}, and of answers also {thought, steps, metrics, note, isText}; isText: a continued plain text. */
 export class Conversation {
   constructor() {
     this.turns = [];
@@ -15,9 +15,9 @@ export class Conversation {
     }
   }
 
-  /** Add a message of the user and the answer to come; the answer. */
-  ask(text) {
-    const answer = {role: "assistant", text: "", thought: "", steps: [], metrics: null, note: ""};
+  /** Add a message of the user and the answer to come; the answer. isChat: it answers, and does not go on with a text. */
+  ask(text, isChat = true) {
+    const answer = {role: "assistant", text: "", thought: "", steps: [], metrics: null, note: "", isText: !isChat};
     this.turns.push({role: "user", text}, answer);
     return answer;
   }

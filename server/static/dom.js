@@ -13,6 +13,19 @@ export function element(tag, name = "", text = null, ...children) {
   return made;
 }
 
+/** Make an element's children, from a number on, these nodes. Equal ones stay, and what is selected in them. */
+export function patch(shown, nodes, first = 0) {
+  nodes.forEach((node, i) => {
+    const old = shown.childNodes[first + i];
+    if (!old) shown.append(node);
+    else if (old.isEqualNode(node)) return;
+    else if (old.nodeType === Node.TEXT_NODE && node.data?.startsWith(old.data)) old.appendData(node.data.slice(old.length));
+    else if (old.cloneNode(false).isEqualNode(node.cloneNode(false)) && old.hasChildNodes()) patch(old, [...node.childNodes]);
+    else old.replaceWith(node);
+  });
+  while (shown.childNodes.length > first + nodes.length) shown.lastChild.remove();
+}
+
 /** An element of a drawing. */
 export function shape(tag, attributes = {}, text = null) {
   const made = document.createElementNS(SVG, tag);

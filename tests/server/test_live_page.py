@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
@@ -15,6 +15,33 @@ from tests.server.daemon_process import MODEL, Daemon
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+MARKDOWN = """# Title of *it*
+
+One **bold** word, `a < b`, a [link](https://example.org/a "t") and https://example.org/b.
+
+- first
+  - inner
+- [x] second
+
+3. three
+
+> quoted
+
+| left | right |
+| --- | ---: |
+| `x` | |
+
+```py
+if a < b:
+    print("<b>")
+```
+"""
+HOSTILE_MARKDOWN = [
+    "[a](javascript:alert(1)) [b](data:text/html,x) <javascript:alert(2)> [c](/docs) [d](vbscript:x) [e](//evil.org)",
+    "![i](https://evil.example/x.png) <img src=https://evil.example/y onerror=alert(3)> <a href='javascript:x'>z</a>",
+    "<script>\nalert(4)\n</script>\n\n<svg onload=alert(5)>\n\n<style>* { display: none }</style>",
+    "```<script>alert(6)</script>\n</code></pre><script>7</script>\n```\n\n| <b onclick=x>1</b> |\n|--|\n| &lt; |",
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +73,33 @@ def set_up(page: Page, **values: str) -> None:
     for name, value in values.items():
         page.fill(f"#{name}", value)
     page.click("#settings summary")
+
+
+class Link(NamedTuple):
+    """Address of a link."""
+
+    href: str
+    protocol: str
+
+
+def links_of(page: Page) -> list[Link]:
+    """The links of all turns."""
+    found = page.locator("#turns a").evaluate_all("links => links.map(link => [link.href, link.protocol])")
+    return [Link(*one) for one in found]
+
+
+def add_to_bodies(page: Page, **fields: Any) -> None:
+    """Add fields to the requests that the page sends."""
+
+    def changed(route: Route) -> None:
+        route.continue_(post_data=json.dumps(json.loads(route.request.post_data or "") | fields))
+
+    page.route("**/v1/**", changed)
+
+
+def let_answer(page: Page, text: str) -> None:
+    """Let the model answer with a text."""
+    add_to_bodies(page, structured_outputs={"choice": [text]})
 
 
 def send(page: Page, text: str) -> str:
@@ -128,13 +182,8 @@ def test_steps_in_reading_order_are_the_answer(browser: Browser, daemon: Daemon)
 
 def test_an_answer_of_markup_stays_text(browser: Browser, daemon: Daemon) -> None:
     """A model that writes scripts writes text, in the answer, in the drafts, and after a reload."""
-
-    def choose(route: Route) -> None:
-        body = json.loads(route.request.post_data or "") | {"structured_outputs": {"choice": [HOSTILE]}}
-        route.continue_(post_data=json.dumps(body))
-
     page, noted = opened(browser, daemon.url)
-    page.route("**/v1/chat/completions", choose)
+    let_answer(page, HOSTILE)
     page.check("#show-drafts")
     assert send(page, HOSTILE) == HOSTILE
     for _ in range(2):
@@ -142,6 +191,113 @@ def test_an_answer_of_markup_stays_text(browser: Browser, daemon: Daemon) -> Non
         assert page.locator(".assistant .text:not(.thought)").text_content() == HOSTILE
         assert page.locator("#turns script, #turns img").count() == 0
         page.reload()
+    assert noted == []
+    page.close()
+
+
+@pytest.mark.parametrize("text", HOSTILE_MARKDOWN)
+def test_markdown_runs_nothing_and_loads_nothing(browser: Browser, daemon: Daemon, text: str) -> None:
+    """Links lead to web pages alone; images, scripts and styles are never elements."""
+    page, noted = opened(browser, daemon.url)
+    let_answer(page, text)
+    send(page, "hello")
+    for _ in range(2):
+        assert page.locator("#turns :is(script, img, style, svg:not(.step svg), [onclick], [onload], b)").count() == 0
+        assert {link.protocol for link in links_of(page)} <= {"https:"}
+        page.reload()
+    page.uncheck("#markdown")
+    assert page.locator(".assistant .text:not(.thought)").text_content() == text
+    assert noted == []
+    page.close()
+
+
+def test_an_answer_is_shown_as_markdown(browser: Browser, daemon: Daemon) -> None:
+    """Each construct is an element, its letters keep their origins, and the switch shows the text as it was written."""
+    page, noted = opened(browser, daemon.url)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    let_answer(page, MARKDOWN)
+    send(page, "hello")
+    answer = page.locator(".assistant .text:not(.thought)")
+    for selector, text in {
+        "h1 em": "it",
+        "strong": "bold",
+        "p > code": "a < b",
+        "ul ul li": "inner",
+        "ul > li > span": "☑ second",
+        "ol[start='3'] li": "three",
+        "blockquote": "quoted",
+        "td.left code": "x",
+        "td.right": "",
+        "pre": 'if a < b:\n    print("<b>")',
+        ".code-bar > span": "py",
+    }.items():
+        assert (answer.locator(selector).first.text_content() or "").strip() == text, selector
+    assert [link.href for link in links_of(page)] == ["https://example.org/a", "https://example.org/b"]
+    origins = answer.locator("pre code > [class]").all_text_contents()
+    assert "".join(origins) == answer.locator("pre code").text_content()
+    answer.locator(".copy-code").click()
+    expect(answer.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == 'if a < b:\n    print("<b>")'
+    page.uncheck("#markdown")
+    assert answer.text_content() == MARKDOWN
+    page.reload()
+    assert answer.text_content() == MARKDOWN
+    page.select_option("#kind", "text", force=True)
+    assert send(page, "hello") == MARKDOWN
+    page.check("#markdown")
+    assert answer.first.locator("h1").count() == 1
+    assert answer.last.text_content() == MARKDOWN, "a plain text that was continued is no Markdown"
+    assert noted == []
+    page.close()
+
+
+SELECT_FIRST = """() => new MutationObserver(() => {
+  const items = document.querySelectorAll('.assistant li');
+  if (window.chosen || items.length < 2) return;
+  window.chosen = items[0];
+  window.numItems = items.length;
+  getSelection().selectAllChildren(items[0]);
+}).observe(document.getElementById('turns'), {childList: true, subtree: true, characterData: true})"""
+
+
+def test_a_selection_stays_while_the_answer_grows(browser: Browser, daemon: Daemon) -> None:
+    """Within the block that grows, and after the blocks that have followed it."""
+    page, noted = opened(browser, daemon.url)
+    let_answer(page, "".join(f"- item **{number}** of the list\n" for number in range(12)) + "\nend\n\nof it")
+    page.evaluate(SELECT_FIRST)
+    send(page, "hello")
+    assert page.evaluate("window.numItems") < 12, "the list was still growing"
+    assert page.locator(".assistant li").count() == 12
+    assert page.evaluate("window.chosen.isConnected")
+    assert page.evaluate("getSelection().toString()").strip() == "item 0 of the list"
+    assert noted == []
+    page.close()
+
+
+def test_a_finished_answer_stays_in_sight(browser: Browser, daemon: Daemon) -> None:
+    """With its figures, though its drawings follow below; without drafts its tokens have no colours."""
+    page, noted = opened(browser, daemon.url)
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda request: request.method == "POST" and bodies.append(json.loads(request.post_data or "")))
+    add_to_bodies(page, ignore_eos=True, max_tokens=130)
+    page.check("#show-drafts")
+    page.fill("#message", "hello")
+    page.press("#message", "Shift+Enter")
+    page.keyboard.type("you")
+    assert page.input_value("#message") == "hello\nyou"
+    for number in (1, 2):
+        send(page, "hello\nyou")
+        expect(page.locator(".step").last).not_to_be_in_viewport()
+        expect(page.locator(".summary").nth(number - 1)).to_be_in_viewport()
+        expect(page.locator(".has-drafts")).to_have_count(1)
+        page.click("#settings summary")
+        page.uncheck("#speculate")
+        page.click("#settings summary")
+    assert all("max_tokens" not in body for body in bodies), "an answer may use the room in the context"
+    assert bodies[1]["messages"][0]["content"] == "hello\nyou"
+    page.wait_for_timeout(1500)
+    expect(page.locator("#tile-rate")).not_to_have_text("0")
+    assert not page.is_visible("#demo-note"), "of another model"
     assert noted == []
     page.close()
 
@@ -156,6 +312,7 @@ def test_a_refused_message_can_be_sent_again(browser: Browser, daemon: Daemon) -
     assert page.input_value("#message") == "hello"
     assert page.locator(".turn").count() == 0
     set_up(page, chains="2", length="1800")
+    add_to_bodies(page, ignore_eos=True)
     page.press("#message", "Enter")
     expect(page.locator(".assistant .text [class]").first).to_be_visible()
     page.click("#stop")

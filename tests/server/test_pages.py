@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.server.conftest import PREFIX
 from tests.server.daemon_process import MODEL, ROOT
 
 STATIC = ROOT / "server" / "static"
+LEZER = STATIC / "lezer"
 CSS = (STATIC / "page.css").read_text()
 TYPES = {"js": "text/javascript", "css": "text/css"}
 # (text, ground) of everything that is read.
@@ -78,7 +80,22 @@ def assert_file(http: httpx.Client, source: str) -> None:
             assert_file(http, f"{source.rpartition('/')[0]}/{name}")
 
 
-@pytest.mark.parametrize("file", sorted(STATIC.iterdir()), ids=lambda file: file.name)
+def test_every_package_of_the_page_is_served_as_it_was_published(http: httpx.Client) -> None:
+    """Packages that modules import by name are in the page's map, which leads to the files of the listed versions."""
+    (text,) = re.findall(r'<script type="importmap"[^>]*>(.*?)</script>', http.get("/dashboard").text, re.S)
+    packages: dict[str, str] = json.loads(text)["imports"]
+    sums = dict(line.split()[::-1] for line in (LEZER / "SHA256SUMS").read_text().splitlines() if line[:1] != "#")
+    assert set(sums) == {file.name for file in LEZER.glob("*.js")}
+    scripts = [file.read_text() for file in (*STATIC.glob("*.js"), *LEZER.glob("*.js"))]
+    imported = {name for text in scripts for name in re.findall(r"from ['\"](\w*@[^'\"]+)['\"]", text)}
+    assert imported == set(packages)
+    for address in packages.values():
+        served = http.get(address.removeprefix("."))
+        assert served.headers["content-type"].startswith(TYPES["js"])
+        assert sha256(served.content).hexdigest() == sums[address.rpartition("/")[2]]
+
+
+@pytest.mark.parametrize("file", [*STATIC.glob("*.*")], ids=lambda file: file.name)
 def test_a_file_is_short_names_no_host_and_writes_no_markup(file: Path) -> None:
     text = file.read_text().replace("http://www.w3.org/2000/svg", "")
     assert len(text.splitlines()) < 400
