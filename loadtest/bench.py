@@ -22,6 +22,7 @@ from tqdm import tqdm
 from loadtest import environment as record
 from loadtest.arms import ADAPTIVE, AGAIN, OFF, parse
 from loadtest.client import RunResult, closed_loop, served_model, whole_text
+from loadtest.results import with_interval
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load, random_prompts
 
@@ -250,12 +251,12 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
         steps = sum(part["num_spec_steps"] for part in counted)
         emitted = [round(part["mean_acceptance_length"] * part["num_spec_steps"]) for part in counted]
         per_step = ratio_of_sums(emitted, [part["num_spec_steps"] for part in counted])
-        summary["mean_acceptance_length"] = per_step.ratio
-        summary["mean_acceptance_length_interval"] = [per_step.low, per_step.high]
+        summary |= with_interval("mean_acceptance_length", per_step)
         summary["nodes_per_pass"] = sum(part["num_draft_tokens"] for part in counted) / steps
         if all("num_passes" in part for part in counted):  # an earlier version has no such field
             num_tokens = [round(part["tokens_per_pass"] * part["num_passes"]) for part in counted]
-            summary["tokens_per_pass"] = ratio_of_sums(num_tokens, [part["num_passes"] for part in counted]).ratio
+            per_pass = ratio_of_sums(num_tokens, [part["num_passes"] for part in counted])
+            summary |= with_interval("tokens_per_pass", per_pass)
         reported = [part["speedup"] for part in counted if part["speedup"] is not None]
         summary["reported_speedup"] = statistics.median(reported) if reported else None
     return summary

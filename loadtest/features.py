@@ -22,7 +22,7 @@ from tqdm import tqdm
 from loadtest.bench import environment
 from loadtest.client import key_headers, served_model
 from loadtest.daemon import running_daemon
-from loadtest.results import add_output_argument, document, write
+from loadtest.results import add_output_argument, document, with_interval, write
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load
 
@@ -93,31 +93,31 @@ def seed_stable(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, 
     result = {}
     for rule in ("block", "bv_race"):
         for stable in (False, True):
-            emitted, steps = [], []
+            emitted, passes = [], []
             for seed, prompt in enumerate(tqdm(prompts, desc=f"{rule}, seed-stable {stable}")):
                 wish = {"temperature": 1, "max_tokens": max_tokens, "ignore_eos": True, "seed": seed}
                 answer = caller.call(prompt, **wish, seed_stable=stable, speculation={"rule": rule})
                 emitted.append(float(answer["usage"]["completion_tokens"]))
-                steps.append(float(answer["metrics"]["speculative_decoding"]["num_spec_steps"]))
-            result[f"{rule}, seed-stable" if stable else rule] = _tokens_per_pass(emitted, steps)
+                passes.append(_num_passes(answer))
+            result[f"{rule}, seed-stable" if stable else rule] = _tokens_per_pass(emitted, passes)
     return result
 
 
-def _tokens_per_pass(emitted: list[float], steps: list[float]) -> dict[str, Any]:
-    found = ratio_of_sums(emitted, steps)
-    return {"tokens_per_pass": found.ratio, "tokens_per_pass_interval": [found.low, found.high]}
+def _num_passes(answer: dict[str, Any]) -> float:
+    return float(answer["metrics"]["speculative_decoding"]["num_passes"])
+
+
+def _tokens_per_pass(emitted: list[float], passes: list[float]) -> dict[str, Any]:
+    return with_interval("tokens_per_pass", ratio_of_sums(emitted, passes))
 
 
 def _arm(answers: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
-    speculation = [answer["metrics"]["speculative_decoding"] for answer in answers]
     emitted = [float(answer["usage"]["completion_tokens"]) for answer in answers]
-    steps = [float(counted["num_spec_steps"]) for counted in speculation]
+    passes = [_num_passes(answer) for answer in answers]
     details = answers[0]["usage"]["completion_tokens_details"]
     return {
-        **_tokens_per_pass(emitted, steps),
-        "steps_ratio_to_none": median_of_ratios(
-            [c["metrics"]["speculative_decoding"]["num_spec_steps"] for c in base], steps
-        )._asdict(),
+        **_tokens_per_pass(emitted, passes),
+        "passes_ratio_to_none": median_of_ratios([_num_passes(answer) for answer in base], passes)._asdict(),
         "speed_ratio_to_none": median_of_ratios(
             [a["seconds"] for a in base], [a["seconds"] for a in answers]
         )._asdict(),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loadtest.report import prompts_of, temperature_of
+from loadtest.report import prompts_of, temperature_of, tokens_per_pass
 
 
 class Point(NamedTuple):
@@ -83,7 +83,7 @@ def panels_of(result: dict[str, Any]) -> list[tuple[str, str, str, Series]]:
         if len(cells) > 1 or len(by_prompts) == 1
     ]
     first_cells = [min(cells, key=lambda cell: int(cell["concurrency"])) for cells in by_prompts.values()]
-    chains = {prompts: tokens_per_pass(result, cell) for prompts, cell in zip(by_prompts, first_cells, strict=True)}
+    chains = {prompts: tokens_by_chains(result, cell) for prompts, cell in zip(by_prompts, first_cells, strict=True)}
     panels += [(prompts, "chains", "tokens per pass", series) for prompts, series in chains.items() if series]
     contexts = gain_by_context(result)
     if contexts:
@@ -101,15 +101,15 @@ def throughput(result: dict[str, Any], cells: list[dict[str, Any]]) -> Series:
     return lines
 
 
-def tokens_per_pass(result: dict[str, Any], cell: dict[str, Any]) -> Series:
+def tokens_by_chains(result: dict[str, Any], cell: dict[str, Any]) -> Series:
     """Return tokens per target pass by number of chains, one line per rule and length with several numbers."""
     lines: Series = {}
     for arm, shape in result["options"]["arms"].items():
         if "num_drafts" in shape:
             name = f"{shape['rule']}, {shape['draft_length']} tokens a chain"
-            length = cell["arms"][arm]["mean_acceptance_length"]
-            low, high = cell["arms"][arm].get("mean_acceptance_length_interval", (length, length))
-            lines.setdefault(name, []).append(Point(shape["num_drafts"], length, low, high))
+            tokens = tokens_per_pass(cell["arms"][arm])
+            if tokens is not None:
+                lines.setdefault(name, []).append(Point(shape["num_drafts"], *tokens))
     lengths = {name.split(", ")[1] for name, points in lines.items() if len(points) > 1}
     return {name: sorted(points) for name, points in lines.items() if name.split(", ")[1] in lengths}
 

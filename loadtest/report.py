@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loadtest.results import shown_ratio, table
+from loadtest.statistics import Ratio
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -24,9 +25,22 @@ def markdown(result: dict[str, Any]) -> str:
         for arm in arms:
             measured = cell["arms"][arm]
             row.append(shown_ratio(measured["ratio_to_off"]))
-            row.append(f"{measured['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in measured else "-")
+            tokens = tokens_per_pass(measured)
+            row.append("-" if tokens is None else f"{tokens.ratio:.2f}")
         rows.append(row)
     return table(head, rows)
+
+
+def tokens_per_pass(measured: dict[str, Any]) -> Ratio | None:
+    """Return an arm's tokens per target pass; None if it has no drafts.
+
+    Results of versions without that figure have the tokens of passes with drafts in its place.
+    """
+    name = "tokens_per_pass" if "tokens_per_pass" in measured else "mean_acceptance_length"
+    if name not in measured:
+        return None
+    ratio = measured[name]
+    return Ratio(ratio, *measured.get(f"{name}_interval", (ratio, ratio)))
 
 
 def prompts_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
@@ -48,10 +62,12 @@ def rules_markdown(result: dict[str, Any]) -> str:
         for arm, measured in cell["arms"].items():
             if "num_drafts" not in result["options"]["arms"][arm]:
                 continue
-            low, high = measured["mean_acceptance_length_interval"]
+            tokens = tokens_per_pass(measured)
+            if tokens is None:
+                continue
             num_drafts = result["options"]["arms"][arm]["num_drafts"]
-            tokens = f"{measured['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})"
-            row = [prompts_of(cell, result), cell["concurrency"], arm, num_drafts, tokens]
+            shown = f"{tokens.ratio:.2f} ({tokens.low:.2f}-{tokens.high:.2f})"
+            row = [prompts_of(cell, result), cell["concurrency"], arm, num_drafts, shown]
             rows.append([*row, f"{measured['nodes_per_pass']:.1f}", shown_ratio(measured["ratio_to_off"])])
     return table(head, rows)
 

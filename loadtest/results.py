@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.environment import environment
+from loadtest.statistics import Ratio
 
 
 def document(
@@ -39,6 +40,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def with_interval(name: str, found: Ratio) -> dict[str, Any]:
+    """Return a ratio and its interval as two fields."""
+    return {name: found.ratio, f"{name}_interval": [found.low, found.high]}
 
 
 def shown_ratio(found: Mapping[str, float]) -> str:

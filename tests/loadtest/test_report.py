@@ -120,6 +120,9 @@ def test_tables_have_a_row_per_cell() -> None:
     assert rules_markdown(result).splitlines()[-1] == (
         "| t | 2 | block | 1 | 3.25 (3.00-3.50) | 4.0 | 1.50x (1.40-1.60) |"
     )
+    measured |= {"tokens_per_pass": 2.5, "tokens_per_pass_interval": [2.25, 2.75]}
+    assert markdown(result).splitlines()[-1].endswith(" | 2.50 |"), "of all passes, in results that have the figure"
+    assert " | 2.50 (2.25-2.75) | " in rules_markdown(result)
 
 
 def test_counts_are_whole_numbers_from_one_on(capsys: pytest.CaptureFixture[str]) -> None:
