@@ -97,8 +97,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere.
     """
     max_drafted_nodes: int = 0
-    """Nodes that a step drafts without measured step times: adaptive requests draft smaller shapes, and those of fixed
-    shapes take turns. 0 is 128 on a CPU, and no limit elsewhere.
+    """Most nodes that a step drafts without measured step times. Adaptive requests draft smaller shapes, and requests
+    with fixed shapes take turns. 0 is 128 on a CPU, and no limit elsewhere.
     """
     max_model_len: int = 0
     """Longest prompt plus answer in tokens; 0 is the model's own limit, or less if the K/V pool is smaller."""

@@ -191,7 +191,7 @@ class Levels:
         whole = build([sequence for one in passes for sequence in one], runner.block_size)
         bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
         draws = self._draws(layout, parameters, uniform_LC, probs_NV, bounds.most_distributions)
-        states = decoder.states_of(taps_TX, bounds.most_distributions, of_target=taps_TX is not None)
+        states = decoder.states_of(taps_TX, bounds.most_distributions, are_target_states=taps_TX is not None)
         num_keys = int(whole.num_keys.sum()) // len(passes)
         numba_levels.draw_levels(
             *decoder.ready(runner.storage, runner.block_size, bounds.most_rows, num_keys),

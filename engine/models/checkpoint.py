@@ -178,10 +178,10 @@ def read_tokenizer(source: Source) -> Tokenizer | None:
 
 def check_vocabularies(target: Source, draft: Source) -> bool:
     """Whether both models have a tokenizer.json; raise ConfigError if their tokens differ."""
-    of_target, of_draft = read_tokenizer(target), read_tokenizer(draft)
-    if of_target is None or of_draft is None:
+    target_tokenizer, draft_tokenizer = read_tokenizer(target), read_tokenizer(draft)
+    if target_tokenizer is None or draft_tokenizer is None:
         return False
-    target_tokens, draft_tokens = of_target.get_vocab(), of_draft.get_vocab()
+    target_tokens, draft_tokens = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if target_tokens != draft_tokens:
         odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
         raise ConfigError(

@@ -233,17 +233,17 @@ class CpuDecoder(Backend):
         metadata: AttentionMetadata,
         wanted_N: Tensor,
         state_TX: Tensor | None = None,
-        of_target: bool = False,
+        are_target_states: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run a flat pass; return the wanted tokens' ([N, D] states if the model reads states, [N, V] logits).
 
-        state_TX, of_target: see `states_of`.
+        state_TX, are_target_states: see `states_of`.
         """
         layout = metadata.layout
         assert layout is not None, "the layout of a pass"
         assert isinstance(metadata.slots_T, Tensor)
         num_rows, found = len(token_ids_T), self.room_for_logits(len(wanted_N))
-        states = self.states_of(state_TX, len(wanted_N), of_target)
+        states = self.states_of(state_TX, len(wanted_N), are_target_states)
         ready = self.ready(metadata.storage, metadata.page_size, num_rows, int(layout.num_keys.sum()))
         tokens, slots, wanted = np.ascontiguousarray(token_ids_T.numpy()), metadata.slots_T.numpy(), wanted_N.numpy()
         parts = parts_of(layout.starts, layout.counts, self._rows_together(num_rows))
@@ -251,14 +251,18 @@ class CpuDecoder(Backend):
         logits_NV, state_ND = torch.from_numpy(found), torch.from_numpy(states[2])
         return state_ND, logits_NV[:, : self.vocab_size].contiguous()
 
-    def states_of(self, state_TX: Tensor | None, num_leaving: int, of_target: bool) -> tuple[Array, Array, Array]:
-        """Return (the target's states [T, X] that the rows of a pass read, room for their projection or the states
-        [T, D] that they read, room for those that leave the pass), of width 0 if none are read.
+    def states_of(
+        self, state_TX: Tensor | None, num_leaving: int, are_target_states: bool
+    ) -> tuple[Array, Array, Array]:
+        """Return the states of a pass as three arrays, of width 0 if the pass reads no states.
 
-        state_TX: the states; of_target: whether they are the target's, which the pass projects, and may overwrite.
+        The arrays are the target's states [T, X] that rows read, the states [T, D] that rows read (or memory for the
+        projection of the target's states), and memory for the states that leave the pass.
+        state_TX: states that rows read; are_target_states: whether `state_TX` has the target's states. The pass
+        projects them and may overwrite them.
         """
         assert state_TX is None
-        assert not of_target
+        assert not are_target_states
         return NO_STATES, NO_STATES, np.empty((num_leaving, 0), dtype=np.float32)
 
     def ready(self, storage: KVTensors, page_size: int, num_rows: int, num_keys: int) -> tuple[Array, int, Array]:

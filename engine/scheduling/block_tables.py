@@ -57,15 +57,15 @@ class BlockTables:
         if full <= sequence.num_published_blocks and drafted <= sequence.num_drafted_blocks:
             return
         keys, fresh = sequence.block_keys(full, self._size), range(sequence.num_published_blocks, full)
-        of_draft = range(sequence.num_drafted_blocks, drafted)
+        draft_numbers = range(sequence.num_drafted_blocks, drafted)
         if self.draft is None:
-            for number in {*fresh, *of_draft}:
+            for number in {*fresh, *draft_numbers}:
                 self.target.publish(sequence.block_ids[number], keys[number], number < drafted)
         else:
             for number in fresh:
                 self.target.publish(sequence.block_ids[number], keys[number], False)
             first = max(-(-draft_start // self._size), sequence.first_draft_block)
-            for number in range(max(of_draft.start, first), drafted):
+            for number in range(max(draft_numbers.start, first), drafted):
                 self.draft.publish(sequence.draft_block_ids[number], keys[number], True)
         sequence.num_published_blocks = max(full, sequence.num_published_blocks)
         sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)

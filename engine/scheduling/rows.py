@@ -63,9 +63,9 @@ class PlannedRow(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Return the most tokens that it adds to a pass."""
-        of_target = self.num_known + self.num_nodes
+        num_target_tokens = self.num_known + self.num_nodes
         # A head's layer is small compared with the target, so it catches up in one step whatever its lag.
-        return of_target if self.sequence.by_head else max(of_target, self.draft_end - self.draft_first)
+        return num_target_tokens if self.sequence.by_head else max(num_target_tokens, self.draft_end - self.draft_first)
 
 
 def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:

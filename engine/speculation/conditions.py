@@ -1,8 +1,9 @@
 """Conditions under which rules are exact, and the one place that compares them with drafts.
 
-Every rule names the conditions that it needs (`rule_facts.py`). Every source of drafts names those that its chains
-meet (`DRAFTER_FACTS`), and so do shapes. `check_conditions` compares them for requests and for the settings at start,
-`may_adapt` for the controller. `docs/speculation-rules.md` proves why each condition is needed. No torch.
+Every rule names the conditions that it needs (`rule_facts.py`). Every source of drafts names the conditions that its
+chains meet (`DRAFTER_FACTS`), and every shape, too. `check_conditions` compares both lists for requests and for the
+settings at start. `may_adapt` compares them for the controller. `docs/speculation-rules.md` proves why each condition
+is needed. No torch.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
 
 `independent_chains`: no two chains share a random number below the root.
 `whole_blocks`: while an earlier step changes the target's distribution, every node has a draft distribution, because
-the change depends on it. Nodes of text drafts have none.
-`fixed_distribution`: the distribution after a text depends on the text alone, not on the token at which the step began.
+the change depends on that distribution. Nodes of text drafts have no draft distribution.
+`fixed_distribution`: the draft distribution after a text depends on the text alone, not on where the step began.
 `fixed_shape`: no step drafts shorter chains than an earlier step whose change still holds, except at the answer's end.
 """
 
@@ -72,10 +73,10 @@ DRAFTER_FACTS: Mapping[str, DraftFacts] = MappingProxyType(
 )
 """Sources of drafts: the draft model, the types of heads in its place, and the text drafters.
 
-A head drafts from the target's state at the step's root and from its own states or masks below drafted tokens, so the
-same text has another distribution in the next step. A draft model's distribution depends on the text alone: a request
-whose rule needs that drafts without `--draft-window` (`Sequence`). Numbers that differ by rounding, because other
-requests share the pass, bias an answer by no more than that rounding.
+A head drafts from the target's state at the step's root, and from its own states or masks below drafted tokens. So the
+same text has another draft distribution in the next step. A draft model's distribution depends on the text alone. A
+request whose rule needs `fixed_distribution` drafts without `--draft-window` (`Sequence`). Rounding differs when other
+requests share the pass; it biases an answer by no more than its own size.
 """
 LATE_BRANCHES = DraftFacts(
     title="chains that share drafted tokens, as this tree's do",
@@ -90,7 +91,10 @@ _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 
 def drafters_of(draft: DraftFacts | None) -> dict[str, DraftFacts]:
-    """Return the facts of all drafters of a server by name; draft: those of its draft model or head, if it has one."""
+    """Return the facts of each drafter of a server, by the drafter's name.
+
+    draft: facts of the draft model or head; None if the server has neither.
+    """
     text_drafters = {name: DRAFTER_FACTS[name] for name in (PROMPT_LOOKUP, PREDICTION)}
     return text_drafters if draft is None else {MODEL: draft, **text_drafters}
 
@@ -111,7 +115,7 @@ def served_rules(facts: EngineFacts) -> list[str]:
 
 
 def may_adapt(rule: RuleFacts, tree: tuple[int, ...]) -> bool:
-    """Whether the controller may choose the shape. It knows no trees."""
+    """Whether the controller may choose the shape of a request with this rule and tree. It never chooses trees."""
     return not tree and unmet(rule, CHANGING_SHAPES) is None
 
 
@@ -136,7 +140,7 @@ def check_conditions(speculation: Speculation, facts: EngineFacts) -> None:
 
 
 def _drafts_of(speculation: Speculation, facts: EngineFacts) -> Iterator[tuple[DraftFacts, str]]:
-    """Yield the facts of all that drafts for a request, each with the field that asks for it."""
+    """Yield the facts of each drafter and shape of a request, with the field of the request that asks for it."""
     if max(speculation.tree[1:], default=1) > 1:
         yield LATE_BRANCHES, "speculation.tree"
     if speculation.adaptive:

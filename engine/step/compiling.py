@@ -1,8 +1,8 @@
 """Compiles a CPU's kernels at a first start, in several processes, because Numba compiles on one core.
 
-The processes leave the code in Numba's cache, where this start and later ones find it. What they do not compile is
-compiled where it is first used. Before this process loads files that nobody has loaded yet, another one does: LLVM ends
-a process that hands it wrong code.
+The processes leave the code in Numba's cache, where this start and later starts find it. A kernel that they do not
+compile is compiled at its first call. A child process loads new files before this process does, because LLVM ends a
+process that loads wrong code.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from engine.models.loading import Progress, decoded_dtype
 log = logging.getLogger("polydraft")
 
 _LONGEST_S = 300.0
-"""Seconds that a start waits for these processes, or for those of another start. Then it compiles what it needs, and
-the processes complete what they have begun."""
+"""Seconds that a start waits for compiling processes, its own or another start's. After that time the start compiles
+the kernels that it calls, and the processes finish their jobs."""
 _POLL_S = 0.1
 _MARK = "compiled-"
 _LOADED = "loaded"
@@ -51,7 +51,7 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     weights: Any
     kv: Any
     weights, kv = cpu_weights.stored_types(dtype, config.weights == "int8", config.kv_dtype == "bfloat16")
-    # The longest first.
+    # The longest job first.
     jobs: Jobs = {
         f"kv-{kv}": lambda: numba_decoder.functions_of_kv(kv.type),
         "rows": lambda: choose(torch.device("cpu")),
@@ -63,9 +63,9 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
 
 
 def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:
-    """Fill a folder with the compiled code of all jobs, whole and loadable, unless it has that already.
+    """Fill a folder with the compiled code of all jobs, unless the folder has that code, whole and loadable.
 
-    A job's name stands for what it compiles. One start at a time fills a folder; another waits for it.
+    jobs: functions that compile kernels, by a name of the kernels. Another start that fills the folder is waited for.
     """
     ends_s = time.monotonic() + longest_s
     with _alone(folder, progress, ends_s):
@@ -79,7 +79,7 @@ def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGE
 
 @contextmanager
 def _alone(folder: Path, progress: Progress, ends_s: float) -> Iterator[None]:
-    """Lock a folder against other starts. Forked processes hold the lock, too, until they have ended."""
+    """Lock a folder against other starts. Forked processes hold the lock, too, until they end."""
     try:
         file = (folder / "lock").open("a")
     except OSError as error:
@@ -104,7 +104,7 @@ def _alone(folder: Path, progress: Progress, ends_s: float) -> Iterator[None]:
 
 
 def _forget_incomplete(folder: Path) -> None:
-    """Remove damaged files, and if a file is damaged or has been removed, the marks."""
+    """Remove damaged files. Remove the marks, too, if a file is damaged or missing."""
     from engine.kernels.compiled_files import damaged_files
 
     damaged = damaged_files(folder)
@@ -137,7 +137,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _loaded(folder: Path) -> set[str]:
-    """Return the lines of the files that a process has loaded and survived."""
+    """Return the lines (`_files`) of the files that a process has loaded without a crash."""
     try:
         return set((folder / _LOADED).read_text().splitlines())
     except OSError:
@@ -145,7 +145,7 @@ def _loaded(folder: Path) -> set[str]:
 
 
 def _compile(folder: Path, jobs: Jobs, progress: Progress, ends_s: float) -> bool:
-    """Do the jobs that have no mark yet in several processes; return whether none of the processes has crashed."""
+    """Do the jobs that have no mark in several processes. Return whether no process has crashed."""
     left = {name: job for name, job in jobs.items() if not (folder / f"{_MARK}{name}").exists()}
     if not left:
         return True
@@ -172,7 +172,7 @@ def _compile(folder: Path, jobs: Jobs, progress: Progress, ends_s: float) -> boo
 
 
 def _try_new_files(folder: Path, ends_s: float) -> bool:
-    """Load files that no process has loaded yet in a process; return whether it has survived."""
+    """Load files that no process has loaded yet, in a child process. Return whether the child has not crashed."""
     from engine.kernels.compiled_files import load_all
 
     files = _files(folder)
@@ -190,7 +190,7 @@ def _start(job: Callable[[], object], mark: Path, text: str = "") -> ForkProcess
 
 
 def _work(job: Callable[[], object], mark: Path, text: str) -> None:
-    """Do a job and write its mark. If the job raises, the process that needs the kernel says why."""
+    """Do a job and write its mark. If the job raises, the error appears in the process that calls the kernel."""
     torch.set_num_threads(1)
     try:
         job()
@@ -200,6 +200,6 @@ def _work(job: Callable[[], object], mark: Path, text: str) -> None:
 
 
 def _crashed(process: ForkProcess) -> bool:
-    """Whether a signal has ended a process."""
+    """Whether a process was ended by a signal."""
     process.join(0 if process.exitcode is None else None)
     return process.exitcode is not None and process.exitcode < 0

@@ -106,18 +106,18 @@ def broken_rows(plan: Plan, draft: Draft | None, largest: Floats) -> frozenset[i
     if draft is None or is_finite.all():
         return frozenset()
     starts = draft.starts.tolist()
-    of_target, of_draft = is_finite[: starts[-1]], is_finite[starts[-1] :]
+    is_finite_target, is_finite_draft = is_finite[: starts[-1]], is_finite[starts[-1] :]
     rows = plan.sampling_rows
     broken = {
         number
         for number, (start, tree) in enumerate(zip(starts, draft.trees, strict=False))
-        if not all(of_target[start : start + 1 + tree.num_nodes])
+        if not all(is_finite_target[start : start + 1 + tree.num_nodes])
     }
     for chain, row_L in enumerate(draft.chains.draft.row_CX.tolist()):
         number, rank = int(draft.layout.request_C[chain]), int(draft.layout.rank_C[chain])
         # A recorded step has more chains than its requests draft, and chains of no request.
         is_drafted = number < len(rows) and rank < rows[number].num_drafts
-        if is_drafted and not all(of_draft[row] for row in row_L[: rows[number].draft_length]):
+        if is_drafted and not all(is_finite_draft[row] for row in row_L[: rows[number].draft_length]):
             broken.add(number)
     return frozenset(rows[number].sequence_id for number in broken)
 

@@ -52,7 +52,7 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = build()
-        self.of_target, self.of_draft = Contents(), Contents()
+        self.target_contents, self.draft_contents = Contents(), Contents()
         self.remaining: dict[str, int] = {}
         self.next_name = 0
 
@@ -94,12 +94,12 @@ class Traffic(RuleBasedStateMachine):
         texts = [list(self.scheduler.running(row.sequence_id).tokens) for row in plan.rows]
         for row, text in zip(plan.rows, texts, strict=True):
             accepted = [token] * min(accept, row.draft_length) if row.emits else []
-            self.of_target.compute(row.block_ids, text + accepted, row.end, row.end + len(accepted))
+            self.target_contents.compute(row.block_ids, text + accepted, row.end, row.end + len(accepted))
             # The draft model never computes the last tokens of chains.
-            self.of_draft.write_nodes(row.draft_table, row.end, row.num_drafts * (row.draft_length - 1))
+            self.draft_contents.write_nodes(row.draft_table, row.end, row.num_drafts * (row.draft_length - 1))
             if accepted:
                 kept = min(len(accepted), row.draft_length - 1)
-                self.of_draft.compute(row.draft_table, text + accepted, row.end, row.end + kept)
+                self.draft_contents.compute(row.draft_table, text + accepted, row.end, row.end + kept)
         for outcome in self.scheduler.commit(plan, verdict(plan, accept, token, keeps=True)):
             assert outcome.token_ids
             self.remaining[outcome.request_id] -= len(outcome.token_ids)
@@ -116,12 +116,12 @@ class Traffic(RuleBasedStateMachine):
         texts = [self.scheduler.running(row.sequence_id).tokens for row in plan.rows]
         ends = [row.draft_first_index + len(row.draft_input_ids) for row in plan.rows]
         for row, text, end in zip(plan.rows, texts, ends, strict=True):
-            self.of_target.compute(row.block_ids, text, row.first_index, row.end)
-            self.of_draft.compute(row.draft_table, text, row.draft_first_index, end)
+            self.target_contents.compute(row.block_ids, text, row.first_index, row.end)
+            self.draft_contents.compute(row.draft_table, text, row.draft_first_index, end)
         for row, text, end in zip(plan.rows, texts, ends, strict=True):
-            self.of_target.check(row.block_ids, text, 0, row.first_index)
+            self.target_contents.check(row.block_ids, text, 0, row.first_index)
             if row.draft_input_ids:
-                self.of_draft.check(row.draft_table, text, row.first_draft_key, end)
+                self.draft_contents.check(row.draft_table, text, row.first_draft_key, end)
 
     @invariant()
     def accounting_holds(self) -> None:

@@ -301,15 +301,15 @@ def check_target(head: HeadConfig, target: Any, target_name: str) -> None:
             f"{head.name} was trained for {', '.join(sorted(trained_for))}, and {target_name} is "
             f"{', '.join(target.architectures)}; choose a head of this target"
         )
-    for what, of_head, of_target in (
+    for what, head_value, target_value in (
         ("layers", head.target_layers, text.num_hidden_layers),
         ("hidden size", head.state_size, text.hidden_size),
         ("vocabulary", head.vocab_size, text.vocab_size),
     ):
-        if of_head is not None and of_head != of_target:
+        if head_value is not None and head_value != target_value:
             raise ConfigError(
-                f"{head.name} was trained for a target of {what} {of_head}, and {target_name} has {of_target}; choose "
-                "a head of this target"
+                f"{head.name} was trained for a target of {what} {head_value}, and {target_name} has {target_value}; "
+                "choose a head of this target"
             )
     taps = set(head.taps_of(text.num_hidden_layers)) - {NORMED}
     if bad := [tap for tap in taps if not 0 <= tap <= text.num_hidden_layers]:

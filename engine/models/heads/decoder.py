@@ -94,12 +94,14 @@ class HeadDecoder(CpuDecoder, HeadBackend):
             width = self._arrays[nt.KERNELS + 2].shape[1]
             self._put(nt.OWN_KERNELS, aligned((self._capacity, width), np.dtype(np.float32)))
 
-    def states_of(self, state_TX: Tensor | None, num_leaving: int, of_target: bool) -> tuple[Array, Array, Array]:
+    def states_of(
+        self, state_TX: Tensor | None, num_leaving: int, are_target_states: bool
+    ) -> tuple[Array, Array, Array]:
         leaving = np.empty((num_leaving, self._hidden_dim), dtype=np.float32)
         if state_TX is None:
             return NO_STATES, NO_STATES, leaving
         states = np.ascontiguousarray(state_TX.float().numpy())
-        if not of_target:
+        if not are_target_states:
             return NO_STATES, states, leaving
         return states, np.empty((len(states), self._arrays[nt.PROJECTION + 2].shape[1]), dtype=np.float32), leaving
 

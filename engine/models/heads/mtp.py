@@ -38,8 +38,8 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
         raise ConfigError(f"{name}: num_nextn_predict_layers is {count!r}; only one MTP module is served")
     if raw.get("quantization_config"):
         raise ConfigError(f"{name}: MTP modules of quantised checkpoints are not served; use a draft model")
-    of_target = layers_config(name, str(kind), raw)
-    layers = of_target.get_mtp_config()
+    target_config = layers_config(name, str(kind), raw)
+    layers = target_config.get_mtp_config()
     layers.head_dim = getattr(layers, "head_dim", None) or layers.hidden_size // layers.num_attention_heads
     layers._attn_implementation, layers._experts_implementation = HOOK, "eager"
     size = int(layers.vocab_size)
@@ -50,7 +50,7 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
         vocab_size=size,
         draft_vocab_size=size,
         taps=(NORMED,),
-        target_layers=int(of_target.num_hidden_layers),
+        target_layers=int(target_config.num_hidden_layers),
     )
 
 

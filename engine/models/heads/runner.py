@@ -36,11 +36,11 @@ class HeadBackend(Backend):
         metadata: AttentionMetadata,
         wanted_N: Tensor,
         state_TX: Tensor | None,
-        of_target: bool,
+        are_target_states: bool,
     ) -> tuple[Tensor, Tensor]:
         """Run a flat pass; return the fields of a `HeadOutput` at the wanted rows.
 
-        of_target: whether the rows' states are the target's, which the head projects; a backend may overwrite them.
+        are_target_states: whether the states are the target's, which the head projects and a backend may overwrite.
         """
         raise NotImplementedError
 
@@ -68,9 +68,9 @@ class TorchHead(TransformersBackend, HeadBackend):
         metadata: AttentionMetadata,
         wanted_N: Tensor,
         state_TX: Tensor | None,
-        of_target: bool,
+        are_target_states: bool,
     ) -> tuple[Tensor, Tensor]:
-        state_TH = self._model.project(state_TX) if of_target else state_TX
+        state_TH = self._model.project(state_TX) if are_target_states else state_TX
         return self._output(self._model(token_ids_T, state_TH, positions_T, metadata)[wanted_N])
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,9 +123,11 @@ class HeadRunner(ModelRunner):
         """
         return self._passed(one, self.token_ids(one.tensors, drawn_M), state_TH, False)
 
-    def _passed(self, one: Pass, ids_T: Tensor, state_TX: Tensor, of_target: bool) -> HeadOutput:
+    def _passed(self, one: Pass, ids_T: Tensor, state_TX: Tensor, are_target_states: bool) -> HeadOutput:
         tensors = one.tensors
-        output = self.backend.passed(ids_T, tensors.positions_T, one.metadata, tensors.wanted_N, state_TX, of_target)
+        output = self.backend.passed(
+            ids_T, tensors.positions_T, one.metadata, tensors.wanted_N, state_TX, are_target_states
+        )
         return HeadOutput(*output)
 
     @torch.inference_mode()

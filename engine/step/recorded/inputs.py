@@ -222,8 +222,8 @@ class StepInputs:
         self._parts = {PAGES: slice(None)}
         """Rows of the passes that use each table."""
         if DRAFT_PAGES in spare_blocks and self._drafter is not None:
-            of_target = sum(self.sizes[:-1])
-            self._parts = {DRAFT_PAGES: slice(of_target), PAGES: slice(of_target, None)}
+            num_draft_rows = sum(self.sizes[:-1])
+            self._parts = {DRAFT_PAGES: slice(num_draft_rows), PAGES: slice(num_draft_rows, None)}
         self.draft_pages = next(iter(self._parts))
         """Table that the draft model's passes use."""
         self._block_size, self._spare_blocks = block_size, {name: spare_blocks[name] for name in self._parts}
