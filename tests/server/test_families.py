@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, list[Call]]]] = {
             "tool_choice": "required",
             "parallel_tool_calls": False,
         },
-        ("", ONE),
+        ("", [("weather", {"city": "Lima", "days": 90})]),
     ),
     "named": (
         {"messages": user("How is it?"), "tools": tools("«named»"), "tool_choice": NAMED},
