@@ -151,17 +151,17 @@ class _Splitter:
     def _split_each(self, schema: dict[str, Any], name: str) -> None:
         kind = {"type": schema["type"]} if "type" in schema else {}
         branches = [self.merged({"allOf": [kind, one]}) for one in schema[name]]
-        beside = schema.keys() - {name, "type"}
-        if beside:
-            raise CannotSplit(f"{name!r} beside {min(beside)!r}")
+        others = schema.keys() - {name, "type"}
+        if others:
+            raise CannotSplit(f"{name!r} next to {min(others)!r}")
         if name == "oneOf" and len({str(one.get("type")) for one in branches}) < len(branches):
             raise CannotSplit("'oneOf' of several values of one type")
         for one in branches:
             self.split(one)
 
     def _choose(self, schema: dict[str, Any]) -> None:
-        if beside := schema.keys() - {"const", "enum", "type"}:
-            raise CannotSplit(f"{min(beside)!r} beside listed values")
+        if others := schema.keys() - {"const", "enum", "type"}:
+            raise CannotSplit(f"{min(others)!r} next to listed values")
         values = [schema["const"]] if "const" in schema else schema["enum"]
         self._found.choices += [value for value in values if is_of(value, schema.get("type"))]
 

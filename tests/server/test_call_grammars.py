@@ -277,7 +277,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": {"type": "string", "format": "duration"}}, "the format 'duration'"),
     ({"x": {"type": "string", "pattern": "^a|b$"}}, "put them into a group"),
     ({"x": {"type": "string", "pattern": "("}}, "the pattern"),
-    ({"x": {"anyOf": [{"type": "string"}], "minLength": 2}}, "'anyOf' beside 'minLength'"),
+    ({"x": {"anyOf": [{"type": "string"}], "minLength": 2}}, "'anyOf' next to 'minLength'"),
     ({"x": {"minimum": 2}}, "'minimum' without a type"),
     ({"x": {"$ref": "#/properties/x"}}, "references without an end"),
     ({"x": {"const": "a</parameter>b"}}, "any of its values"),
