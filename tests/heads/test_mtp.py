@@ -121,7 +121,7 @@ def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: Path, rule: str) -> None:
-    """By name at start: the module's distribution after a text differs between steps."""
+    """The refusal names the rule at start: the module's distribution after a text differs between steps."""
     written = folders.write_mtp(tmp_path / "target")
     told = (
         rf"^--spec-rule {rule}: .* would be biased with an MTP module: it needs .* same in every step; choose bv_race"
