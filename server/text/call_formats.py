@@ -21,6 +21,7 @@ HERMES, LLAMA3_JSON, HARMONY, RESPONSE_TEMPLATE = "hermes", "llama3_json", "harm
 _SPACE = r"\s{0,99}"
 _FUNCTION = r"[\w.-]{1,128}"
 _NAME = rf"(?P<name>{_FUNCTION})"
+CALL_LIST, LIST_MARK = "tool_call_list", "<|tool_call|>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 FENCE = "```"
@@ -60,8 +61,8 @@ JSON_FORMATS: dict[str, JsonFormat] = {
         {"[TOOL_CALLS]": rf"{_SPACE}{_NAME}(?:\[CALL_ID\]\w{{1,99}})?(?:\[ARGS\])?{_SPACE}\{{"}, is_named=True
     ),
     # Phi-4-mini and Granite 3 write one list of calls.
-    "tool_call_list": JsonFormat(
-        {"<|tool_call|>": rf"{_SPACE}\[{_SPACE}\{{"},
+    CALL_LIST: JsonFormat(
+        {LIST_MARK: rf"{_SPACE}\[{_SPACE}\{{"},
         rf"{_SPACE}(?:(?P<more>,{_SPACE}\{{)|\](?:{_SPACE}<\|/tool_call\|>)?)",
     ),
     "deepseek_v3": _deepseek(rf"function{SEPARATOR}{_NAME}\n{FENCE}json\n{_SPACE}\{{", f"{FENCE}{_SPACE}"),

@@ -14,7 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from server.openai.fields import Tool
-from server.text.call_formats import BEGIN, CALLS_BEGIN, CALLS_END, END, FENCE, HARMONY, HERMES, LLAMA3_JSON, SEPARATOR
+from server.text.call_formats import (
+    BEGIN,
+    CALL_LIST,
+    CALLS_BEGIN,
+    CALLS_END,
+    END,
+    FENCE,
+    HARMONY,
+    HERMES,
+    LIST_MARK,
+    LLAMA3_JSON,
+    SEPARATOR,
+)
 from server.text.structured import cleaned, closed, compact, lark_literal
 from server.text.xml_grammars import XML_SYNTAXES, XmlArguments
 
@@ -52,7 +64,7 @@ def _object(key: str = "arguments") -> str:
     return rf'"{{\"name\":\"NAME\",\"{key}\":" ARGUMENTS "}}"'
 
 
-_OPEN, _CLOSE, _LIST = "<tool_call>", "</tool_call>", "<|tool_call|>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NEXT = rf'"\n" "{_OPEN}"'
 _DEEPSEEK_MARKS = (CALLS_END, BEGIN, SEPARATOR, END)
 SYNTAXES: Mapping[str, CallSyntax] = {
@@ -69,8 +81,8 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         between='"[TOOL_CALLS]"',
         more_marks=("[CALL_ID]", "[ARGS]"),
     ),
-    "tool_call_list": CallSyntax(
-        _object(), _LIST, '"["', '"," " "?', '"]" "<|/tool_call|>"?', more_marks=("<|/tool_call|>",)
+    CALL_LIST: CallSyntax(
+        _object(), LIST_MARK, '"["', '"," " "?', '"]" "<|/tool_call|>"?', more_marks=("<|/tool_call|>",)
     ),
     "deepseek_v3": CallSyntax(
         rf'"{BEGIN}" "function" "{SEPARATOR}" "NAME\n{FENCE}json\n" ARGUMENTS "\n{FENCE}" "{END}"',

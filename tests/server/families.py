@@ -73,7 +73,6 @@ class Family:
     """Whether the model thinks between tags, in tags that the prompt has opened, or in a channel (harmony)."""
     most_calls: int | None = None
     """Largest number of calls in an answer."""
-    options: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -86,7 +85,6 @@ class Family:
     def documented(self) -> str:
         """The family's row in docs/models.md."""
         calls = f"`{self.calls}`" if self.calls else "refused"
-        calls += " by setting" if self.options else ""
         calls += ", enforced" if not any(self.expected_refusal(row) for row in ("forced", "strict")) else ""
         thoughts = "" if self.thoughts == "none" else "read"
         history = "refused" if "history" in self.refused else "shown"
@@ -233,8 +231,7 @@ FAMILIES = (
         "phi4_mini",
         _marks("<|system|> <|user|> <|assistant|> <|endoftext|>", "<|tool|> <|/tool|> <|tool_call|> <|/tool_call|>"),
         ("<|end|>", "<|endoftext|>"),
-        None,
-        refused=_WITHOUT_TOOLS | _WITHOUT_HISTORY,
+        "tool_call_list",
     ),
     Family(
         "deepseek_v3", _DEEPSEEK, ("<｜end▁of▁sentence｜>",), None, begin="<｜begin▁of▁sentence｜>",
@@ -271,8 +268,6 @@ FAMILIES = (
         _marks("<|start_of_role|> <|end_of_role|> <|tool_call|>"),
         ("<|end_of_text|>",),
         "tool_call_list",
-        options=("--tool-call-parser", "tool_call_list"),
-        refused=_WITHOUT_HISTORY,
     ),
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.api import ConfigError
+from server.text.call_formats import call_marks
 from server.text.plain_messages import PlainMessages
 from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import MODEL, Daemons
@@ -42,11 +43,11 @@ def controls_of(tokenizer: Tokenizer, family: Family) -> dict[str, int]:
 
 
 def encoded(tokenizer: Tokenizer, text: str, family: Family) -> list[int]:
-    has_history = family.name not in ("gemma2", "gemma3", "phi4_mini", "smollm2", "granite3")
+    has_history = family.name not in ("gemma2", "gemma3", "smollm2")
     has_tools = "call" not in family.refused
     messages = [message for message in chat(text) if has_history or message.keys() == {"role", "content"}]
     tools = [{**TOOL, "function": {**TOOL["function"], "description": f"Now. {text}"}}] if has_tools else []
-    prompt = tokenizer.render_chat(messages, tools=tools)
+    prompt = tokenizer.render_chat(messages, tools=tools, call_marks=call_marks(family.calls))
     return tokenizer.encode(prompt, False) if tokenizer._plain is None else tokenizer._plain.encode(prompt)
 
 
