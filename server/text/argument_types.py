@@ -26,7 +26,8 @@ def as_value(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
     of_key = schemas.at(parameters, key)
     for value in _readings(text):
         if schemas.admit(of_key, value):
-            return value
+            is_whole = isinstance(value, float) and value.is_integer() and not schemas.admit(of_key, value + 0.5)
+            return int(value) if is_whole else value  # clients of integers may not read 5.0
     return text
 
 
