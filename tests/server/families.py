@@ -111,6 +111,8 @@ class Family:
         begins = FREE[self.calls or "hermes"].begin
         forced = [begins] if self.tokens.get(begins) else []
         either = ["{", '"', "n"] if self.calls == "llama3_json" else []
+        # The mark of a call is text in a thought.
+        before_call = f"{opening}Hm <tool_call>.\n</think>" if self.thoughts != "none" else ""
         thinks_before = before_json if self.thoughts == "opened" else ""
         return {
             "«plain»": f"{thinks_before}It is fine in Zürich, 東京 😀.",
@@ -124,7 +126,7 @@ class Family:
             # Another white space, so that each thought occurs once.
             "«forced»": before_json.replace("Hm.", "Hm.\n") + self._enforced("weather", "Lima", 90, forced),
             "«named»": before_json.replace("Hm.", "\nHm.") + self._enforced("", "Nice", 55, forced),
-            "«strict»": thinks_before + self._enforced("rain", "Lyon", 41),
+            "«strict»": before_call + self._enforced("rain", "Lyon", 41),
             "«either»": thinks_before + self._enforced("sum", "Bern", 77, either or None),
             # DeepSeek's prompts open no thoughts after results.
             "«history»": "You asked before.",

@@ -143,6 +143,8 @@ def streamed(client: httpx.Client, body: dict[str, Any]) -> Read:
 def expected_thoughts(family: Family, row: str) -> str:
     if row == "thought" and family.thoughts != "none":
         return "First this."
+    if row == "strict" and family.thoughts in ("tags", "opened"):
+        return "Hm <tool_call>."
     is_thought = family.thoughts == "opened" and not row.startswith("turn_2") and row != "history"
     is_bound = row in ("schema", "forced", "named")
     return "Hm." if is_thought or (is_bound and family.thoughts != "none") else ""
