@@ -14,7 +14,7 @@ from engine.api import RequestError, Thinking
 from server.openai.fields import ChatRequest, GenerationFields
 from server.state import Server
 from server.text.harmony import HarmonyMessages
-from server.text.reasoning import Reasoning, ThoughtReader, is_closed, is_open
+from server.text.reasoning import ThoughtReader, is_closed, is_open, reasoning_of
 from server.text.thought_marks import DEEPSEEK_R1, ThoughtMarks
 
 _PROMPT_END = 16
@@ -98,7 +98,7 @@ def thoughts_of(
     if marks.lead:
         return Thoughts(partial(HarmonyMessages, end), shown, followed)
     starts_inside = is_begun and (followed is not None or not is_bound)
-    return Thoughts(partial(Reasoning, starts_inside, marks), shown, followed)
+    return Thoughts(partial(reasoning_of, starts_inside, marks), shown, followed)
 
 
 def _tokens_of(server: Server, marks: ThoughtMarks) -> list[tuple[int, ...]] | None:

@@ -81,7 +81,8 @@ class PlainMessages:
             token["content"] = self._names.get(token["content"], token["content"])
         copy = Backend.from_str(json.dumps(description))
         names = {number: self._names.get(text, text) for number, text in added.items()}
-        return copy, {copy.token_to_id(name): number for number, name in names.items()}
+        numbers = {copy.token_to_id(name): number for number, name in names.items()}
+        return copy, {one: number for one, number in numbers.items() if one is not None}
 
     def _check(self, backend: Any) -> None:
         """Raise ConfigError if the copy encodes a control token, or a text that spells one, in another way."""
