@@ -106,7 +106,10 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
         template = Path(source).read_text() if source else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {settings.chat_template}: cannot be read ({error})") from error
-    tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
+    plain = settings.special_tokens_in_messages == "text"
+    tokenizer = Tokenizer(
+        settings.tokenizer_source(), template, settings.tokenizer_revision(), has_plain_messages=plain
+    )
     check_template(tokenizer)
     neutral = settings.generation_config == "neutral"
     defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)

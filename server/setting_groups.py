@@ -139,6 +139,9 @@ class ModelSettings(_Group):
     """name that clients use; repeat for several, metrics have the first; default: MODEL"""
     chat_template: Annotated[str, AfterValidator(_template)] | None = None
     """file with a Jinja chat template, or one that comes with the server: chatml-tools, deepseek-tools, gemma-tools"""
+    special_tokens_in_messages: Literal["control", "text"] = "control"
+    """special tokens that the text of messages spells: control tokens, as with the templates of transformers, or text,
+    so that no part of a prompt can end a turn"""
     tool_call_parser: Literal["auto"] | CallFormat = "auto"
     """format of the model's tool calls; auto: the one that reads a call of the chat template back"""
     reasoning_parser: Parser = "auto"

@@ -29,7 +29,7 @@ from server.openai.sampling_fields import (
     with_seed,
     without_equal_chains,
 )
-from server.openai.thinking import thoughts_of
+from server.openai.thinking import GrammarScope, thoughts_of
 from server.openai.unsupported_fields import refuse_unsupported
 from server.serving.choice import TextOptions
 from server.serving.generation import Generation
@@ -139,7 +139,7 @@ async def prepare(
         size = sum(map(len, body.bad_words))
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words, size=size)
     structure: Structure = await server.tokenizer.run(structure_of, body)
-    # Strict tools alone do not restrict the beginning of an answer.
+    # Strict tools alone leave an answer free.
     is_bound = bool(structure.grammar) or (tools is not None and tools.forced)
     if tools is not None:
         structure = await server.tokenizer.run(tools.structure, structure, server.tokenizer.special_token)
@@ -152,7 +152,11 @@ async def prepare(
     is_strict = server.settings.strict_fields
     prompts = [truncated(prompt, body, max_tokens, context) for prompt in prompts]
     bounds = [answer_bound(len(prompt), body, max_tokens, context, is_strict) for prompt in prompts]
-    thoughts = thoughts_of(server, body, prompts[0], bounds[0], is_bound)
+    scope = None
+    if structure.grammar:
+        covers_thoughts = tools is not None and tools.covers_thoughts
+        scope = GrammarScope(is_whole=is_bound, covers_thoughts=covers_thoughts)
+    thoughts = thoughts_of(server, body, prompts[0], bounds[0], scope)
     requests = engine_requests(
         server, body, prompts, bounds, bad_words, structure.grammar, prediction, thoughts.followed
     )

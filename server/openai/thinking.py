@@ -14,7 +14,7 @@ from engine.api import RequestError, Thinking
 from server.openai.fields import ChatRequest, GenerationFields
 from server.state import Server
 from server.text.harmony import HarmonyMessages
-from server.text.reasoning import Reasoning, ThoughtReader, is_closed, is_open
+from server.text.reasoning import ThoughtReader, is_closed, is_open, reasoning_of
 from server.text.thought_marks import DEEPSEEK_R1, ThoughtMarks
 
 _PROMPT_END = 16
@@ -33,11 +33,23 @@ class Thoughts:
     """Thoughts that the engine tracks."""
 
 
-def thoughts_of(server: Server, body: GenerationFields, prompt: Sequence[int], bound: int, is_bound: bool) -> Thoughts:
+@dataclass(frozen=True)
+class GrammarScope:
+    """Part of an answer to which a request's grammar applies."""
+
+    is_whole: bool
+    """Whether all of the answer but its thoughts must follow the grammar; false for text with strict calls."""
+    covers_thoughts: bool
+    """Whether the grammar contains the thoughts."""
+
+
+def thoughts_of(
+    server: Server, body: GenerationFields, prompt: Sequence[int], bound: int, grammar: GrammarScope | None
+) -> Thoughts:
     """Return the thoughts that an answer may contain.
 
-    bound: maximum number of answer tokens. is_bound: the answer must follow a grammar. The grammar applies after the
-    thoughts, or, if the marks are not tokens of the model, from the first token on. Raises RequestError for a budget
+    bound: maximum number of answer tokens. grammar: None if the request has none. It applies after the thoughts, or, if
+    it contains them or the marks are not tokens of the model, from the first token on. Raises RequestError for a budget
     that cannot be enforced.
     """
     marks = server.thoughts
@@ -57,10 +69,20 @@ def thoughts_of(server: Server, body: GenerationFields, prompt: Sequence[int], b
             "thinking_token_budget",
             "unsupported_value",
         )
+    is_bound = grammar is not None and grammar.is_whole
+    if grammar is not None and grammar.covers_thoughts:
+        if budget is not None or is_open(end, marks) or is_closed(end, marks):
+            told = "thinking_token_budget" if budget is not None else "continue_final_message"
+            raise RequestError(
+                f"{told}: this model's calls cannot be forced or strict together with it; leave one of them out",
+                told,
+                "unsupported_value",
+            )
+        return Thoughts(partial(HarmonyMessages, end), shown)
     can_begin = not (is_closed(end, marks) or body.continue_final_message)
     may_think = is_begun or can_begin
     # Without a lead, thoughts may begin although the prompt has closed some.
-    is_followed = may_think if is_bound else budget is not None and (may_think or not marks.lead)
+    is_followed = may_think if grammar is not None else budget is not None and (may_think or not marks.lead)
     followed = None
     if is_followed and tokens is not None:
         opens, (closes,), between, lead = tokens
@@ -76,7 +98,7 @@ def thoughts_of(server: Server, body: GenerationFields, prompt: Sequence[int], b
     if marks.lead:
         return Thoughts(partial(HarmonyMessages, end), shown, followed)
     starts_inside = is_begun and (followed is not None or not is_bound)
-    return Thoughts(partial(Reasoning, starts_inside, marks), shown, followed)
+    return Thoughts(partial(reasoning_of, starts_inside, marks), shown, followed)
 
 
 def _tokens_of(server: Server, marks: ThoughtMarks) -> list[tuple[int, ...]] | None:

@@ -26,15 +26,45 @@ def as_value(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
     of_key = schemas.at(parameters, key)
     for value in _readings(text):
         if schemas.admit(of_key, value):
-            return value
+            is_whole = isinstance(value, float) and value.is_integer() and not schemas.admit(of_key, value + 0.5)
+            return int(value) if is_whole else value  # clients of integers may not read 5.0
     return text
+
+
+def is_value(text: str, key: str, parameters: Mapping[str, Any]) -> bool:
+    """Return whether a text is complete JSON, or a string that the schema of an argument admits."""
+    schemas = _Schemas(parameters)
+    if schemas.admit(schemas.at(parameters, key), text):
+        return True
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text)
+        return True
+    return False
+
+
+def referred(root: Mapping[str, Any], reference: Any) -> Any:
+    """Return the schema of a reference within `root`; an unrestricted one if it does not exist."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return True
+    found: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return True
+    return found
 
 
 def _readings(text: str) -> list[Any]:
     """Yield the values that a text may stand for besides itself, the likeliest first."""
     readings: list[Any] = []
     with contextlib.suppress(ValueError, RecursionError):
-        readings.append(json.loads(text, parse_constant=finite_number, parse_float=finite_number))
+        spelled = json.loads(text, parse_constant=finite_number, parse_float=finite_number)
+        # A string in quotes is text; its quotes are dropped only if the schema does not admit them.
+        readings += [text, spelled] if isinstance(spelled, str) else [spelled]
     if (spelled := text.strip().lower()) in _SPELLINGS and not readings:
         # Only if the schema does not admit the text itself.
         readings += [text, _SPELLINGS[spelled]]
@@ -60,11 +90,9 @@ class _Schemas:
         self._num_steps += 1
         if not isinstance(schema, Mapping) or self._num_steps > _MOST_STEPS:
             return schema is not False
-        if "$ref" in schema and not self.admit(self._referred(schema["$ref"]), value):
+        if "$ref" in schema and not self.admit(referred(self._root, schema["$ref"]), value):
             return False
-        wanted = schema.get("type")
-        types = [wanted] if isinstance(wanted, str) else wanted
-        if isinstance(types, list) and not any(_is_of(value, name) for name in types):
+        if not is_of(value, schema.get("type")):
             return isinstance(schema.get("nullable"), bool) and schema["nullable"] and value is None
         choices = schema["enum"] if isinstance(schema.get("enum"), list) else None
         if "const" in schema:
@@ -89,7 +117,7 @@ class _Schemas:
         elif isinstance(schema.get("additionalProperties"), Mapping):
             found.append(schema["additionalProperties"])
         if "$ref" in schema:
-            found.append(self.at(self._referred(schema["$ref"]), key))
+            found.append(self.at(referred(self._root, schema["$ref"]), key))
         found += [self.at(one, key) for one in _schemas(schema, "allOf")]
         for name in ("anyOf", "oneOf"):
             some = [known for one in _schemas(schema, name) if (known := self.at(one, key)) is not None]
@@ -97,29 +125,19 @@ class _Schemas:
         every = [one for one in found if one is not None]
         return {"allOf": every} if every else None
 
-    def _referred(self, reference: Any) -> Any:
-        """Return the schema of an internal reference; an unrestricted one if it does not exist."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return True
-        found: Any = self._root
-        for step in reference.removeprefix("#").split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and name in found:
-                found = found[name]
-            elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                return True
-        return found
-
 
 def _schemas(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
     found = schema.get(name)
     return found if isinstance(found, list) else ()
 
 
-def _is_of(value: Any, name: Any) -> bool:
-    """Return whether a value has a type of JSON schema."""
+def is_of(value: Any, types: Any) -> bool:
+    """Return whether a value has one of the types of a JSON schema; None stands for any."""
+    some = [types] if isinstance(types, str) else types
+    return not isinstance(some, list) or any(_has_type(value, name) for name in some)
+
+
+def _has_type(value: Any, name: Any) -> bool:
     if isinstance(value, bool) or value is None:
         return bool(name == ("null" if value is None else "boolean"))
     if isinstance(value, int | float):

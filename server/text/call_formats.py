@@ -16,13 +16,15 @@ CallFormat = Literal[
     "hermes", "llama3_json", "mistral", "mistral_v11", "tool_call_list", "qwen3_coder", "glm", "deepseek_v3",
     "deepseek_v31", "harmony", "response_template",
 ]  # fmt: skip
-HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE = "hermes", "llama3_json", "response_template"
+HERMES, LLAMA3_JSON, HARMONY, RESPONSE_TEMPLATE = "hermes", "llama3_json", "harmony", "response_template"
 
 _SPACE = r"\s{0,99}"
-_NAME = r"(?P<name>[\w.-]{1,64})"
-_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_BEGIN, _END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_FENCE = "```"
+_FUNCTION = r"[\w.-]{1,128}"
+_NAME = rf"(?P<name>{_FUNCTION})"
+CALL_LIST, LIST_MARK = "tool_call_list", "<|tool_call|>"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+BEGIN, END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+FENCE = "```"
 _HARMONY_NAME = rf"(?:functions\.)?{_NAME}"
 _HARMONY_TYPE = r"\s{0,9}(?:<\|constrain\|>)?\s{0,9}\w{0,32}<\|message\|>" + _SPACE + r"\{"
 
@@ -44,8 +46,8 @@ class JsonFormat:
 
 
 def _deepseek(head: str, before_end: str) -> JsonFormat:
-    opens = {_CALLS_BEGIN: f"{_SPACE}{_BEGIN}{head}", _BEGIN: head}
-    return JsonFormat(opens, f"{_SPACE}{before_end}{_END}", _END, _CALLS_END, is_named=True)
+    opens = {CALLS_BEGIN: f"{_SPACE}{BEGIN}{head}", BEGIN: head}
+    return JsonFormat(opens, f"{_SPACE}{before_end}{END}", END, CALLS_END, is_named=True)
 
 
 JSON_FORMATS: dict[str, JsonFormat] = {
@@ -59,13 +61,13 @@ JSON_FORMATS: dict[str, JsonFormat] = {
         {"[TOOL_CALLS]": rf"{_SPACE}{_NAME}(?:\[CALL_ID\]\w{{1,99}})?(?:\[ARGS\])?{_SPACE}\{{"}, is_named=True
     ),
     # Phi-4-mini and Granite 3 write one list of calls.
-    "tool_call_list": JsonFormat(
-        {"<|tool_call|>": rf"{_SPACE}\[{_SPACE}\{{"},
+    CALL_LIST: JsonFormat(
+        {LIST_MARK: rf"{_SPACE}\[{_SPACE}\{{"},
         rf"{_SPACE}(?:(?P<more>,{_SPACE}\{{)|\](?:{_SPACE}<\|/tool_call\|>)?)",
     ),
-    "deepseek_v3": _deepseek(rf"function{_SEPARATOR}{_NAME}\n{_FENCE}json\n{_SPACE}\{{", f"{_FENCE}{_SPACE}"),
+    "deepseek_v3": _deepseek(rf"function{SEPARATOR}{_NAME}\n{FENCE}json\n{_SPACE}\{{", f"{FENCE}{_SPACE}"),
     # The recipient comes before or after the channel.
-    "harmony": JsonFormat(
+    HARMONY: JsonFormat(
         {
             "<|channel|>": rf"\w{{1,32}}\s{{1,9}}to={_HARMONY_NAME}{_HARMONY_TYPE}",
             " to=": rf"{_HARMONY_NAME}\s{{0,9}}<\|channel\|>\w{{1,32}}{_HARMONY_TYPE}",
@@ -73,7 +75,7 @@ JSON_FORMATS: dict[str, JsonFormat] = {
         rf"{_SPACE}<\|call\|>",
         is_named=True,
     ),
-    "deepseek_v31": _deepseek(rf"{_NAME}{_SEPARATOR}{_SPACE}\{{", ""),
+    "deepseek_v31": _deepseek(rf"{_NAME}{SEPARATOR}{_SPACE}\{{", ""),
 }
 
 
@@ -107,7 +109,7 @@ XML_FORMATS: dict[str, XmlFormat] = {
     # GLM 4.5 and later.
     "glm": XmlFormat(
         mark="<tool_call>",
-        opens=rf"<tool_call>{_SPACE}(?P<function>[\w.-]{{1,64}})(?={_SPACE}(?:<arg_key>|</tool_call>))",
+        opens=rf"<tool_call>{_SPACE}(?P<function>{_FUNCTION})(?={_SPACE}(?:<arg_key>|</tool_call>))",
         parameter=rf"<arg_key>(?P<key>[^<>\n]{{1,200}})</arg_key>{_SPACE}<arg_value>",
         value_end="</arg_value>",
         closes="</tool_call>",
@@ -117,7 +119,7 @@ XML_FORMATS: dict[str, XmlFormat] = {
 
 def call_marks(form: str | None) -> tuple[str, ...]:
     """Return the texts with which a format's calls may begin, the outermost first; empty if they are not known."""
-    if form == "harmony":
+    if form == HARMONY:
         return ("<|start|>assistant to=",)
     if form in JSON_FORMATS:
         return tuple(JSON_FORMATS[form].opens)

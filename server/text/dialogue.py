@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from engine.api import ConfigError, RequestError
 from server.openai.fields import Function, Tool
-from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat
+from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat, call_marks
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import Reasoning, Thought, is_open
 from server.text.shipped_templates import advice_for
@@ -58,7 +58,7 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
         return Dialogue(call_format, "this model's chat template fails or refuses a question; see --chat-template")
     shows_tools = _shows_tools(tokenizer)
     call = _call(tokenizer, shows_tools)
-    found = None if call is None else next(_readers_of(tokenizer, call), None)
+    found = _format_by_token(tokenizer) if call is None else next(_readers_of(tokenizer, call), None)
     warnings = []
     if reasoning_parser != "none" and not _reads_thoughts(tokenizer, reasoning_parser):
         warnings.append("the chat template shows thoughts in a format that is not read; they are a part of the answers")
@@ -123,6 +123,17 @@ def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
             (_NAME, _ARGUMENTS)
         ]:
             yield name
+
+
+def _format_by_token(tokenizer: Tokenizer) -> str | None:
+    """Return the only format whose calls begin with a token of the vocabulary; None if there are several or none."""
+    names = [name for name in get_args(CallFormat) if _begins_with_token(tokenizer, name)]
+    return names[0] if len(names) == 1 else None
+
+
+def _begins_with_token(tokenizer: Tokenizer, name: str) -> bool:
+    marks = call_marks(name)
+    return bool(marks) and len(marks[0]) > 1 and tokenizer.token_of(marks[0]) is not None
 
 
 def _reads_thoughts(tokenizer: Tokenizer, setting: str) -> bool:

@@ -109,6 +109,68 @@ class Reasoning:
         return [Thought(text)] if text else []
 
 
+class WrappedReasoning:
+    """Parser of an answer whose rest stands between two tags, which are dropped with the white space next to them."""
+
+    def __init__(self, reader: ThoughtReader, wrapper: tuple[str, str]) -> None:
+        self._reader = reader
+        self._open, self._close = wrapper
+        self._is_begun = self._is_wrapped = False
+        """Whether the beginning of the rest has been read, and whether it is the opening tag."""
+        self._is_blank = True
+        """Whether only white space has followed the opening tag."""
+        self._held = ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the last text was a thought."""
+        return self._reader.is_inside
+
+    def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
+        """Return the parts found in a piece of text; the last piece releases everything."""
+        parts: list[str | Thought] = []
+        for part in self._reader.feed(text, is_last):
+            parts += [part] if isinstance(part, Thought) else self._unwrapped(part)
+        if is_last and self._held:
+            rest = self._held.rstrip()
+            is_closed = self._is_wrapped and rest.endswith(self._close)
+            rest = rest.removesuffix(self._close).rstrip() if is_closed else self._held
+            parts += [rest] if rest else []
+            self._held = ""
+        return parts
+
+    def _unwrapped(self, text: str) -> list[str | Thought]:
+        self._held += text
+        if not self._is_begun:
+            start = self._held.lstrip()
+            if len(start) < len(self._open) and self._open.startswith(start):
+                return []
+            self._is_begun, self._is_wrapped = True, start.startswith(self._open)
+            self._held = start.removeprefix(self._open) if self._is_wrapped else self._held
+        if not self._is_wrapped:
+            released, self._held = self._held, ""
+            return [released]
+        return self._released()
+
+    def _released(self) -> list[str | Thought]:
+        """Release all text that is not white space or a closing tag at the end."""
+        self._held = self._held.lstrip() if self._is_blank else self._held
+        end = len(self._held.rstrip())
+        end -= num_held(self._held[:end], [self._close])
+        if self._held[:end].endswith(self._close):
+            end -= len(self._close)
+        sure = self._held[:end].rstrip()
+        self._held = self._held[len(sure) :]
+        self._is_blank = self._is_blank and not sure
+        return [sure] if sure else []
+
+
+def reasoning_of(starts_inside: bool, marks: ThoughtMarks) -> ThoughtReader:
+    """Return a parser of an answer with these marks; starts_inside: the prompt has opened the thoughts."""
+    reader = Reasoning(starts_inside, marks)
+    return WrappedReasoning(reader, marks.wrapper) if marks.wrapper[0] else reader
+
+
 def is_open(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
     """Return whether a prompt with this end has opened the thoughts."""
     return prompt_end.rstrip().endswith(marks.open.rstrip())

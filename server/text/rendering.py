@@ -22,11 +22,13 @@ import re
 import string
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from engine.api import TEMPLATE_FAILED, RequestError
+from server.text.call_formats import LIST_MARK
 
 log = logging.getLogger("polydraft.rendering")
 
@@ -51,11 +53,18 @@ def render_conversation(
     """
     taken, text = _taken_at_all(render, list(messages), tools, documents)
     missing = _missing(render, taken, tools, documents)
+    if any(kind == "tools" for kind, _ in missing):
+        render = partial(_with_tools_in_system, render)
+        taken, text = _taken_at_all(render, list(messages), tools, documents)
+        missing = _missing(render, taken, tools, documents)
     if any(kind == "tool_calls" and len(taken[number]["tool_calls"]) > 1 for kind, number in missing):
         taken, text = _taken(render, [_with_one_call_a_turn(taken)], tools, documents)
         missing = _missing(render, taken, tools, documents)
     if any(kind == "tool_calls" for kind, _ in missing):
         taken, text = _with_calls_alone(render, taken, text, tools, documents)
+        missing = _missing(render, taken, tools, documents)
+    if any(kind == "tool_calls" for kind, _ in missing) and [*marks] == [LIST_MARK]:
+        taken, text = _taken_at_all(render, _with_calls_as_text(taken), tools, documents)
         missing = _missing(render, taken, tools, documents)
     if any(kind == "python" for kind, _ in missing):
         taken, text = _taken(render, [_with_arguments_as_text(taken)], tools, documents)
@@ -68,6 +77,28 @@ def render_conversation(
         if kind != "content" or number not in beside_calls or not marks:
             raise _refusal(kind, number)
     return _with_texts(render, taken, tools, documents, beside_calls, marks) if beside_calls else text
+
+
+def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:
+    """Render messages with the tools as a text in the system prompt, where Phi-4-mini's template expects them."""
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    system = messages[0] if has_system else {"role": "system", "content": ""}
+    listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    return render([{**system, "tools": listed}, *messages[has_system:]], (), documents)
+
+
+def _with_calls_as_text(messages: Messages) -> Messages:
+    """Return the messages with calls in their texts, as models with a list of calls write them (Granite 3, Phi-4-mini),
+    for templates that show texts only.
+    """
+    result: Messages = []
+    for message in messages:
+        if "tool_calls" in message:
+            calls = [{key: call["function"][key] for key in ("name", "arguments")} for call in message["tool_calls"]]
+            text = f"{_text_of(message)}{LIST_MARK}{json.dumps(calls, ensure_ascii=False)}"
+            message = {"role": message["role"], "content": text}
+        result.append(message)
+    return result
 
 
 def _taken_at_all(render: Render, messages: Messages, tools: Objects, documents: Objects) -> tuple[Messages, str]:

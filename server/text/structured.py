@@ -157,7 +157,7 @@ def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
         raise RequestError(f"{param}: {kind} must be a string that is not empty", param)
     if kind == "grammar":
         return _lark(param, value), ""
-    literal = _lark_literal(value)
+    literal = lark_literal(value)
     return f"start: {literal}", literal
 
 
@@ -261,6 +261,6 @@ def _lark(param: str, grammar: str) -> str:
         ) from error
 
 
-def _lark_literal(regex: str) -> str:
+def lark_literal(regex: str) -> str:
     """Return a regular expression as a literal of Lark, with escapes for characters that would end it."""
     return f"/{_IN_LITERAL.sub(lambda found: _ESCAPES.get(found[0], found[0]), regex)}/"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -18,6 +18,8 @@ class ThoughtMarks:
     """Text that begins the rest of the answer; "" if it begins without a mark."""
     efforts: tuple[tuple[str, str], ...] = ()
     """Efforts that the model does not know, each with the nearest that it knows."""
+    wrapper: tuple[str, str] = ("", "")
+    """Tags around the rest of the answer, which are not a part of it; "" if there are none."""
 
     def texts(self) -> tuple[str, ...]:
         """Return all marks."""
@@ -49,6 +51,8 @@ MARKS: dict[str, ThoughtMarks] = {
     DEEPSEEK_R1: ThoughtMarks("<think>", "</think>"),
 }
 THINK = MARKS["qwen3"]
+_WRAPPERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
+"""Of GLM-4.1V and Hunyuan, and of Granite 3.3."""
 
 
 def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
@@ -57,5 +61,7 @@ def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
         return MARKS.get(setting)
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return MARKS[HARMONY]
+    wrapper = next((tags for tags in _WRAPPERS if tags[1] in chat_template), ("", ""))
     found = (one for one in MARKS.values() if one.close in chat_template or one.open.strip() in chat_template)
-    return next((one for one in found if not one.lead), None)
+    marks = next((one for one in found if not one.lead), None)
+    return replace(marks, wrapper=wrapper) if marks is not None and wrapper[0] else marks

@@ -17,6 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from engine.api import TEMPLATE_FAILED, ConfigError, RequestError, check_source
 from server.text.lanes import Lanes
+from server.text.plain_messages import PlainMessages
 from server.text.rendering import render_conversation
 from server.text.text_bounds import byte_characters, longest_token
 from server.text.time_limit import TookTooLong, run_limited
@@ -45,11 +46,16 @@ class Tokenizer:
     """Tokenizer and chat template of a model."""
 
     def __init__(
-        self, name: str, chat_template: str | None = None, revision: str | None = None, chat_limit_s: float = 10.0
+        self,
+        name: str,
+        chat_template: str | None = None,
+        revision: str | None = None,
+        chat_limit_s: float = 10.0,
+        has_plain_messages: bool = False,
     ) -> None:
         """Load from a folder, or a revision of a hub name; raises ConfigError if there is none.
 
-        chat_limit_s: time to render a chat.
+        chat_limit_s: time to render a chat. has_plain_messages: special tokens that messages spell are text.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -68,6 +74,7 @@ class Tokenizer:
         # Also those without a role: decoding omits them as well.
         added = self._backend.get_added_tokens_decoder().items()
         self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
+        self._plain = PlainMessages(self._backend, self.chat_template) if has_plain_messages else None
         self._lanes = Lanes(_MOST_WAITING)
         self._chat_limit_s = chat_limit_s
         self._spelled: dict[int, tuple[str, bytes]] = {}
@@ -93,8 +100,7 @@ class Tokenizer:
         Raises a RequestError about `param` for a text of more than `most` tokens, before encoding if the number of
         characters proves it.
         """
-        if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
-            raise _too_long(most, f"{len(text)} characters", param)
+        self._check_length(text, most, param)
         return await self.run(self.encode, text, add_special_tokens, most, param, size=len(text))
 
     async def run_chat(
@@ -115,7 +121,18 @@ class Tokenizer:
             limit = f"{self._chat_limit_s:g} s"
             message = f"the chat template took longer than {limit} for these messages; send fewer of them"
             raise RequestError(message, "messages") from error
-        return await self.run_encode(text, False, most, "messages")
+        if self._plain is None:
+            return await self.run_encode(text, False, most, "messages")
+        self._check_length(self._plain.without_breaks(text), most, "messages")
+        tokens = await self.run(self._plain.encode, text, size=len(text))
+        if most is not None and len(tokens) > most:
+            raise _too_long(most, f"{len(tokens)} tokens", "messages")
+        return tokens
+
+    def _check_length(self, text: str, most: int | None, param: str) -> None:
+        """Raise RequestError for a text whose number of characters proves that it has more than `most` tokens."""
+        if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
+            raise _too_long(most, f"{len(text)} characters", param)
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -158,6 +175,9 @@ class Tokenizer:
 
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
+        if self._plain is not None:
+            messages, tools, documents = map(self._plain.escaped, (messages, tools, documents))
+            variables = self._plain.escaped(variables)
 
         def render(
             messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]

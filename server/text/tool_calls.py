@@ -21,7 +21,7 @@ def _reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None
         return JsonAnswer(calls)
     if use.format in XML_FORMATS:
         parameters = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
-        return XmlRegions(calls, XML_FORMATS[use.format], parameters)
+        return XmlRegions(calls, XML_FORMATS[use.format], parameters, use.followed)
     if use.format in JSON_FORMATS:
         return JsonRegions(calls, JSON_FORMATS[use.format])
     assert response_template is not None

@@ -2,16 +2,15 @@
 
 Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
 with name and parameters; Llama 3), those of `call_formats.py` (Mistral, GLM, DeepSeek and others), and those that a
-tokenizer's `response_template` describes (transformers). A grammar enforces forced calls and strict tools in the first
-two.
+tokenizer's `response_template` describes (transformers). Grammars (`call_grammars.py`) enforce forced calls and strict
+tools in all but the last.
 
 Not for: finding the model's format (`dialogue.py`), or reading calls from an answer (`tool_calls.py`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,27 +20,12 @@ from engine.api import RequestError
 from server.http.bodies import nests_too_deeply
 from server.openai.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.openai.unsupported_fields import shown
-from server.text.call_formats import HERMES, LLAMA3_JSON
-from server.text.structured import LONGEST_GRAMMAR, Structure, cleaned, closed, compact
+from server.text.call_formats import HARMONY
+from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
+from server.text.structured import LONGEST_GRAMMAR, Structure
 
 PARTIAL_JSON = "partial_json"
 """Key of arguments that are not JSON, in an object with this key alone."""
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_GRAMMARS = {
-    HERMES: {
-        "call": 'call: open "\\n" body "\\n" close',
-        "between": '"\\n"',
-        "free": 'start: (before "\\n" body "\\n" close)* TEXT\n'
-        "trigger[lazy]: /(?s:.*)<tool_call>/\n"
-        "TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
-    },
-    LLAMA3_JSON: {
-        "call": "call: body",
-        "between": '"; "',
-        "free": 'start: TEXT | body ("; " body)*\nTEXT: /(\\s*[^{\\s](?s:.*))?/',
-    },
-}
-_ARGUMENTS = {HERMES: "arguments", LLAMA3_JSON: "parameters"}
 
 
 @dataclass(frozen=True)
@@ -61,11 +45,21 @@ class ToolUse:
         """Names of the functions."""
         return frozenset(tool.function.name for tool in self.tools)
 
+    @property
+    def followed(self) -> frozenset[str]:
+        """Names of the functions whose calls follow their schema, because a grammar forces them to."""
+        return frozenset(tool.function.name for tool in self.tools if self.forced or tool.function.strict)
+
+    @property
+    def covers_thoughts(self) -> bool:
+        """Whether the grammar of calls contains the thoughts before them."""
+        return self.format == HARMONY
+
     def for_template(self) -> list[dict[str, Any]]:
         """Return the tools in the format of chat templates."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
-    def structure(self, answer: Structure, special_token: Callable[[str], int | None]) -> Structure:
+    def structure(self, answer: Structure, special_token: SpecialToken) -> Structure:
         """Return the structure of the answer; an empty one if the model is unrestricted.
 
         answer: structure of an answer without calls. Calls are the alternative, or the only option if a call is
@@ -79,48 +73,22 @@ class ToolUse:
                 f"{answer.param}: a grammar of your own does not go with tools; send a schema, or tool_choice none",
                 answer.param,
             )
-        if self.format not in _GRAMMARS:
+        if self.format not in SYNTAXES:
             raise RequestError(
                 f"calls in the format of this model ({self.format}) can be neither forced nor strict, nor a choice "
                 "with structured output; use tool_choice auto with tools that are not strict and no schema, or none",
                 "tool_choice" if self.forced else "tools",
             )
-        known = _GRAMMARS[self.format]
-        more = f" ({known['between']} call)*" if self.parallel else ""
-        head = f"start: call{more}\n{known['call']}" if self.forced else known["free"]
-        if bound:
-            head = f"start: answer | call{more}\nanswer: {answer.rule}\n{known['call']}"
-        bodies = " | ".join(f"body_{number}" for number in range(len(self.tools)))
-        lark = "\n".join(
-            [
-                head,
-                *(_mark_rules(special_token) if self.format == HERMES else ()),
-                f"body: {bodies}",
-                *(self._rules(tool, number) for number, tool in enumerate(self.tools)),
-            ]
-        )
+        grammar = CallGrammar(self.tools, self.format, special_token, self.parallel)
+        if self.forced:
+            lark = grammar.of_calls()
+        elif bound:
+            lark = grammar.of_calls_or(answer.rule)
+        else:
+            lark = grammar.of_text_and_calls()
         if len(lark) > LONGEST_GRAMMAR:
             raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
         return Structure(lark, "tools")
-
-    def _rules(self, tool: Tool, number: int) -> str:
-        """Return the grammar of a call's JSON. The arguments' schema is a separate root, for its references."""
-        function, key = tool.function, _ARGUMENTS[self.format]
-        followed = self.forced or bool(function.strict)
-        parameters = cleaned((function.parameters if followed else None) or {})
-        schema = compact(closed({"type": "object", **parameters}, followed))
-        begin = json.dumps(f'{{"name":{json.dumps(function.name)},"{key}":')
-        return f'body_{number}: {begin} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
-
-
-def _mark_rules(special_token: Callable[[str], int | None]) -> list[str]:
-    """Return the rules of the marks of a Hermes call. A mark is text, or the special token with this text."""
-    opens, closes = special_token(_OPEN), special_token(_CLOSE)
-    return [
-        f'open: "{_OPEN}"' if opens is None else f'open: "{_OPEN}" | <[{opens}]>',
-        f'close: "{_CLOSE}"' if closes is None else f'close: "{_CLOSE}" | <[{closes}]>',
-        "before: trigger" if opens is None else f"before: trigger | TEXT <[{opens}]>",
-    ]
 
 
 def functions_of(tools: Sequence[AnyTool] | None) -> list[Tool]:

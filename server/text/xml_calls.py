@@ -24,12 +24,13 @@ another one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import regex
 
-from server.text.argument_types import as_value
+from server.text.argument_types import as_value, is_value
 from server.text.call_formats import XmlFormat
 from server.text.call_pieces import CallParts, Calls
 
@@ -37,18 +38,22 @@ _LONGEST_TAG = 512
 """Characters; a longer text without a complete tag is no tag."""
 Parameters = Mapping[str, Mapping[str, Any]]
 """Schemas of the functions' arguments by name."""
+IsValue = Callable[[str, str], bool]
+"""Returns whether a text is a value of the argument with a name."""
 
 
 class _Region:
     """Parser of one call, tag by tag."""
 
-    def __init__(self, name: str, opening: str, quotes: bool) -> None:
-        """opening: the tag that begins the call. quotes: whether values may contain whole calls."""
+    def __init__(self, name: str, opening: str, quotes: bool, is_value: IsValue | None = None) -> None:
+        """opening: the tag that begins the call. quotes: whether values may contain whole calls. is_value: whether a
+        text is a value of an argument; None if values need not follow their schema.
+        """
         self.name = name
         self.raw = [opening]
         self.is_complete = False
         self.values: dict[str, list[str]] = {}
-        self._quotes = quotes
+        self._quotes, self._is_value = quotes, is_value
         self._key = ""
         self._in_value = False
         self._since_end: list[str] | None = None
@@ -94,7 +99,7 @@ class _Region:
         return True
 
     def _inside_value(self, kind: str, tag: str) -> None:
-        if kind == "value_end" and not self._depth:
+        if kind == "value_end" and not self._depth and self._may_end():
             self._in_value, self._since_end = False, [tag]
             return
         if kind == "opens" and self._quotes:
@@ -103,12 +108,20 @@ class _Region:
             self._depth = max(0, self._depth - 1)
         self.values[self._key].append(tag)
 
+    def _may_end(self) -> bool:
+        """Return whether the open value may end here. JSON that must follow a schema ends when it is complete."""
+        return self._is_value is None or self._is_value(self._key, "".join(self.values[self._key]))
+
 
 class XmlRegions:
     """Reader of calls between tags, and of the text outside them."""
 
-    def __init__(self, calls: Calls, form: XmlFormat, parameters: Parameters) -> None:
+    def __init__(
+        self, calls: Calls, form: XmlFormat, parameters: Parameters, followed: frozenset[str] = frozenset()
+    ) -> None:
+        """followed: names of the functions whose calls a grammar forces to follow their schema."""
         self._calls, self._parameters, self._padding = calls, parameters, form.padding
+        self._followed = followed
         self._opens = regex.compile(f"(?P<opens>{form.opens})")
         self._tags = regex.compile(
             f"(?P<opens>{form.opens})|(?P<parameter>{form.parameter})|(?P<value_end>{form.value_end})"
@@ -159,18 +172,23 @@ class XmlRegions:
             self._give_back(found)
         # Unreadable text may begin another call.
         if kind == "opens" and tag["function"] in self._parameters:
-            self._region = _Region(tag["function"], tag[0], self._quotes)
+            name = tag["function"]
+            is_value = partial(self._is_value, self._parameters[name]) if name in self._followed else None
+            self._region = _Region(name, tag[0], self._quotes, is_value)
         else:
             found.say(tag[0])
 
     def _arguments(self, region: _Region) -> str:
         """Return a call's arguments as JSON."""
         schema = self._parameters[region.name]
-        texts = {
-            key: "".join(pieces).removeprefix(self._padding).removesuffix(self._padding)
-            for key, pieces in region.values.items()
-        }
+        texts = {key: self._without_padding("".join(pieces)) for key, pieces in region.values.items()}
         return json.dumps({key: as_value(text, key, schema) for key, text in texts.items()})
+
+    def _is_value(self, schema: Mapping[str, Any], key: str, text: str) -> bool:
+        return is_value(self._without_padding(text), key, schema)
+
+    def _without_padding(self, text: str) -> str:
+        return text.removeprefix(self._padding).removesuffix(self._padding)
 
     def _give_back(self, found: CallParts) -> None:
         """Report the open call as text."""

@@ -88,12 +88,12 @@ def test_wrong_variants_are_found_out(pair: Pair, name: str) -> None:
 # -- the start ----------------------------------------------------------------------------------------------------
 
 
-def config_of(written: folders.Written, **parts: Any) -> EngineConfig:
+def config_of(written: folders.Written, rule: str = "bv_race", **parts: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(target=str(written.folder), draft=MTP, device="cpu", **parts),
         cache=CacheConfig(num_blocks=60),
         scheduler=SchedulerConfig(max_num_seqs=4),
-        speculation=SpeculationConfig(draft_length=3),
+        speculation=SpeculationConfig(rule=rule, draft_length=3),
     )
 
 
@@ -117,6 +117,20 @@ def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
     assert engine.facts.memory_plan["draft_weights"] == of_tensors + of_rotation + of_packed_output
     run = tiny.run(engine, [tiny.request("a", [1, 2, 3], SPECULATIONS["chains"], temperature=1.0)])
     assert max(outcome.draft_length for outcome in run.outcomes["a"]) == 3
+
+
+@pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
+def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: Path, rule: str) -> None:
+    """The refusal names the rule at start: the module's distribution after a text differs between steps."""
+    written = folders.write_mtp(tmp_path / "target")
+    told = (
+        rf"^--spec-rule {rule}: .* would be biased with an MTP module: it needs .* same in every step; choose bv_race"
+    )
+    with instead("engine.step.building", "load_pair", folders.refused):
+        with pytest.raises(ConfigError, match=told):
+            build_engine(config_of(written, rule))
+        with pytest.raises(AssertionError, match="weights are read"):
+            build_engine(config_of(written))
 
 
 @pytest.mark.parametrize(

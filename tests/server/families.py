@@ -7,25 +7,51 @@ the published ones: byte-level, or pieces with a sign for spaces and tokens of s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from server.text.shipped_templates import SHIPPED
 from server.text.text_bounds import byte_characters
-from tests.server.call_spellings import SPELL, TEMPLATES, Call
+from tests.server.call_spellings import CALLS_BEGIN, CALLS_END, END, SPELL, TEMPLATES, Call
 from tests.server.scripted_model import CUT, added_token, byte_level, write_answers
 
 NO_TOOLS = "has no place for tools"
 NO_CALLS = "does not show calls"
 NOT_SHOWN = "does not show it"
-NO_GRAMMAR = "can be neither forced nor strict"
 ARGUMENTS = {"city": "Paris", "days": 12}
 ONE: list[Call] = [("weather", ARGUMENTS)]
 TWO: list[Call] = [("rain", {"town": "Rome", "hours": 34}), ("sum", {"left": "Oslo", "right": 56})]
 """Other names, because each part of a script should occur once (`scripted_model.py`)."""
 JSON_ANSWER = '{"city":"Bonn"}'
+
+
+@dataclass(frozen=True)
+class Free:
+    """Parts of an enforced call that are not the only text that its grammar allows."""
+
+    begin: str
+    end: str
+    text_end: str = '"'
+    """After a string."""
+    after_name: str = ""
+    before_value: str = ""
+    """Forced text that may be in one token with a value."""
+
+
+_FUNCTION = "<|channel|>commentary to=functions."
+FREE = {
+    "hermes": Free("<tool_call>", "}}\n</tool_call>"),
+    "llama3_json": Free("{", "}}"),
+    "mistral": Free("[TOOL_CALLS]", "}}]"),
+    "mistral_v11": Free("[TOOL_CALLS]", "}", after_name="[ARGS]"),
+    "tool_call_list": Free("<|tool_call|>", "}}]"),
+    "deepseek_v3": Free(CALLS_BEGIN, f"}}\n```{END}{CALLS_END}"),
+    "qwen3_coder": Free("<tool_call>", "\n</parameter>", "\n</parameter>", before_value=">\n"),
+    "glm": Free("<tool_call>", "</arg_value></tool_call>", "</arg_value>", before_value="<arg_value>"),
+    "harmony": Free(_FUNCTION, "}", after_name=" <|constrain|>json<|message|>"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +73,6 @@ class Family:
     """Whether the model thinks between tags, in tags that the prompt has opened, or in a channel (harmony)."""
     most_calls: int | None = None
     """Largest number of calls in an answer."""
-    options: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -55,16 +80,11 @@ class Family:
 
     def expected_refusal(self, row: str) -> str:
         """A part of the answer to a row that is refused; "" if it is answered."""
-        if row in self.refused:
-            return self.refused[row]
-        if row in ("forced", "named", "strict", "schema_or_call") and self.calls not in ("hermes", "llama3_json"):
-            return NO_GRAMMAR
-        return ""
+        return self.refused.get(row, "")
 
     def documented(self) -> str:
         """The family's row in docs/models.md."""
         calls = f"`{self.calls}`" if self.calls else "refused"
-        calls += " by setting" if self.options else ""
         calls += ", enforced" if not any(self.expected_refusal(row) for row in ("forced", "strict")) else ""
         thoughts = "" if self.thoughts == "none" else "read"
         history = "refused" if "history" in self.refused else "shown"
@@ -82,14 +102,17 @@ class Family:
     def answers(self) -> dict[str, str]:
         """Scripts by mark: of several marks in a prompt the last one of this table counts."""
         if self.thoughts == "channel":
-            return _harmony_answers()
+            return _harmony_answers(self._enforced)
         spell = SPELL[self.calls or "hermes"]
         opening = "<think>\n" if self.thoughts == "tags" else ""
         thought = f"{opening}First this.\n</think>\n\n" if self.thoughts != "none" else ""
         before_json = f"{opening}Hm.\n</think>" if self.thoughts != "none" else ""
-        begins = "{" if self.calls == "llama3_json" else "<tool_call>"
-        ends = "" if begins == "{" else "\n</tool_call>"
-        either = CUT.join([begins, *(['"', "n"] if begins == "{" else []), "sum"])
+        # A mark that is text is the only text that a forced call may begin with.
+        begins = FREE[self.calls or "hermes"].begin
+        forced = [begins] if self.tokens.get(begins) else []
+        either = ["{", '"', "n"] if self.calls == "llama3_json" else []
+        # The mark of a call is text in a thought.
+        before_call = f"{opening}Hm <tool_call>.\n</think>" if self.thoughts != "none" else ""
         thinks_before = before_json if self.thoughts == "opened" else ""
         return {
             "«plain»": f"{thinks_before}It is fine in Zürich, 東京 😀.",
@@ -101,17 +124,27 @@ class Family:
             # Another white space than elsewhere in the calls, so that it occurs once.
             "«two»": thinks_before + spell(TWO).replace("</tool_call>\n<tool_call>", "</tool_call>\n\n<tool_call>"),
             # Another white space, so that each thought occurs once.
-            "«forced»": before_json.replace("Hm.", "Hm.\n") + CUT.join(["weather", 'Paris"', "12}}" + ends]),
-            "«named»": before_json.replace("Hm.", "\nHm.") + CUT.join(['Nice"', "55}}" + ends]),
-            "«strict»": thinks_before + CUT.join([begins, "rain", 'Lyon"', "41}}" + ends]),
-            "«either»": thinks_before + CUT.join([either, 'Bern"', "77}}" + ends]),
+            "«forced»": before_json.replace("Hm.", "Hm.\n") + self._enforced("weather", "Lima", 90, forced),
+            "«named»": before_json.replace("Hm.", "\nHm.") + self._enforced("", "Nice", 55, forced),
+            "«strict»": before_call + self._enforced("rain", "Lyon", 41),
+            "«either»": thinks_before + self._enforced("sum", "Bern", 77, either or None),
             # DeepSeek's prompts open no thoughts after results.
             "«history»": "You asked before.",
             "«result»": "It has twelve degrees.",
         }
 
+    def _enforced(self, name: str, text: str, number: int, begin: Sequence[str] | None = None) -> str:
+        """Script of a call whose text a grammar enforces: what it leaves free.
 
-def _harmony_answers() -> dict[str, str]:
+        name: "" if there is no choice. begin: by default the text that begins calls.
+        """
+        free = FREE[self.calls or "hermes"]
+        values = [f"{free.before_value}{value}" for value in (text + free.text_end, f"{number}{free.end}")]
+        pieces = [*(begin if begin is not None else [free.begin]), name, free.after_name, *values]
+        return CUT.join(filter(None, pieces))
+
+
+def _harmony_answers(enforced: Callable[[str, str, int], str]) -> dict[str, str]:
     """Messages in channels; one call ends a turn."""
 
     def said(text: str) -> str:
@@ -121,17 +154,18 @@ def _harmony_answers() -> dict[str, str]:
         head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
         return f"{head}{json.dumps(arguments, **spelling)}<|call|>"
 
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     return {
         "«plain»": said("It is fine in Zürich, 東京 😀."),
-        "«thought»": "<|channel|>analysis<|message|>First this.<|end|><|start|>assistant" + said("Then that."),
-        "«schema»": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + said('Bonn"}'),
+        "«thought»": thought.replace("Hm.", "First this.") + said("Then that."),
+        "«schema»": thought + said('Bonn"}'),
         "«system»": said("As the system says."),
         "«call»": called(*ONE[0]),
         "«two»": called(*TWO[0]),
-        "«forced»": CUT.join(["weather", 'Paris"', "12}"]),
-        "«named»": CUT.join(['Nice"', "55}"]),
-        "«strict»": called("rain", {"town": "Lyon", "hours": 41}, separators=(",", ":")),
-        "«either»": called("sum", {"left": "Bern", "right": 77}, separators=(",", ":")),
+        "«forced»": thought.replace("Hm.", f"H{CUT}m.") + enforced("weather", "Lima", 90),
+        "«named»": thought.replace("Hm.", f"Hm{CUT}.") + enforced("", "Nice", 55),
+        "«strict»": enforced("rain", "Lyon", 41),
+        "«either»": enforced("sum", "Bern", 77),
         "«history»": said("You asked before."),
         "«result»": said("It has twelve degrees."),
     }
@@ -199,8 +233,7 @@ FAMILIES = (
         "phi4_mini",
         _marks("<|system|> <|user|> <|assistant|> <|endoftext|>", "<|tool|> <|/tool|> <|tool_call|> <|/tool_call|>"),
         ("<|end|>", "<|endoftext|>"),
-        None,
-        refused=_WITHOUT_TOOLS | _WITHOUT_HISTORY,
+        "tool_call_list",
     ),
     Family(
         "deepseek_v3", _DEEPSEEK, ("<｜end▁of▁sentence｜>",), None, begin="<｜begin▁of▁sentence｜>",
@@ -237,8 +270,6 @@ FAMILIES = (
         _marks("<|start_of_role|> <|end_of_role|> <|tool_call|>"),
         ("<|end_of_text|>",),
         "tool_call_list",
-        options=("--tool-call-parser", "tool_call_list"),
-        refused=_WITHOUT_HISTORY,
     ),
 )  # fmt: skip
 

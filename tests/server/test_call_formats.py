@@ -254,10 +254,9 @@ def test_reading_takes_a_step_for_each_character(form: str, monkeypatch: pytest.
     assert longest < 1000
 
 
-@pytest.mark.parametrize("form", [form for form in SPELL if form not in ("hermes", "llama3_json")])
-def test_such_calls_cannot_be_forced(form: str) -> None:
+def test_calls_of_a_response_template_cannot_be_forced() -> None:
     with pytest.raises(RequestError, match="neither forced nor strict"):
-        ToolUse(TOOLS, form, True, forced=True).structure(Structure(), lambda _: None)
+        ToolUse(TOOLS, "response_template", True, forced=True).structure(Structure(), lambda _: None)
 
 
 DEFINITIONS: dict[str, Any] = {
@@ -320,6 +319,9 @@ def test_numbers_that_no_json_has_make_no_call(number: str) -> None:
     [
         ({"type": "string"}, "5", "5"),
         ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "string"}, '"a"', '"a"'),
+        ({}, '"a"', '"a"'),
+        ({"enum": ["a"]}, '"a"', "a"),
         ({"type": "integer"}, "five", "five"),
         ({"type": "number"}, "NaN", "NaN"),
         ({"type": "number"}, "1e999", "1e999"),

@@ -84,6 +84,29 @@ def test_a_template_that_shows_no_calls_needs_a_setting(models: TinyModels) -> N
     assert "right --tool-call-parser" in refused(found(models, NO_CALLS))
 
 
+def test_a_format_whose_mark_alone_is_a_token_needs_no_calls_in_the_template(tmp_path: Path) -> None:
+    """Granite 3 and Phi-4-mini. Of several formats none is taken."""
+    (granite,) = (one for one in FAMILIES if one.name == "granite3")
+    tokenizer = Tokenizer(str(write_family(tmp_path / "model", granite)))
+    assert dialogue_of(tokenizer, "auto", "auto") == Dialogue("tool_call_list")
+    tokenizer._backend.add_tokens(["[TOOL_CALLS]"])
+    assert "does not show calls" in refused(dialogue_of(tokenizer, "auto", "auto"))
+
+
+def test_tools_are_a_text_of_the_system_prompt_where_the_template_expects_them(tmp_path: Path) -> None:
+    """Phi-4-mini, with a system prompt and without one."""
+    (phi,) = (one for one in FAMILIES if one.name == "phi4_mini")
+    tokenizer = Tokenizer(str(write_family(tmp_path / "model", phi)))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    asked = [{"role": "user", "content": "Hello"}]
+    told = '<|tool|>[{"name": "f", "parameters": {}}]<|/tool|><|end|><|user|>Hello<|end|><|assistant|>'
+    assert tokenizer.render_chat(asked, tools=[tool]) == f"<|system|>{told}"
+    assert tokenizer.render_chat([{"role": "system", "content": "Be brief."}, *asked], tools=[tool]) == (
+        f"<|system|>Be brief.{told}"
+    )
+    assert "<|tool|>" not in tokenizer.render_chat(asked)
+
+
 @pytest.mark.parametrize("setting", ["auto", "hermes"])
 def test_one_answer_names_all_that_a_template_without_tools_needs(models: TinyModels, setting: str) -> None:
     """Also if a format is configured already, which changes nothing."""

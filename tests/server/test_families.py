@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, list[Call]]]] = {
             "tool_choice": "required",
             "parallel_tool_calls": False,
         },
-        ("", ONE),
+        ("", [("weather", {"city": "Lima", "days": 90})]),
     ),
     "named": (
         {"messages": user("How is it?"), "tools": tools("«named»"), "tool_choice": NAMED},
@@ -111,7 +111,7 @@ def served(
     folder = str(write_family(tmp_path_factory.mktemp("family") / family.name, family))
     fixed = ("--draft-model", folder, "--served-model-name", MODEL, "--no-calibrate", "--num-threads", "1")
     template = ("--chat-template", family.template) if family.template else ()
-    daemon = daemons.get(folder, *fixed, *template, *family.options)
+    daemon = daemons.get(folder, *fixed, *template)
     yield family, daemon
     daemon.terminate()
     assert daemon.exit_code() == 0
@@ -143,6 +143,8 @@ def streamed(client: httpx.Client, body: dict[str, Any]) -> Read:
 def expected_thoughts(family: Family, row: str) -> str:
     if row == "thought" and family.thoughts != "none":
         return "First this."
+    if row == "strict" and family.thoughts in ("tags", "opened"):
+        return "Hm <tool_call>."
     is_thought = family.thoughts == "opened" and not row.startswith("turn_2") and row != "history"
     is_bound = row in ("schema", "forced", "named")
     return "Hm." if is_thought or (is_bound and family.thoughts != "none") else ""
@@ -177,8 +179,7 @@ def test_drafts_of_several_chains_are_accepted(served: tuple[Family, Daemon]) ->
 def test_the_format_of_calls_is_recognised(family: Family, tmp_path: Path) -> None:
     """From the template alone, without a daemon; what is refused at requests is known at start."""
     tokenizer = Tokenizer(str(write_family(tmp_path / family.name, family)), family.template_text())
-    setting = family.options[1] if family.options else "auto"
-    dialogue = dialogue_of(tokenizer, setting, "auto")
+    dialogue = dialogue_of(tokenizer, "auto", "auto")
     refused = family.refused.get("call", "")
     assert (refused in dialogue.tools_refusal) if refused else not dialogue.tools_refusal
     if not refused:

@@ -249,10 +249,12 @@ def test_a_budget_closes_the_channel_of_thoughts(client: httpx.Client, budget: i
     assert tokens.count(ANALYSIS) == budget
 
 
-def test_forced_calls_are_refused_by_name(client: httpx.Client) -> None:
-    refused = client.post("/v1/chat/completions", json=ask("call", tools=[TOOL], tool_choice="required"))
+def test_a_forced_call_has_no_thinking_budget(client: httpx.Client) -> None:
+    """Its grammar contains the thoughts."""
+    asked = ask("call", tools=[TOOL], tool_choice="required")
+    refused = client.post("/v1/chat/completions", json={**asked, "thinking_token_budget": 3})
     assert refused.status_code == 400
-    assert "harmony" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "thinking_token_budget"
 
 
 def test_history_is_rendered_for_the_template(folder: Path) -> None:

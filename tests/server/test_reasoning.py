@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.reasoning import Reasoning, Thought, is_closed, is_open, knows_thinking, thinking_variables
+from server.text.reasoning import (
+    Reasoning,
+    Thought,
+    is_closed,
+    is_open,
+    knows_thinking,
+    reasoning_of,
+    thinking_variables,
+)
 from server.text.thought_marks import MARKS, THINK, thought_marks
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.event_stream import open_stream
@@ -272,3 +280,38 @@ def test_what_the_template_does_not_know_is_reported(http: httpx.Client, asked: 
     plain, hinted = (http.post("/v1/chat/completions", json=ASKED | {"seed": 1} | more) for more in ({}, asked))
     assert hinted.json()["choices"] == plain.json()["choices"]
     assert hinted.headers["x-polydraft-ignored-fields"] == next(iter(asked))
+
+
+WRAPPED = [
+    ("<think>a</think>\n<answer>\nIt is <b>so</b>.\n</answer>\n", "It is <b>so</b>."),
+    ("<think>a</think><answer>b</answer> c </answer>", "b</answer> c"),
+    ("<think>a</think><answer> cut </ans", "cut </ans"),
+    ("<think>a</think><answer></answer>", ""),
+    ("<think>a</think> <b>no</b></answer>", "<b>no</b></answer>"),
+    ("<think>a</think><answe", "<answe"),
+    ("Say <answer>b</answer>", "Say <answer>b</answer>"),
+    ("<answer>b\n\nc</answer>", "b\n\nc"),
+]
+
+
+@given(st.sampled_from(WRAPPED), st.data())
+@settings(max_examples=300, deadline=None)
+def test_tags_around_the_rest_are_dropped(case: tuple[str, str], data: st.DataObject) -> None:
+    """In any pieces. GLM-4.1V, Hunyuan and Granite 3.3 write such answers, and their templates have the tags."""
+    answer, expected = case
+    marks = thought_marks("auto", "{# <think></think><answer></answer> #}")
+    assert marks is not None
+    reader = reasoning_of(False, marks)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
+    pieces = [answer[i:j] for i, j in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+    parts = [part for i, piece in enumerate(pieces) for part in reader.feed(piece, i == len(pieces) - 1)]
+    assert "".join(part for part in parts if isinstance(part, str)) == expected
+    assert "".join(part.text for part in parts if isinstance(part, Thought)) == ("a" if "think" in answer else "")
+
+
+def test_tags_stay_if_the_template_has_none() -> None:
+    marks = thought_marks("auto", "{# <think></think><tool_response></tool_response> #}")
+    assert marks is not None
+    assert marks.wrapper == ("", "")
+    (_, said) = reasoning_of(False, marks).feed("<think>a</think><response>b</response>", True)
+    assert said == "<response>b</response>"

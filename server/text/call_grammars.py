@@ -1,0 +1,221 @@
+"""Grammars of calls in Lark, for forced calls and strict tools, by the formats of `call_formats.py`.
+
+The format's reader reads calls of its grammar back as they are, with arguments that follow their schema. A mark is
+text, or the special token with this text. Text outside calls is free.
+
+Not for: arguments between tags (`xml_grammars.py`), or choosing a format (`dialogue.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from server.openai.fields import Tool
+from server.text.call_formats import (
+    BEGIN,
+    CALL_LIST,
+    CALLS_BEGIN,
+    CALLS_END,
+    END,
+    FENCE,
+    HARMONY,
+    HERMES,
+    LIST_MARK,
+    LLAMA3_JSON,
+    SEPARATOR,
+)
+from server.text.structured import cleaned, closed, compact, lark_literal
+from server.text.xml_grammars import XML_SYNTAXES, XmlArguments
+
+SpecialToken = Callable[[str], int | None]
+"""Returns the special token with a text, or None."""
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """Calls of a format: mark, first, call, any number of (between, call), last. Each is the right side of a rule."""
+
+    call: str
+    """NAME and ARGUMENTS stand for a function's name and arguments."""
+    mark: str = ""
+    """Text that begins calls."""
+    first: str = ""
+    between: str | None = None
+    """None if an answer has one call at most."""
+    last: str = ""
+    more_marks: tuple[str, ...] = ()
+    """Other literals that may be special tokens."""
+    not_in_text: tuple[str, ...] = ()
+    """Further texts that the reader takes for the beginning of a call."""
+    before: str = ""
+    """Text before calls that must be made, or before an answer that follows a rule."""
+    answer: str = "answer"
+    """An answer without calls that follows the rule `answer`."""
+    in_text: tuple[str, ...] = ()
+    """Rules of an answer with calls or text, if it is not text with calls at any place."""
+    rules: tuple[str, ...] = ()
+    """Rules to which the other fields refer."""
+
+
+def _object(key: str = "arguments") -> str:
+    return rf'"{{\"name\":\"NAME\",\"{key}\":" ARGUMENTS "}}"'
+
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_NEXT = rf'"\n" "{_OPEN}"'
+_DEEPSEEK_MARKS = (CALLS_END, BEGIN, SEPARATOR, END)
+SYNTAXES: Mapping[str, CallSyntax] = {
+    HERMES: CallSyntax(rf'"\n" {_object()} "\n" "{_CLOSE}"', _OPEN, between=_NEXT, more_marks=(_CLOSE,)),
+    LLAMA3_JSON: CallSyntax(
+        _object("parameters"),
+        between='"; "',
+        in_text=("start: TEXT | calls", r"TEXT: /(\s*[^{\s](?s:.*))?/"),
+    ),
+    "mistral": CallSyntax(_object(), "[TOOL_CALLS]", '" "? "["', '"," " "?', '"]"'),
+    "mistral_v11": CallSyntax(
+        '"NAME" ("[CALL_ID]" /[a-zA-Z0-9]{9}/)? "[ARGS]"? ARGUMENTS',
+        "[TOOL_CALLS]",
+        between='"[TOOL_CALLS]"',
+        more_marks=("[CALL_ID]", "[ARGS]"),
+    ),
+    CALL_LIST: CallSyntax(
+        _object(), LIST_MARK, '"["', '"," " "?', '"]" "<|/tool_call|>"?', more_marks=("<|/tool_call|>",)
+    ),
+    "deepseek_v3": CallSyntax(
+        rf'"{BEGIN}" "function" "{SEPARATOR}" "NAME\n{FENCE}json\n" ARGUMENTS "\n{FENCE}" "{END}"',
+        CALLS_BEGIN,
+        between=r'"\n"?',
+        last=f'"{CALLS_END}"',
+        more_marks=_DEEPSEEK_MARKS,
+        not_in_text=(BEGIN,),
+    ),
+    "deepseek_v31": CallSyntax(
+        f'"{BEGIN}" "NAME" "{SEPARATOR}" ARGUMENTS "{END}"',
+        CALLS_BEGIN,
+        between='""',
+        last=f'"{CALLS_END}"',
+        more_marks=_DEEPSEEK_MARKS,
+        not_in_text=(BEGIN,),
+    ),
+    "qwen3_coder": CallSyntax(
+        rf'"\n<function=NAME>\n" ARGUMENTS "</function>\n" "{_CLOSE}"', _OPEN, between=_NEXT, more_marks=(_CLOSE,)
+    ),
+    "glm": CallSyntax(
+        rf'"NAME" "\n"? ARGUMENTS "{_CLOSE}"',
+        _OPEN,
+        between=rf'"\n"? "{_OPEN}"',
+        more_marks=(_CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    # One call ends an answer. Its thoughts are messages, too, so they are a part of the grammar.
+    HARMONY: CallSyntax(
+        '"commentary to=functions." "NAME" " "? ("<|constrain|>" "json")? "<|message|>" ARGUMENTS',
+        "<|channel|>",
+        more_marks=("<|message|>", "<|constrain|>", "<|end|>", "<|start|>"),
+        before="(thought next)*",
+        answer='"<|channel|>" "final" "<|message|>" answer',
+        in_text=("start: (message next)* (message | calls)", 'message: "<|channel|>" CHANNEL "<|message|>" WORDS'),
+        rules=(
+            'thought: "<|channel|>" "analysis" "<|message|>" WORDS',
+            'next: "<|end|>" "<|start|>" "assistant"',
+            "CHANNEL: /analysis|commentary|final/",
+            r"WORDS: /(?s:.*)/ & ~/(?s:.*)<\|(?:end|return|call|start|channel)\|>(?s:.*)/",
+        ),
+    ),
+}
+"""Syntax by format. Calls of other formats can be neither forced nor strict."""
+
+
+class CallGrammar:
+    """Grammar of an answer that may call some functions. Methods raise RequestError for arguments that the format
+    cannot express.
+    """
+
+    def __init__(self, tools: Sequence[Tool], form: str, special_token: SpecialToken, is_parallel: bool) -> None:
+        """form: a key of SYNTAXES. is_parallel: whether calls may follow each other."""
+        self._tools, self._form, self._syntax = tools, form, SYNTAXES[form]
+        self._is_parallel = is_parallel and self._syntax.between is not None
+        marks = [mark for mark in (self._syntax.mark, *self._syntax.more_marks) if mark]
+        self._tokens = {mark: special_token(mark) for mark in marks}
+
+    def of_calls(self) -> str:
+        """Return the grammar of calls alone."""
+        return self._lark([f"start: {self._syntax.before} calls"], is_forced=True)
+
+    def of_calls_or(self, answer_rule: str) -> str:
+        """Return the grammar of calls, or of an answer with this right side of a rule."""
+        start = f"start: {self._syntax.before} ({self._syntax.answer} | calls)"
+        return self._lark([start], is_forced=False, more=[f"answer: {answer_rule}"])
+
+    def of_text_and_calls(self) -> str:
+        """Return the grammar of text with calls."""
+        mark = self._syntax.mark
+        if self._syntax.in_text:
+            return self._lark(self._syntax.in_text, is_forced=False)
+        # In free text, a call with its own mark follows another one like any other text.
+        after_mark = "call" if f'"{mark}"' in (self._syntax.between or "") else "rest"
+        token = self._token(mark)
+        others = "".join(f" & ~{_containing(text)}" for text in self._syntax.not_in_text)
+        more = [
+            f"before: trigger | TEXT {token}" if token else "before: trigger",
+            f"trigger[lazy]: {lark_literal(f'(?s:.*){re.escape(mark)}')}{others}",
+            f"TEXT: /(?s:.*)/ & ~{_containing(mark)}{others}",
+        ]
+        return self._lark([f"start: (before {after_mark})* TEXT"], is_forced=False, more=more)
+
+    def _lark(self, head: Sequence[str], is_forced: bool, more: Sequence[str] = ()) -> str:
+        """Return a grammar. head: its first rules; more: rules without marks."""
+        syntax = self._syntax
+        others = " (between call)*" if self._is_parallel else ""
+        mark = f'"{syntax.mark}" ' if syntax.mark else ""
+        rules = [
+            *(self._with_marks(rule) for rule in (*head, *syntax.rules)),
+            *more,
+            f"calls: {self._with_marks(mark)}rest",
+            f"rest: {self._with_marks(f'{syntax.first} call{others} {syntax.last}')}",
+            *([f"between: {self._with_marks(syntax.between)}"] if self._is_parallel and syntax.between else []),
+            "call: " + " | ".join(f"call_{number}" for number in range(len(self._tools))),
+        ]
+        for number, tool in enumerate(self._tools):
+            call = syntax.call.replace("ARGUMENTS", f"args_{number}").replace("NAME", tool.function.name)
+            rules += [f"call_{number}: {self._with_marks(call)}", *self._argument_rules(tool, number, is_forced)]
+        return "\n".join([*rules, *self._mark_rules()])
+
+    def _argument_rules(self, tool: Tool, number: int, is_forced: bool) -> list[str]:
+        """Return the rule `args_NUMBER` with the rules that it needs."""
+        is_followed = is_forced or bool(tool.function.strict)
+        parameters = cleaned((tool.function.parameters if is_followed else None) or {})
+        # The schema is a separate root, for its references.
+        schema = closed({"type": "object", **parameters}, is_followed)
+        if self._form not in XML_SYNTAXES:
+            return [f"args_{number}: %json {json.dumps(compact(schema))}"]
+        syntax = XML_SYNTAXES[self._form]
+        end = self._token(syntax.end)
+        arguments = XmlArguments(syntax, self._with_marks, end, tool.function.name, number)
+        return arguments.of_schema(schema) if is_followed else arguments.of_any()
+
+    def _token(self, mark: str) -> str:
+        """Return a mark's special token in Lark; "" if it is text."""
+        number = self._tokens.get(mark)
+        return "" if number is None else f"<[{number}]>"
+
+    def _with_marks(self, lark: str) -> str:
+        """Return the right side of a rule with the names of rules in place of marks."""
+        for number, mark in enumerate(self._tokens):
+            lark = lark.replace(f'"{mark}"', f"mark_{number}")
+        return lark
+
+    def _mark_rules(self) -> list[str]:
+        """Return the rules of marks. A mark is text, or the special token with this text."""
+        spelled = [(json.dumps(mark), self._token(mark)) for mark in self._tokens]
+        return [
+            f"mark_{number}: {text} | {token}" if token else f"mark_{number}: {text}"
+            for number, (text, token) in enumerate(spelled)
+        ]
+
+
+def _containing(text: str) -> str:
+    """Return a regular expression in Lark for texts that contain a text."""
+    return lark_literal(f"(?s:.*){re.escape(text)}(?s:.*)")

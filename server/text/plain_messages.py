@@ -1,0 +1,108 @@
+"""Encodes chats in which the clients' text never becomes control tokens (`--special-tokens-in-messages text`).
+
+Before a chat is rendered, each spelling of a control token in the client's text gets a break inside it, which no client
+can guess. In the rendered prompt, spellings without a break are the template's own. They get other names, which a copy
+of the tokenizer knows in their place, and the breaks are removed. So one encoding of the whole prompt turns the
+template's marks into control tokens and the same words of clients into ordinary text.
+
+Control tokens are special tokens, and other added tokens with signs that the chat template contains, such as Qwen's
+<tool_call>. Not for: raw prompts of completions, which belong to the client as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from engine.api import ConfigError
+
+
+class PlainMessages:
+    """Breaks in the texts of messages, and the encoder of prompts with such breaks."""
+
+    def __init__(self, backend: Any, chat_template: str) -> None:
+        """Raises ConfigError for a tokenizer that cannot write a control token as text."""
+        added = backend.get_added_tokens_decoder()
+        self._controls = {
+            token.content: number
+            for number, token in added.items()
+            if token.special or (token.content in chat_template and not token.content.strip().isalnum())
+        }
+        self._controls = {text: number for text, number in self._controls.items() if text.strip()}
+        secret = secrets.token_hex(8)
+        self._break = f"\ufdd0{secret}\ufdd1"
+        self._breaks = (self._break, json.dumps(self._break)[1:-1])
+        self._names = {text: f"\ufdd2{secret}{number}\ufdd3" for text, number in self._controls.items()}
+        self._find = re.compile(_pattern([*self._controls]) or r"(?!)")
+        self._beginnings = {text[:length] for text in self._controls for length in range(1, len(text))}
+        self._longest = max(map(len, self._controls), default=1)
+        self._copy, self._numbers = self._renamed(backend, {number: token.content for number, token in added.items()})
+        self._check(backend)
+
+    def escaped(self, value: Any) -> Any:
+        """Return a client's value with breaks in the control tokens that its texts spell, or could help to spell."""
+        if isinstance(value, str):
+            return self._escaped_text(value)
+        if isinstance(value, Mapping):
+            return {self.escaped(key): self.escaped(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.escaped(one) for one in value]
+        return value
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a rendered prompt."""
+        named = self._find.sub(lambda found: self._names[found[0]], text)
+        (encoded,) = self._copy.encode_batch_fast([self.without_breaks(named)], add_special_tokens=False)
+        return [self._numbers.get(number, number) for number in encoded.ids]
+
+    def without_breaks(self, text: str) -> str:
+        """Return a rendered prompt without breaks, also those that a template has written in JSON."""
+        for one in self._breaks:
+            text = text.replace(one, "")
+        return text
+
+    def _escaped_text(self, text: str) -> str:
+        broken = self._find.sub(lambda found: found[0][:1] + self._break + found[0][1:], text)
+        # The text after it, of the template or of another part, could complete a control token.
+        body = broken.rstrip()
+        if any(body[-length:] in self._beginnings for length in range(1, self._longest)):
+            broken = body + self._break + broken[len(body) :]
+        return broken
+
+    def _renamed(self, backend: Any, added: Mapping[int, str]) -> tuple[Any, dict[int, int]]:
+        """Return a copy of the tokenizer with other names of control tokens, and the right number of each number."""
+        description = json.loads(backend.to_str())
+        for token in description["added_tokens"]:
+            token["content"] = self._names.get(token["content"], token["content"])
+        copy = Backend.from_str(json.dumps(description))
+        names = {number: self._names.get(text, text) for number, text in added.items()}
+        numbers = {copy.token_to_id(name): number for number, name in names.items()}
+        return copy, {one: number for one, number in numbers.items() if one is not None}
+
+    def _check(self, backend: Any) -> None:
+        """Raise ConfigError if the copy encodes a control token, or a text that spells one, in another way."""
+        controls = frozenset(self._controls.values())
+        for text in self._controls:
+            around = f"a{text}b"
+            right = backend.encode(around, add_special_tokens=False).ids
+            spelled = [self.encode(self._escaped_text(one)) for one in (text, around)]
+            if self.encode(around) != right or not all(map(controls.isdisjoint, spelled)):
+                raise ConfigError(
+                    f"--special-tokens-in-messages text: this tokenizer cannot write {text!r} as text; leave it out"
+                )
+
+
+def _pattern(words: Sequence[str]) -> str:
+    """Return a regular expression for the longest of some words, which looks at each character once."""
+    rests: dict[str, list[str]] = {}
+    for word in filter(None, words):
+        rests.setdefault(word[0], []).append(word[1:])
+    if not rests:
+        return ""
+    choices = "|".join(re.escape(first) + _pattern(rest) for first, rest in rests.items())
+    return f"(?:{choices})" + ("?" if "" in words else "")

@@ -1,0 +1,147 @@
+"""Grammars of a call's arguments between tags, as plain text, by their JSON schema (`XmlFormat`).
+
+A string is written as it is, any other value as JSON. A string never contains the tag that ends it or the mark that
+begins calls, so that the reader (`xml_calls.py`) reads it back as it is. The reader types a text by the schema
+(`argument_types.py`), so the grammar allows a text only if the value that it becomes follows the schema.
+
+Not for: the rest of a call (`call_grammars.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.api import RequestError
+from server.text.argument_types import as_value
+from server.text.structured import compact, lark_literal
+from server.text.text_values import Alternatives, CannotSplit, Schema, alternatives, merged, with_root
+
+
+@dataclass(frozen=True)
+class XmlSyntax:
+    """Text around an argument's value."""
+
+    begin: str
+    """Right side of a rule for the text before a value; KEY stands for the argument's name."""
+    end: str
+    """Tag that ends a value."""
+    padding: str
+    """Text at both ends of a value that is not a part of it; the first one is in `begin`."""
+    after: str
+    """Right side of a rule for the text after an argument."""
+    mark: str = "<tool_call>"
+    """Text that no string contains, because it begins a call."""
+
+
+XML_SYNTAXES: Mapping[str, XmlSyntax] = {
+    "qwen3_coder": XmlSyntax(r'"<parameter=" KEY ">\n"', "</parameter>", "\n", r'"\n"'),
+    "glm": XmlSyntax(r'"<arg_key>" KEY "</arg_key>" "\n"? "<arg_value>"', "</arg_value>", "", r'"\n"?'),
+}
+_KEY = r"[^<>\n]{1,200}"
+_ROOT_KEYS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+_BEGINS_AS_JSON = r"~/\s*[-0-9\[{](?s:.*)/"
+
+
+class XmlArguments:
+    """Rules of one function's arguments."""
+
+    def __init__(
+        self, syntax: XmlSyntax, with_marks: Callable[[str], str], end_token: str, function: str, number: int
+    ) -> None:
+        """with_marks: replaces marks in the right side of a rule. end_token: the special token for the tag that ends a
+        value, in Lark; "" if it is text. number: of the function, for names of rules.
+        """
+        self._syntax, self._with_marks, self._end_token = syntax, with_marks, end_token
+        self._function, self._number = function, number
+        self._rules: list[str] = []
+
+    def of_any(self) -> list[str]:
+        """Return the rules for arguments with any names and values."""
+        argument = self._argument(lark_literal(_KEY), self._text(f"TEXT_{self._number}", ["(?s:.*)"]))
+        return [f"args_{self._number}: ({argument})*", *self._rules]
+
+    def of_schema(self, schema: Schema) -> list[str]:
+        """Return the rules for arguments that follow a schema, in the order of its properties. Raises RequestError."""
+        properties, required = self._properties(schema)
+        arguments = []
+        for place, (key, of_key) in enumerate(properties.items()):
+            name = f"{self._number}_{place}"
+            value = self._value(name, key, of_key, schema)
+            self._rules.append(f"arg_{name}: {self._argument(json.dumps(key), value)}")
+            arguments.append(f"arg_{name}" if key in required else f"arg_{name}?")
+        every = " ".join(arguments) or '""'
+        return [f"args_{self._number}: {every}", *self._rules]
+
+    def _properties(self, schema: Schema) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """Return the properties of the arguments and the names of the required ones. Raises RequestError."""
+        try:
+            root = merged(schema, schema)
+        except CannotSplit as error:
+            raise self._refusal("", str(error)) from error
+        properties, required = root.get("properties") or {}, root.get("required") or []
+        if odd := next((key for key in root if key not in _ROOT_KEYS), None):
+            raise self._refusal("", f"{odd!r} of their schema")
+        if unlisted := next((key for key in required if key not in properties), None):
+            raise self._refusal("", f"{unlisted!r}, which is required and is not a property")
+        if odd := next((key for key in properties if not re.fullmatch(_KEY, key)), None):
+            raise self._refusal("", f"the name {odd!r}")
+        if not properties and root.get("additionalProperties", True) is not False:
+            raise self._refusal("", "properties without names")
+        return properties, required
+
+    def _argument(self, key: str, value: str) -> str:
+        begin = self._with_marks(self._syntax.begin).replace("KEY", key)
+        return f"{begin} {value} {self._syntax.after}"
+
+    def _value(self, name: str, key: str, schema: Any, root: Schema) -> str:
+        """Return the right side of a rule for a value with the tag that ends it. Raises RequestError."""
+        try:
+            found = alternatives(schema, root)
+        except CannotSplit as error:
+            raise self._refusal(key, str(error)) from error
+        excluded = (_BEGINS_AS_JSON,) if found.are_bounded else ()
+        strings = [*found.strings, *self._choices(found, key, root)]
+        sides = [self._text(f"TEXT_{name}_{place}", some, excluded) for place, some in enumerate(strings)]
+        if found.others:
+            other = found.others[0] if len(found.others) == 1 else {"anyOf": found.others}
+            self._rules.append(f"json_{name}: %json {json.dumps(compact(with_root(other, root)))}")
+            padding = f"{json.dumps(self._syntax.padding)} " if self._syntax.padding else ""
+            sides.append(f"json_{name} {padding}{self._end_token or json.dumps(self._syntax.end)}")
+        if not sides:
+            raise self._refusal(key, "any of its values")
+        return f"({' | '.join(sides)})"
+
+    def _choices(self, found: Alternatives, key: str, root: Schema) -> list[list[str]]:
+        """Return patterns of the listed values that are read back as they are."""
+        spelled = []
+        for choice in found.choices:
+            text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
+            is_whole = self._syntax.end not in text and self._syntax.mark not in text
+            if is_whole and json.dumps(as_value(text, key, root)) == json.dumps(choice):
+                spelled.append(re.escape(text))
+        return [["|".join(spelled)]] if spelled else []
+
+    def _text(self, name: str, patterns: Sequence[str], excluded: Sequence[str] = ()) -> str:
+        """Add a terminal for texts that match all patterns. Return it with the tag that ends them."""
+        end = re.escape(self._syntax.padding) + ("" if self._end_token else re.escape(self._syntax.end))
+        tag = re.escape(self._syntax.end)
+        # The first tag is the last one.
+        early = f"(?s:.*){tag}(?s:.*)" if self._end_token else f"(?s:.*){tag}(?s:.+)"
+        never = [early, f"(?s:.*){re.escape(self._syntax.mark)}(?s:.*)"]
+        parts = [lark_literal(f"(?:{pattern}){end}") for pattern in patterns]
+        parts += [f"~{lark_literal(one)}" for one in never]
+        self._rules.append(f"{name}: {' & '.join([*parts, *excluded])}")
+        return f"{name} {self._end_token}"
+
+    def _refusal(self, key: str, what: str) -> RequestError:
+        place = f"parameter {key!r} of " if key else "the parameters of "
+        return RequestError(
+            f"tools: {place}{self._function}: calls of this model, whose arguments are plain text, cannot be forced or "
+            f"strict with {what}; change the schema, or use tool_choice auto without strict",
+            "tools",
+            "unsupported_value",
+        )
