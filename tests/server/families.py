@@ -48,7 +48,7 @@ FREE = {
     "mistral_v11": Free("[TOOL_CALLS]", "}", after_name="[ARGS]"),
     "tool_call_list": Free("<|tool_call|>", "}}]"),
     "deepseek_v3": Free(CALLS_BEGIN, f"}}\n```{END}{CALLS_END}"),
-    "qwen3_coder": Free("<tool_call>", "\n</parameter>", "\n</parameter>", before_value=">\n"),
+    "qwen3_coder": Free("<tool_call>", "\n</parameter", "\n</parameter>", before_value=">\n"),
     "glm": Free("<tool_call>", "</arg_value></tool_call>", "</arg_value>", before_value="<arg_value>"),
     "harmony": Free(_FUNCTION, "}", after_name=" <|constrain|>json<|message|>"),
 }
