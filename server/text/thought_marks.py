@@ -52,7 +52,7 @@ MARKS: dict[str, ThoughtMarks] = {
 }
 THINK = MARKS["qwen3"]
 _WRAPPERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
-"""Of GLM-4.1V and Hunyuan, and of Granite 3.3."""
+"""Tags of GLM-4.1V and Hunyuan, and of Granite 3.3."""
 
 
 def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:

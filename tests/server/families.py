@@ -48,7 +48,7 @@ FREE = {
     "mistral_v11": Free("[TOOL_CALLS]", "}", after_name="[ARGS]"),
     "tool_call_list": Free("<|tool_call|>", "}}]"),
     "deepseek_v3": Free(CALLS_BEGIN, f"}}\n```{END}{CALLS_END}"),
-    "qwen3_coder": Free("<tool_call>", "\n</parameter>", "\n</parameter>", before_value=">\n"),
+    "qwen3_coder": Free("<tool_call>", "\n</parameter></tool_call>", "\n</parameter>", before_value=">\n"),
     "glm": Free("<tool_call>", "</arg_value></tool_call>", "</arg_value>", before_value="<arg_value>"),
     "harmony": Free(_FUNCTION, "}", after_name=" <|constrain|>json<|message|>"),
 }
@@ -139,7 +139,9 @@ class Family:
         name: "" if there is no choice. begin: by default the text that begins calls.
         """
         free = FREE[self.calls or "hermes"]
-        values = [f"{free.before_value}{value}" for value in (text + free.text_end, f"{number}{free.end}")]
+        # The last piece of text has the whole tag, so that only a mark follows it.
+        digits = CUT.join(str(number)) if self.calls == "qwen3_coder" else str(number)
+        values = [f"{free.before_value}{value}" for value in (text + free.text_end, digits + free.end)]
         pieces = [*(begin if begin is not None else [free.begin]), name, free.after_name, *values]
         return CUT.join(filter(None, pieces))
 
