@@ -20,6 +20,7 @@ from engine.config import (
     MODEL,
     MTP,
     PREDICTION,
+    Activations,
     CacheConfig,
     Device,
     Dtype,

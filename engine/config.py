@@ -16,6 +16,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Weights = Literal["auto", "int8", "fp8", "int4"]
 KVDtype = Literal["auto", "float32", "bfloat16"]
+Activations = Literal["auto", "float32"]
 Probe = Literal["refuse", "warn"]
 
 
@@ -44,15 +45,26 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     """Processes over which the target is split; the draft model stays whole."""
     weights: Weights = "auto"
-    """Number format of the weights of target and draft: auto is the checkpoint's. int8 has a scale for every 32 weights
-    and is for a CPU's decoder; fp8 and int4 are quantised by torchao, except the output head (`models/quantising.py`).
+    """Number format of the weights: auto is the checkpoint's. A CPU's decoder has int8 and int4, with a scale for every
+    32 weights (`models/cpu_weights.py`); on other devices fp8 and int4 are quantised by torchao, except the output head
+    (`models/quantising.py`).
     """
+    draft_weights: Weights = "auto"
+    """Number format of a draft model's weights; auto is that of `weights`, or the checkpoint's for a head."""
+    activations: Activations = "auto"
+    """Numbers that a CPU multiplies with weights: auto rounds them as its dot products need it, float32 never."""
     kv_dtype: KVDtype = "auto"
     """Type of the K/V cache; auto is float32 if a CPU decodes in float32, else the model's type."""
     enforce_eager: bool = False
     """Launch the operations of decode steps one by one on a CUDA device, and record no graphs of them."""
     probe: Probe = "refuse"
     """Treatment of models whose logits differ from those of plain transformers by more than rounding explains."""
+
+    @property
+    def of_draft_model(self) -> ModelConfig:
+        """Return this configuration with the number format of a draft model's weights."""
+        weights = self.weights if self.draft_weights == "auto" else self.draft_weights
+        return msgspec.structs.replace(self, weights=weights)
 
     @property
     def draft_source(self) -> tuple[str, str | None] | None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode
 
-from engine.api import Device, Dtype, KVDtype, Probe, Weights, file_fault
+from engine.api import Activations, Device, Dtype, KVDtype, Probe, Weights, file_fault
 from server.text.call_formats import CallFormat
 from server.text.shipped_templates import SHIPPED
 from server.text.thought_marks import Parser
@@ -150,8 +150,14 @@ class ModelSettings(_Group):
     generation_config: Rare[Literal["auto", "neutral"]] = "auto"
     """sampling defaults: the model's generation_config.json, or neutral ones"""
     weights: Weights = "auto"
-    """numbers of the weights: the checkpoint's; on a CPU int8, with a scale for every 32; fp8 or int4, by torchao, for
-    CUDA devices (a CPU gains nothing). The target is then the quantised model"""
+    """numbers of the weights: the checkpoint's; on a CPU int8 or int4, with a scale for every 32; on CUDA fp8 or int4,
+    by torchao. The target is then the quantised model"""
+    draft_weights: Weights = "auto"
+    """the same for the draft model or head, whose numbers change no answer's distribution; auto: those of --weights for
+    a model, the head's own for a head"""
+    activations: Rare[Activations] = "auto"
+    """numbers that a CPU multiplies with weights; auto: rounded to bfloat16 or to 8 bits where the processor's dot
+    products need that; float32: never rounded, which is slower"""
     kv_cache_dtype: KVDtype = "auto"
     """type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"""
     enforce_eager: Rare[bool] = False

@@ -146,6 +146,8 @@ class Serve(
                 device=self.device,
                 num_threads=self.num_threads,
                 weights=self.weights,
+                draft_weights=self.draft_weights,
+                activations=self.activations,
                 kv_dtype=self.kv_cache_dtype,
                 enforce_eager=self.enforce_eager,
                 probe=self.probe,

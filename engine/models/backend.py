@@ -36,6 +36,15 @@ class Backend:
         """Return the numbers that represent a parameter of the model, in the type of the arithmetic."""
         return weight
 
+    remark = ""
+    """Text for the log of a start, on rounded numbers."""
+    rounds_rows = False
+    """Whether products round their rows, by `rows_used`."""
+
+    def rows_used(self, rows: Tensor) -> Tensor:
+        """Return the numbers that a product multiplies for rows [..., K]."""
+        return rows
+
     def prepare(self, works: Callable[[], bool]) -> int:
         """Drop the model's own weights if they are stored in another layout; return the memory that this backend takes
         besides the model's own, in bytes.

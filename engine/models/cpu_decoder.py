@@ -22,9 +22,19 @@ from engine.models import cpu_weights
 from engine.models import numba_decoder as nd
 from engine.models import numba_table as nt
 from engine.models.backend import Backend
-from engine.models.cpu_weights import Array, Product, dequantised, stored_types
+from engine.models.cpu_weights import (
+    REMARKS,
+    Array,
+    Forms,
+    Product,
+    forms_of,
+    represented,
+    rounded_rows,
+    rounds_rows,
+    word_of,
+)
 from engine.models.kinds import window_of
-from engine.models.numba_product import BLOCK
+from engine.models.numba_vectors import BLOCK
 from engine.models.numba_work import ROW, TEAM
 
 _ROWS_TOGETHER, _PROMPT_ROWS_TOGETHER = 16, 64
@@ -54,19 +64,18 @@ class CpuDecoder(Backend):
     def __init__(
         self,
         model: Any,
-        bits: int = 16,
+        forms: Forms | None = None,
         kv_dtype: torch.dtype = torch.float32,
-        dtype: torch.dtype | None = None,
         shared: Mapping[int, Product] | None = None,
     ) -> None:
         """Lay out the weights of a model that `kinds.is_decoder` accepts; the model keeps its own until `prepare`.
 
-        bits: 8 quantises them; otherwise they are stored in `dtype`, None is the model's type. shared: products of
-        another decoder by their field, in place of the model's. A first layer with a `hidden_norm` is that of an EAGLE
+        forms: of the weights; None is the type of the model's. shared: products of another decoder by their field, in
+        place of the model's. A first layer with a `hidden_norm` is that of an EAGLE
         head (`heads/decoder.py`): it reads hidden states in addition to embeddings.
         """
         self.kv_dtype = kv_dtype
-        self._bits = bits
+        self.forms = forms = forms or forms_of(model.lm_head.weight.dtype)
         self._model = model
         config, layers = model.config, model.model.layers
         attention = layers[0].self_attn
@@ -82,12 +91,10 @@ class CpuDecoder(Backend):
         self._table = np.zeros((nt.NUM_FIELDS, nt.COLUMNS), dtype=np.int64)
         self._arrays: dict[int, Array] = {}
         """Arrays of the table, by field."""
-        dtype = dtype or model.lm_head.weight.dtype
-        self._put_weights(model, dtype, shared or {})
+        self.rounds_rows, self.remark = rounds_rows(forms.layers), REMARKS.get(forms.layers, "")
+        self._put_weights(model, shared or {})
         self._put_constants(model)
-        self.stored_as, kv = stored_types(dtype, bits == 8, kv_dtype == torch.bfloat16)
-        """The numpy type of the weights."""
-        self._put(nt.FUNCTIONS, nd.functions_for(self.stored_as.type, kv.type))
+        self._put_functions()
         self._function = nd.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None
@@ -95,9 +102,15 @@ class CpuDecoder(Backend):
         self.cores = 1, 1
         """Cores of passes of little work, and of more: see `_cores_for`."""
 
-    def _put_weights(self, model: Any, dtype: torch.dtype, shared: Mapping[int, Product]) -> None:
+    def _put_functions(self) -> None:
+        """Point the table to the functions for the types of the weights and of K/V."""
+        kv = np.uint16 if self.kv_dtype == torch.bfloat16 else np.float32
+        words = {field: word_of(product.form) for field, product in self.products.items()}
+        self._put(nt.FUNCTIONS, nd.functions_for(words, kv))
+
+    def _put_weights(self, model: Any, shared: Mapping[int, Product]) -> None:
         of_layers = {
-            field: Product(num_layers, num_columns, depth, dtype, self._bits)
+            field: Product(num_layers, num_columns, depth, self.forms.layers)
             for field, num_layers, num_columns, depth in (
                 (nt.ENTRY, self._num_entries, self._joined_dim, 2 * self._hidden_dim),
                 (nt.QKV, self._num_layers - self._num_entries, self._joined_dim, self._hidden_dim),
@@ -121,14 +134,15 @@ class CpuDecoder(Backend):
             of_layers[nt.GATE_UP].put(number, mlp.up_proj.weight, _bias(mlp.up_proj), 1, 2)
             of_layers[nt.DOWN].put(number, mlp.down_proj.weight, _bias(mlp.down_proj))
         embedding, output = model.model.embed_tokens, model.lm_head
+        self._vocabulary = embedding.weight, output.weight
         self.products = {**of_layers, **shared}
         """Products by their field; those of the output head and the embeddings may be the same."""
         if nt.LM_HEAD not in shared:
-            self.products[nt.LM_HEAD] = Product.of([output.weight], _bias(output), dtype, self._bits)
+            self.products[nt.LM_HEAD] = Product.of([output.weight], _bias(output), self.forms.vocabulary)
         if nt.EMBEDDING not in shared and output.weight is embedding.weight:
             self.products[nt.EMBEDDING] = self.products[nt.LM_HEAD]
         elif nt.EMBEDDING not in shared:
-            self.products[nt.EMBEDDING] = Product.of([embedding.weight], None, dtype, self._bits)
+            self.products[nt.EMBEDDING] = Product.of([embedding.weight], None, self.forms.vocabulary)
         for field, product in self.products.items():
             self._put(field, product.weights, product.scales, product.bias)
         own = {id(product): product.nbytes for product in self.products.values() if product not in shared.values()}
@@ -173,7 +187,12 @@ class CpuDecoder(Backend):
 
     def weight_used(self, weight: Tensor) -> Tensor:
         """Return the float32 numbers that represent a weight of the model."""
-        return dequantised(weight.float()) if self._bits == 8 and weight.dim() == 2 else weight.float()
+        is_of_vocabulary = any(weight.data_ptr() == one.data_ptr() for one in self._vocabulary)
+        form = self.forms.vocabulary if is_of_vocabulary else self.forms.layers
+        return represented(weight, form) if weight.dim() == 2 else weight.float()
+
+    def rows_used(self, rows: Tensor) -> Tensor:
+        return rounded_rows(rows, self.forms.layers)
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
         """Measure on how many cores passes of few and of more rows are fastest, and use that many.

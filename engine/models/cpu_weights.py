@@ -1,42 +1,107 @@
-"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type or in 8 bits."""
+"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16, or in few bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from engine.models.numba_product import BLOCK, GROUP, WIDENS_HALVES
+from engine.models.numba_dot import HAS_PAIRS
+from engine.models.numba_product import WIDENS_HALVES
+from engine.models.numba_rounding import best_scales
+from engine.models.numba_vectors import BLOCK, GROUP
+from engine.models.numba_words import OFFSETS
 
 Array = npt.NDArray[Any]
+Form = Literal["float32", "bfloat16", "float16", "pairs", "int8", "int4"]
+"""Stored form of weights: numbers that are widened, pairs of bfloat16, or 8 or 4 bits. Rows are rounded for the last
+three (`numba_rounding.py`)."""
 
 _LINE = 64
 """Bytes of a cache line."""
 _NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
+_WORDS = {
+    "float32": np.float32,
+    "bfloat16": np.uint16,
+    "float16": np.int16,
+    "pairs": np.uint32,
+    "int8": np.int8,
+    "int4": np.uint8,
+}
+_NUMBERS_OF_WORD = {"pairs": 2, "int4": 2}
+"""Numbers of a column that a word has, if it has several."""
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "pairs": torch.bfloat16}
+"""Types of the numbers of forms in 16 bits."""
+_LARGEST = {"int8": 127, "int4": 7}
+
+
+class Forms(NamedTuple):
+    """Forms of a model's weights."""
+
+    layers: Form
+    vocabulary: Form
+    """Form of embeddings and output head: 4 bits lose too much there, so they have 8."""
+
+
+def forms_of(dtype: torch.dtype, weights: str = "auto", rounds_rows: bool = True) -> Forms:
+    """Return the forms of weights of a type; weights: of `ModelConfig`; rounds_rows: whether rows may be rounded."""
+    if weights == "int8":
+        return _alike("int8")
+    if weights == "int4":
+        return Forms("int4", "int8")
+    if dtype == torch.bfloat16:
+        return _alike("pairs" if rounds_rows and HAS_PAIRS else "bfloat16")
+    return _alike("float16" if dtype == torch.float16 and WIDENS_HALVES else "float32")
+
+
+def _alike(form: Form) -> Forms:
+    return Forms(form, form)
+
+
+def word_of(form: Form) -> Any:
+    """Return the numpy type of the words of a form: what the functions of a pass are compiled for."""
+    return _WORDS[form]
+
+
+def rounds_rows(form: Form) -> bool:
+    """Whether rows are rounded before they are multiplied with weights of a form."""
+    return form in ("pairs", "int8", "int4")
+
+
+REMARKS: dict[Form, str] = {
+    "pairs": "rows of products are rounded to bfloat16",
+    "int8": "8-bit weights, rows of products are rounded to 8 bits",
+    "int4": "4-bit weights (8 bits in embeddings and output head), rows of products are rounded to 8 bits",
+}
+"""Remarks of a start on forms that round rows."""
 
 
 class Product:
-    """The weights of one product in all L layers, in blocks [L, N / B, K, B] of one piece of memory."""
+    """The weights of one product in all L layers, in blocks [L, N / B, words, B] of one piece of memory."""
 
-    def __init__(self, num_layers: int, num_columns: int, depth: int, dtype: torch.dtype, bits: int) -> None:
-        self._dtype = dtype
-        self._numbers, _ = stored_types(dtype, bits == 8, False)
+    def __init__(self, num_layers: int, num_columns: int, depth: int, form: Form) -> None:
+        self.form = form
         num_blocks = -(-num_columns // BLOCK)
-        self.weights = aligned((num_layers, num_blocks, depth, BLOCK), self._numbers)
+        if rounds_rows(form):
+            depth = -(-depth // GROUP) * GROUP
+        self._depth = depth
+        size = num_layers, num_blocks, depth // _NUMBERS_OF_WORD.get(form, 1), BLOCK
+        self.weights = aligned(size, np.dtype(word_of(form)))
         self.bias = np.zeros((num_layers, num_blocks * BLOCK), dtype=np.float32)
         self.scales = _NO_SCALES.repeat(num_layers, 0)
-        if bits == 8:
-            self.scales = aligned((num_layers, num_blocks, -(-depth // GROUP), BLOCK), np.dtype(np.float32))
+        if form in _LARGEST:
+            self.scales = aligned((num_layers, num_blocks, depth // GROUP, BLOCK), np.dtype(np.float32))
 
     @staticmethod
-    def of(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, bits: int = 16) -> Product:
+    def of(weights: Sequence[Tensor], bias: Tensor | None, form: Form) -> Product:
         """Lay out weights [N, K], one for each layer."""
         num_columns, depth = weights[0].shape
-        product = Product(len(weights), num_columns, depth, dtype, bits)
+        product = Product(len(weights), num_columns, depth, form)
         for layer, weight in enumerate(weights):
             product.put(layer, weight, bias)
         return product
@@ -45,14 +110,16 @@ class Product:
         """Store the weight [N, K] of a layer in every `step`-th block from `first` on."""
         num_columns, depth = weight.shape
         num_blocks = -(-num_columns // BLOCK)
-        weight = weight.detach().to(self._dtype)
-        padded = torch.zeros((num_blocks * BLOCK, self.weights.shape[2]), dtype=weight.dtype)
-        padded[:num_columns, :depth] = weight
-        blocks = padded.view(num_blocks, BLOCK, -1).transpose(1, 2)
+        padded = torch.zeros((num_blocks * BLOCK, self._depth), dtype=weight.dtype)
+        padded[:num_columns, :depth] = weight.detach()
         places = slice(first, first + step * num_blocks, step)
-        if self._numbers == np.int8:
-            blocks, self.scales[layer, places] = quantised(blocks.float())
-        self.weights[layer, places] = _bits(blocks, self._numbers)
+        blocks = padded.view(num_blocks, BLOCK, -1)
+        if self.form in _LARGEST:
+            numbers, scales = quantised(blocks, self.form)
+            self.scales[layer, places] = scales.transpose(1, 2).numpy()
+            self.weights[layer, places] = _packed(numbers, self.form).view(self.weights.dtype)
+        else:
+            self.weights[layer, places] = _bits(blocks, self.form)
         if bias is not None:
             of_blocks = self.bias[layer].reshape(-1, BLOCK)[places]
             flat = np.zeros(of_blocks.size, dtype=np.float32)
@@ -65,38 +132,75 @@ class Product:
         return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
 
 
-def stored_types(dtype: torch.dtype, quantises: bool, rounds_kv: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """(type of numpy for weights of a type, type for K/V): what the functions of a pass are compiled for."""
-    stored = {torch.bfloat16: np.uint16, torch.float16: np.int16 if WIDENS_HALVES else np.float32}
-    weights = np.int8 if quantises else stored.get(dtype, np.float32)
-    return np.dtype(weights), np.dtype(np.uint16 if rounds_kv else np.float32)
+def _bits(blocks: Tensor, form: Form) -> Array:
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] in float32 or in 16 bits."""
+    if form == "float32":
+        numbers: Array = blocks.float().transpose(1, 2).numpy()
+        return numbers
+    bits: Array = blocks.to(_HALVES[form]).view(torch.int16).numpy()
+    words: Array = bits.view(word_of(form)).transpose(0, 2, 1)
+    return words
 
 
-def _bits(numbers: Tensor, stored: np.dtype[Any]) -> Array:
-    if stored == np.float32:
-        numbers = numbers.float()
-    elif stored != np.int8:
-        numbers = numbers.view(torch.int16)
-    return numbers.numpy().view(stored)
+def _packed(numbers: Tensor, form: Form) -> Array:
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] of integers, as `numba_dot.py` reads them."""
+    num_blocks, width, depth = numbers.shape
+    offset = OFFSETS[word_type(form)]
+    stored = (numbers + offset).to(torch.uint8).view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
+    if form == "int4":
+        pairs = stored.reshape(num_blocks, depth // 8, 2, width, 4)
+        stored = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    packed: Array = np.ascontiguousarray(stored).reshape(num_blocks, -1, width)
+    return packed
 
 
-def quantised(blocks: Tensor) -> tuple[Tensor, Array]:
-    """Return ([blocks, K, B] in 8 bits, [blocks, groups, B] their scales)."""
-    num_blocks, depth, width = blocks.shape
-    num_groups = -(-depth // GROUP)
-    padded = torch.zeros((num_blocks, num_groups * GROUP, width))
-    padded[:, :depth] = blocks
-    groups = padded.view(num_blocks, num_groups, GROUP, width)
-    scales = groups.abs().amax(2) / 127
-    shares = groups / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
-    return shares.round().to(torch.int8).view(num_blocks, -1, width)[:, :depth], scales.numpy()
+def word_type(form: Form) -> Any:
+    """Return Numba's type of the words of a form."""
+    from numba import from_dtype
+
+    return from_dtype(np.dtype(word_of(form)))
 
 
-def dequantised(weight: Tensor) -> Tensor:
-    """Return the numbers that a weight [N, K] in 8 bits represents."""
-    numbers, scales = quantised(weight.t().unsqueeze(0))
-    of_numbers = torch.from_numpy(scales).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-    return (numbers.float() * of_numbers)[0].t()
+def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Return ([..., K] integers of 8 or 4 bits, [..., K / `GROUP`] their scales) for weights [..., K].
+
+    In 4 bits the scale of a group is that of the least squared error among some (`best_scales`).
+    """
+    groups = weights.float().contiguous().view(*weights.shape[:-1], -1, GROUP)
+    if form == "int4":
+        scales = torch.from_numpy(best_scales(groups.view(-1, GROUP).numpy())).view(groups.shape[:-1])
+    else:
+        scales = groups.abs().amax(-1) / _LARGEST[form]
+    tiny = torch.finfo(torch.float32).tiny
+    divisors = torch.where(scales.abs() < tiny, tiny, scales)
+    numbers = (groups / divisors.unsqueeze(-1)).round().clamp(-_LARGEST[form] - (form == "int4"), _LARGEST[form])
+    return numbers.flatten(-2).to(torch.int16), scales
+
+
+def represented(weight: Tensor, form: Form) -> Tensor:
+    """Return the float32 numbers that a weight [N, K] represents in a form."""
+    if form in _HALVES:
+        return weight.to(_HALVES[form]).float()
+    if form == "float32":
+        return weight.float()
+    depth = weight.shape[-1]
+    numbers, scales = quantised(pad(weight, (0, -depth % GROUP)), form)
+    return (numbers.float() * scales.repeat_interleave(GROUP, -1))[..., :depth]
+
+
+def rounded_rows(rows: Tensor, form: Form) -> Tensor:
+    """Return the float32 numbers of rows [..., K] that are multiplied with weights of a form."""
+    if form == "pairs":
+        return rows.bfloat16().float()
+    if not rounds_rows(form):
+        return rows
+    depth = rows.shape[-1]
+    padded = pad(rows, (0, -depth % GROUP))
+    groups = padded.view(*rows.shape[:-1], padded.shape[-1] // GROUP, GROUP)
+    most = groups.abs().amax(-1, keepdim=True)
+    shares = torch.where(most > 2.0**-100, 127 / most, 0.0)
+    rounded = (groups * shares).round() * (most / 127)
+    return rounded.flatten(-2)[..., :depth]
 
 
 def aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:

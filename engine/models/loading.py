@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,24 @@ def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
     found = _read_config(config.target, config.revision)
     if choose_device(config.device).type != "cpu" or config.tensor_parallel_size > 1 or not may_decode(found):
         return None
-    if config.weights in FORMATS:
+    if by_torchao(config.weights, found, choose_device(config.device)):
         return None
     return _DTYPES.get(config.dtype) or getattr(found, "dtype", None)
+
+
+def by_torchao(weights: str, config: Any, device: torch.device) -> bool:
+    """Whether torchao quantises a checkpoint with this configuration, and not the CPU's decoder.
+
+    weights: of `ModelConfig`.
+    """
+    is_decoded = device.type == "cpu" and may_decode(config) and find_spec("numba") is not None
+    return weights in FORMATS and not (weights == "int4" and is_decoded)
+
+
+def _torchao_format(name: str, revision: str | None, config: ModelConfig) -> str:
+    """Return the format in which torchao quantises a checkpoint while it is loaded; auto if it does not."""
+    stored = _read_config(name, revision)
+    return config.weights if by_torchao(config.weights, stored, choose_device(config.device)) else "auto"
 
 
 def load(
@@ -164,8 +180,8 @@ def load(
 ) -> LoadedModel:
     """Load one checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be read).
 
-    dtype, weights: of `ModelConfig`; split: only this rank's share of it (`parallel.py`); context: tokens of the
-    longest text that is served, 0 is the model's own limit.
+    dtype, weights: of `ModelConfig`, but weights are those that torchao has; split: only this rank's share of it
+    (`parallel.py`); context: tokens of the longest text that is served, 0 is the model's own limit.
     """
     transformers = import_transformers()
     register()
@@ -239,7 +255,7 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
         return outlines
     head = find_head(config)
     if head is None:
-        outlines.append(_outlined(config.draft, config.draft_revision, config, 1))
+        outlines.append(_outlined(config.draft, config.draft_revision, config.of_draft_model, 1))
         check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
         return outlines
     if Path(head.name).is_dir():
@@ -272,7 +288,7 @@ def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: i
     device = choose_device(wanted.device)
     config = _read_config(name, revision)
     check_config(name, config)
-    check_quantised(name, config, wanted.weights, wanted.dtype, num_ranks, device)
+    check_quantised(name, config, wanted, num_ranks, device, by_torchao(wanted.weights, config, device))
     if Path(name).is_dir():
         check_weight_files(Path(name))
     return _outline(name, config)
@@ -330,7 +346,8 @@ def load_pair(config: ModelConfig, progress: Progress, context: int = 0) -> tupl
     if splits:
         check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
         ranks = start_ranks(config, device, context)
-    target = load(config.target, config.revision, config.dtype, device, splits, config.weights, context)
+    weights = _torchao_format(config.target, config.revision, config)
+    target = load(config.target, config.revision, config.dtype, device, splits, weights, context)
     target = replace(target, ranks=ranks)
     draft = None if config.draft is None else _load_draft(config, target, progress, context)
     for model in (target, draft):
@@ -349,7 +366,8 @@ def _load_draft(config: ModelConfig, target: LoadedModel, progress: Progress, co
         return adopt_head(load_head(head, revision, target.model), target)
     progress(f"loading draft {config.draft}")
     device = choose_device(config.device)
-    return load(config.draft, config.draft_revision, config.dtype, device, weights=config.weights, context=context)
+    weights = _torchao_format(config.draft, config.draft_revision, config.of_draft_model)
+    return load(config.draft, config.draft_revision, config.dtype, device, weights=weights, context=context)
 
 
 def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:

@@ -19,7 +19,8 @@ from numba.extending import intrinsic
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST, exponential, widened
-from engine.models.numba_product import BLOCK, LANES, copy, product, transpose
+from engine.models.numba_product import copy, product, transpose
+from engine.models.numba_vectors import BLOCK, LANES
 
 TILE = 64
 """Keys whose scores are computed together."""

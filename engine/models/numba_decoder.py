@@ -10,6 +10,7 @@ K/V are float32 or bfloat16. `cpu_decoder.py` owns the arrays and calls `run`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,9 @@ from engine.models import numba_table as nt
 from engine.models.numba_attention import attend
 from engine.models.numba_head import convolve, normalise
 from engine.models.numba_layer import embed, gate, norm, store, turn_and_store
-from engine.models.numba_product import BLOCK, product
+from engine.models.numba_product import product
 from engine.models.numba_table import array1, array2, array3, array4, put1, put2, table_at
+from engine.models.numba_vectors import BLOCK
 from engine.models.numba_work import c_function, call, claimed
 from engine.models.numba_work import together as share
 
@@ -183,46 +185,53 @@ def _choose(address, phase):
 
 
 @compiled_for_cpu()
+def multiply(address, phase, layer, field, source, target):
+    """Call `_multiply` for the words of a product."""
+    functions = array1(table_at(address), nt.FUNCTIONS, np.int64)
+    call(functions[nt.MULTIPLY + field // 3], address, phase, layer, field, source, target)
+
+
+@compiled_for_cpu()
 def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
     table = table_at(address)
     functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.O_PROJ, 1]
     num_entries, convolves = table[nt.ENTRY, 1], table[nt.KERNELS, 1] > 0
-    begin, norm, multiply, rotate, attend = functions
+    begin, norm, rotate, attend = functions[0], functions[1], functions[2], functions[3]
     phase = 0
     if table[nt.TARGET_STATES, 1] > 0:
         normalise(address, 0)
-        call(multiply, address, 1, 0, nt.PROJECTION, nt.TARGET_STATES, nt.STATES)
+        multiply(address, 1, 0, nt.PROJECTION, nt.TARGET_STATES, nt.STATES)
         phase = 2
     call(begin, address, phase, 0, 0, 0, 0)
     phase += 1
     for layer in range(num_layers):
         if layer < num_entries:
-            call(multiply, address, phase + 1, 0, nt.ENTRY, nt.ENTERING, nt.JOINED)
+            multiply(address, phase + 1, 0, nt.ENTRY, nt.ENTERING, nt.JOINED)
         else:
             call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
-            phase = _convolve_first(address, multiply, phase, 2 * layer) if convolves else phase
-            call(multiply, address, phase + 1, layer - num_entries, nt.QKV, nt.NORMED_ALL, nt.JOINED)
+            phase = _convolve_first(address, phase, 2 * layer) if convolves else phase
+            multiply(address, phase + 1, layer - num_entries, nt.QKV, nt.NORMED_ALL, nt.JOINED)
         call(rotate, address, phase + 2, layer, 0, 0, 0)
         call(attend, address, phase + 3, layer, 0, 0, 0)
-        call(multiply, address, phase + 4, layer, nt.O_PROJ, nt.ATTENDED, nt.SUMMAND)
+        multiply(address, phase + 4, layer, nt.O_PROJ, nt.ATTENDED, nt.SUMMAND)
         phase = _convolve_last(address, phase + 5, 2 * layer) if convolves else phase + 5
         call(norm, address, phase, 2 * layer + 1, 1, 0, 0)
-        phase = _convolve_first(address, multiply, phase, 2 * layer + 1) if convolves else phase
-        call(multiply, address, phase + 1, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
-        call(multiply, address, phase + 2, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
+        phase = _convolve_first(address, phase, 2 * layer + 1) if convolves else phase
+        multiply(address, phase + 1, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
+        multiply(address, phase + 2, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
         phase = _convolve_last(address, phase + 3, 2 * layer + 1) if convolves else phase + 3
     call(norm, address, phase, 2 * num_layers, 1, 0, 0)
     _choose(address, phase + 1)
-    call(multiply, address, phase + 2, 0, nt.LM_HEAD, nt.CHOSEN, nt.LOGITS)
+    multiply(address, phase + 2, 0, nt.LM_HEAD, nt.CHOSEN, nt.LOGITS)
     if table[nt.AFTER_LOGITS, 0] != 0:
         call(table[nt.AFTER_LOGITS, 0], address, phase + 3, 0, 0, 0, 0)
 
 
 @compiled_for_cpu()
-def _convolve_first(address, multiply, phase, number):
+def _convolve_first(address, phase, number):
     """Compute the kernels of a convolution and convolve the normed rows; return the last phase."""
-    call(multiply, address, phase + 1, number, nt.KERNELS, nt.NORMED, nt.OWN_KERNELS)
+    multiply(address, phase + 1, number, nt.KERNELS, nt.NORMED, nt.OWN_KERNELS)
     convolve(address, phase + 2, number, 0, nt.NORMED)
     return phase + 2
 
@@ -241,18 +250,23 @@ def work():
 
 
 @cache
-def functions_of_weights(weight_type):
-    """Return C functions of the phases that read weights of a numpy type: they are compiled separately, once for
-    each type.
-    """
+def beginning(word_type):
+    """Return the C function of the first phase, for embeddings of a numpy type of words."""
 
     def begin(address, phase, _1, _2, _3, _4):
-        _begin(address, phase, weight_type)
+        _begin(address, phase, word_type)
+
+    return c_function(begin)
+
+
+@cache
+def multiplication(word_type):
+    """Return the C function of a product, for weights of a numpy type of words."""
 
     def multiply(address, phase, layer, field, source, target):
-        _multiply(address, phase, layer, field, source, target, weight_type)
+        _multiply(address, phase, layer, field, source, target, word_type)
 
-    return c_function(begin), c_function(multiply)
+    return c_function(multiply)
 
 
 @cache
@@ -271,11 +285,17 @@ def functions_of_kv(kv_type):
     return c_function(norm), c_function(rotate), c_function(attend)
 
 
-def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
-    """Return [5] addresses of the functions of a pass with weights and K/V of these numpy types."""
-    begin, multiply = functions_of_weights(weight_type)
+def functions_for(words: Mapping[int, Any], kv_type: Any) -> npt.NDArray[np.int64]:
+    """Return the addresses of the functions of a pass, as the field `FUNCTIONS` has them.
+
+    words: numpy types of the words of products, by their field; kv_type: of K/V.
+    """
     norm, rotate, attend = functions_of_kv(kv_type)
-    return np.array([one.address for one in (begin, norm, multiply, rotate, attend)], dtype=np.int64)
+    found = np.zeros(nt.MULTIPLY + len(nt.PRODUCTS), dtype=np.int64)
+    found[: nt.MULTIPLY] = [one.address for one in (beginning(words[nt.EMBEDDING]), norm, rotate, attend)]
+    for field, word_type in words.items():
+        found[nt.MULTIPLY + nt.PRODUCTS.index(field)] = multiplication(word_type).address
+    return found
 
 
 @compiled_for_cpu(nogil=True)

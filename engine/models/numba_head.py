@@ -60,8 +60,8 @@ def convolve(address, phase, number, side, field):
 @compiled_for_cpu()
 def multiply_term(address):
     """Write the product `TERM` of `MEMORY` to `LOGITS`."""
-    multiply = array1(table_at(address), nt.FUNCTIONS, np.int64)[2]
-    call(multiply, address, 0, 0, nt.TERM, nt.MEMORY, nt.LOGITS)
+    functions = array1(table_at(address), nt.FUNCTIONS, np.int64)
+    call(functions[nt.MULTIPLY + nt.TERM // 3], address, 0, 0, nt.TERM, nt.MEMORY, nt.LOGITS)
 
 
 @cache

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kernels import compiled_for_cpu
-from engine.kernels.numba_numbers import FAST, exponential, rounded, widened
-from engine.models.numba_product import BLOCK, GROUP
+from engine.kernels.numba_numbers import FAST, exponential, rounded
+from engine.models.numba_vectors import BLOCK, GROUP
+from engine.models.numba_words import number_of
 
 
 @compiled_for_cpu(**FAST)
@@ -17,7 +18,7 @@ def embed(token, weights, scales, row):
     """Read the embedding [D] of a token from blocks like those of a product."""
     block, column = token // BLOCK, token % BLOCK
     for number in range(len(row)):
-        row[number] = widened(weights[block, number, column])
+        row[number] = number_of(weights, block, number, column)
     if scales.shape[1] > 0:
         for number in range(len(row)):
             row[number] *= scales[block, number // GROUP, column]

@@ -14,12 +14,12 @@ from numba import carray
 from engine.kernels import compiled_for_cpu
 from engine.models.numba_work import pointer_to
 
-# Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], then its scales [L, N / B,
-# groups, B] and its bias [L, N]; those of the embedding and `lm_head` with L = 1. If the first layer reads states,
-# `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has those of the other layers.
+# Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, words, B], then its scales
+# [L, N / B, groups, B] and its bias [L, N]; those of the embedding and `lm_head` with L = 1. If the first layer reads
+# states, `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has those of the others.
 # Heads alone have `PROJECTION`, with L = 1, of the target's states, `KERNELS`, with 2 L, of convolutions, and `TERM`,
 # with L = 1, from the token before to what it adds to logits (`drafting/numba_levels.py`).
-EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY, PROJECTION, KERNELS, TERM = range(0, 30, 3)
+EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY, PROJECTION, KERNELS, TERM = PRODUCTS = range(0, 30, 3)
 # Norms [2 L + 1, D], and after them that of the states that are read; those of queries and keys [L, 2, head], or
 # [0, 2, head]; radians [head / 2] by which a position rotates; epsilon, scale of scores, factor of cosines and sines,
 # factor of embeddings; windows [L] in positions, 0 for none.
@@ -50,8 +50,8 @@ WORDS_OF, OTHER_WORDS = 70, 71
 # Convolutions of a head: their kernels [2 L, 2, taps, D]; what a row adds to them, [T, 2 * taps * D / group]; rows of a
 # block, columns of a group.
 CONVOLUTIONS, OWN_KERNELS, BLOCK_SIZES = 72, 73, 74
-# Addresses of the functions of phases that depend on types.
-FUNCTIONS = 75
+# Addresses of the functions of phases that depend on types: four, and from `MULTIPLY` on that of each product.
+FUNCTIONS, MULTIPLY = 75, 4
 # Address of a function that runs after the logits, with its phase; or 0.
 AFTER_LOGITS = 76
 # Rows [N, r] of the product `TERM`. Fields from `OWN` on belong to functions after a pass.

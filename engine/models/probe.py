@@ -4,7 +4,8 @@ The probe runs a short prompt in two chunks, a small tree, an acceptance with co
 more token through the paged path, and every root-to-leaf path through the untouched model with
 its own eager attention. In 16 bits both are compared with a pass of the same weights in float32: a backend may lie
 twice as far from it as the untouched model does. A larger difference means that the model would be served wrongly.
-If products also round their rows to few bits, this bound is wide, so both are compared once more without that.
+If products also round their rows to few bits, this bound is wide, so both are compared once more without that; the
+CPU's decoder, which cannot leave it out, may instead have the numbers of a model whose layers' rows are rounded alike.
 """
 
 from __future__ import annotations
@@ -71,9 +72,12 @@ def _is_cpu_decoder(model: Any) -> bool:
 
 def _cpu_decoder(model: Any, config: ModelConfig, longest: int) -> Backend:  # noqa: ARG001
     from engine.models.cpu_decoder import CpuDecoder  # Numba is installed
+    from engine.models.cpu_weights import forms_of
 
     kv_dtype = torch.bfloat16 if config.kv_dtype == "bfloat16" else torch.float32
-    return CpuDecoder(model, 8 if config.weights == "int8" else 16, kv_dtype)
+    return CpuDecoder(
+        model, forms_of(model.lm_head.weight.dtype, config.weights, config.activations == "auto"), kv_dtype
+    )
 
 
 def _lean_decoder(model: Any, _: ModelConfig, longest: int) -> Backend:
@@ -155,9 +159,10 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
     """Let the model itself compute in the type of the device's arithmetic; raise ConfigError if `config` asks for a
     format of weights or K/V that only the CPU decoder has.
     """
-    if config.weights == "int8" or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
+    is_decoded = config.weights == "int8" or (config.weights == "int4" and not has_quantised(loaded.model))
+    if is_decoded or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
         raise ConfigError(
-            f"{loaded.name}: --weights int8 and --kv-cache-dtype are for models of the Llama kind on a CPU "
+            f"{loaded.name}: --weights {config.weights} and --kv-cache-dtype are for models of the Llama kind on a CPU "
             "(docs/models.md); leave them out for this one"
         )
     dtype = arithmetic_dtype(config.dtype, device)
@@ -245,6 +250,12 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
         torch.inference_mode(),
     ):
         plain_NV = exact_NV = plain()
+        if runner.backend.rounds_rows:
+            with _rounded(loaded.model, runner.backend.rows_used):
+                plain_NV = plain()
+            # A deep model amplifies differences by the rounding of single numbers up to those by all rounding.
+            found = [distance(torch.cat(of_paths), plain_NV, one, dtype) for one in (plain_NV, exact_NV)]
+            return float(np.min(found))
         if dtype != torch.float32 or quantises_rows(loaded.model):
             try:
                 with _in_float32(loaded.model):
@@ -315,6 +326,21 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(HOOK)
+
+
+@contextmanager
+def _rounded(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a model's linear layers multiply converted rows, temporarily."""
+
+    def pre(_: nn.Module, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (convert(operands[0]), *operands[1:])
+
+    hooks = [one.register_forward_pre_hook(pre) for one in model.modules() if isinstance(one, nn.Linear)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ The served target is then the quantised model, and the probe compares with the q
 An activation that is quantised with one scale for the whole pass would make the answer to a request depend on the other
 requests, and on drafted tokens. Every row has a scale here, and checkpoints with one scale for all are refused.
 
-Not for: `--weights int8`, whose layout is that of our CPU decoder (`cpu_weights.py`).
+Not for: `--weights int8` and `int4` on a CPU, whose layouts are those of our CPU decoder (`cpu_weights.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.config import Weights
+from engine.config import ModelConfig, Weights
 from engine.errors import ConfigError
 from engine.models.importing import import_torchao
 
@@ -41,12 +41,14 @@ def stored_method(config: Any) -> str | None:
     return str(stored["quant_method"]) if "quant_method" in stored else None
 
 
-def check_quantised(name: str, config: Any, weights: str, dtype: str, num_ranks: int, device: torch.device) -> None:
+def check_quantised(
+    name: str, config: Any, wanted: ModelConfig, num_ranks: int, device: torch.device, by_torchao: bool
+) -> None:
     """Raise ConfigError for a quantised checkpoint that cannot be served, or weights that cannot be quantised.
 
-    config: the checkpoint's; weights, dtype: of `ModelConfig`.
+    config: the checkpoint's; by_torchao: whether torchao quantises the weights while they are loaded.
     """
-    method = stored_method(config)
+    method, weights, dtype = stored_method(config), wanted.weights, wanted.dtype
     if method in _LIBRARIES and find_spec(_LIBRARIES[method]) is None:
         raise ConfigError(f"{name}: its weights are quantised by {method}, which is missing; {_install(method)}")
     if _shares_scale(_stored(config)):
@@ -58,7 +60,7 @@ def check_quantised(name: str, config: Any, weights: str, dtype: str, num_ranks:
         raise ConfigError(f"--weights {weights}: {name} is already quantised, by {method}; leave --weights out")
     if method == TORCHAO and dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
         raise ConfigError(f"--dtype {dtype}: the quantised weights of {name} are of {config.dtype}; leave --dtype out")
-    if weights not in FORMATS:
+    if not by_torchao:
         return
     if find_spec("torchao") is None:
         raise ConfigError(f"--weights {weights}: torchao is missing; {_install('torchao')}")

@@ -297,17 +297,20 @@ def _prepare(
             from engine.models.heads.decoder import backend_of
 
             target = earlier[0]
-            backend = backend_of(loaded.model, shape, target.choice.backend, target.model.model.dtype, block_size)
+            dtype = target.model.model.dtype
+            backend = backend_of(loaded.model, shape, target.choice.backend, dtype, block_size, config.model)
         laid_out_bytes = backend.prepare(lambda: True) if is_owner and device.type == "cpu" else 0
         block = loaded.model.config.block
         num_spare = 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // block_size)
         choice = BackendChoice(backend, has_kernel(device))
         return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, num_spare)
     progress(f"probing {loaded.name}")
-    choice = choose_backend(loaded, shape, block_size, config.model, longest)
+    wanted = config.model.of_draft_model if earlier else config.model
+    choice = choose_backend(loaded, shape, block_size, wanted, longest)
     laid_out_bytes = 0
     if loaded.ranks is None and is_owner:  # a part of a split model cannot be tried on this rank alone
-        progress(f"laying out the weights of {loaded.name}")
+        remark = choice.backend.remark
+        progress(f"laying out the weights of {loaded.name}{remark and f' ({remark})'}")
         laid_out_bytes = choice.backend.prepare(partial(runs, loaded, shape, choice, block_size))
     return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes)
 

@@ -13,11 +13,12 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from engine.config import ModelConfig
@@ -42,20 +43,24 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     """Compile the kernels of the target if no earlier start has; call it before torch has made threads."""
     try:
         from engine.drafting import numba_levels
-        from engine.models import cpu_weights, numba_decoder
+        from engine.models import numba_decoder
+        from engine.models.cpu_weights import forms_of, word_of
     except ImportError:  # Numba is not installed
         return
     dtype, folder = decoded_dtype(config), cache_folder()
     if dtype is None or folder is None:
         return
-    weights: Any
-    kv: Any
-    weights, kv = cpu_weights.stored_types(dtype, config.weights == "int8", config.kv_dtype == "bfloat16")
+    rounds_rows = config.activations == "auto"
+    forms = [forms_of(dtype, one.weights, rounds_rows) for one in (config, config.of_draft_model)]
+    words = {word_of(form) for one in forms for form in one}
+    words_of_embeddings = {word_of(one.vocabulary) for one in forms}
+    kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"
     # The longest job first.
     jobs: Jobs = {
-        f"kv-{kv}": lambda: numba_decoder.functions_of_kv(kv.type),
+        f"kv-{kv}": lambda: numba_decoder.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
-        f"weights-{weights}": lambda: numba_decoder.functions_of_weights(weights.type),
+        **{f"products-{word.__name__}": partial(numba_decoder.multiplication, word) for word in words},
+        **{f"embeddings-{word.__name__}": partial(numba_decoder.beginning, word) for word in words_of_embeddings},
         "levels": numba_levels.draw,
         "work": numba_decoder.work,
     }

@@ -24,7 +24,7 @@ from engine.models import numba_decoder as nd
 from engine.step.compiling import compile_kernels
 said = []
 compile_kernels(ModelConfig(target=sys.argv[1], device="cpu"), said.append)
-functions = *nd.functions_of_weights(np.uint16), *nd.functions_of_kv(np.float32), nd.work()
+functions = nd.beginning(np.uint16), nd.multiplication(np.uint16), *nd.functions_of_kv(np.float32), nd.work()
 print(json.dumps([len(said), [one.cache_hits for one in functions]]))
 """
 KERNELS = """

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.attention.attention import HOOK, register
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
 from engine.drafting.drafter import DrafterKind
 from engine.drafting.levels import Levels
 from engine.errors import RequestError
@@ -109,11 +109,12 @@ def build(
     kind: DrafterKind | None = None,
     num_drafts: int = 1,
     draft_length: int = 1,
+    weights: Weights = "auto",
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
         EngineConfig(
-            model=ModelConfig(target=target.name, draft=draft.name if draft else None),
+            model=ModelConfig(target=target.name, draft=draft.name if draft else None, weights=weights),
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,

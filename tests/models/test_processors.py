@@ -7,12 +7,10 @@ are those that are compiled already, for all features of the machine.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import llvmlite.binding
@@ -20,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine import kernels
 from tests.engine import tiny
+from tests.models.compiled_copies import copy_of_products
 
-numba_product = pytest.importorskip("engine.models.numba_product")
+numba_vectors = pytest.importorskip("engine.models.numba_vectors")
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +36,7 @@ PROCESSORS = {
 TESTS = [
     "tests/models/test_cpu_decoder.py",
     "tests/models/test_cpu_prompts.py",
+    "tests/models/test_dots.py",
     "tests/models/test_packing.py",
     "tests/kernels/test_numba_rows.py",
     "tests/kernels/test_block_kernels.py",
@@ -49,7 +48,7 @@ import sys
 import pytest
 chosen = "not Triton and not wrong_filters and not teeth"
 status = pytest.main(["-q", "-n0", "-pno:cacheprovider", "-k", chosen, *sys.argv[1:]])
-from engine.models.numba_product import BLOCK, MOST_ROWS
+from engine.models.numba_vectors import BLOCK, MOST_ROWS
 print("blocks", BLOCK, MOST_ROWS)
 sys.exit(status)
 """
@@ -81,7 +80,7 @@ def test_kernels_are_right_on_this_processor(name: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", RUN, *TESTS],
         cwd=ROOT,
-        env=limited_to(name, block == numba_product.BLOCK),
+        env=limited_to(name, block == numba_vectors.BLOCK),
         capture_output=True,
         text=True,
     )
@@ -97,7 +96,7 @@ def test_blocks_of_every_width_have_the_plain_numbers(
     feature: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On any processor: LLVM divides vectors that are wider than its own."""
-    product = compiled_as_with(feature, monkeypatch)
+    product = copy_of_products(monkeypatch, feature)
     assert width == product.BLOCK
     weight = torch.randn(3 * width, 40)
     blocks = aligned(weight.view(3, width, 40).transpose(1, 2).numpy())
@@ -115,23 +114,6 @@ def aligned(numbers: Any) -> Any:
     found = piece[start : start + numbers.size].reshape(numbers.shape)
     found[:] = numbers
     return found
-
-
-def compiled_as_with(feature: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A second copy of the products' module that takes the processor to have this feature; nothing of it is cached."""
-    from numba import njit
-    from numba.core.registry import cpu_target
-
-    codegen = type(cpu_target.target_context.codegen())
-    with monkeypatch.context() as patched:
-        patched.setattr(codegen, "magic_tuple", lambda _: ("", "", feature))
-        patched.setattr(kernels, "compiled_for_cpu", lambda **options: njit(**options))
-        spec = importlib.util.spec_from_file_location("product_of_a_width", numba_product.__file__)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
 
 
 NUMBERS = """

@@ -1,0 +1,291 @@
+"""Products by the processor's own dot products, of weights in few bits or of pairs of bfloat16, in Numba.
+
+A row is rounded once, by itself (`numba_rounding.py`). Sums of a group are integers, so they are exact in any order;
+each group then adds one float32 product, in the order of K. A row's result does not depend on other rows or cores.
+Forms of weights: `numba_words.py`.
+
+x86 without such dot products multiplies halves of the bytes in 16 bits, and other processors without them byte by byte:
+the sums are the same integers.
+"""
+
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+# ruff: noqa: ARG001
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine.kernels import compiled_for_cpu
+from engine.models.numba_rounding import round_rows
+from engine.models.numba_vectors import (
+    BLOCK,
+    FEATURES,
+    FLOAT,
+    GROUP,
+    INT,
+    INTS,
+    LANES,
+    LINE,
+    MOST_BLOCKS,
+    SHORT,
+    VECTOR,
+    VECTORS,
+    Emitter,
+    Sums,
+    ints,
+    long,
+    switch_by_size,
+)
+from engine.models.numba_words import Bfloat, numbers_of_word
+
+HAS_DOTS = ("+avx512vnni" in FEATURES and (LANES == 16 or "+avx512vl" in FEATURES)) or "+avxvnni" in FEATURES
+"""Whether the processor sums four products of bytes in one instruction."""
+HAS_PAIRS = LANES == 16 and "+avx512bf16" in FEATURES
+"""Whether the processor sums two products of bfloat16 numbers in one instruction."""
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+_AHEAD = 4096
+"""Prefetch distance, in bytes."""
+MOST_DOT_ROWS = 6
+"""Rows whose sums are computed together: sums of a group and of all groups have a register each."""
+_ROWS = 96
+"""Rows that are rounded together: they stay in a cache."""
+_SHORTS = ir.VectorType(SHORT, 2 * LANES)
+
+
+def dots_at_once(num_rows: int) -> int:
+    """Return the number of blocks that this many rows process at once."""
+    if num_rows == 1:
+        return MOST_BLOCKS
+    return 2 if num_rows < 3 or LANES == 16 else 1
+
+
+_BLOCKS = [dots_at_once(num_rows) for num_rows in range(1, MOST_DOT_ROWS + 1)]
+
+
+_PAIRS = ir.VectorType(Bfloat(), 2 * LANES)
+
+
+class _Dots(Emitter):
+    """Instructions that sum products of a fixed number of rows with a fixed number of blocks."""
+
+    def __init__(self, builder: ir.IRBuilder, words: Any, operands: Sequence[Any], num_rows: int, num_blocks: int):
+        super().__init__(builder)
+        self._words, self._num_blocks = words, num_blocks
+        rows, scales, starts, weight, self._scale, self._bias, self._result, row_stride, group_stride = operands[:9]
+        self._result_stride, self._num_groups = operands[9:]
+        numbers = range(num_rows)
+        self._rows = [builder.add(rows, builder.mul(row_stride, long(number))) for number in numbers]
+        self._scales = [builder.add(scales, builder.mul(group_stride, long(number))) for number in numbers]
+        self._starts = [builder.add(starts, builder.mul(group_stride, long(number))) for number in numbers]
+        size = builder.mul(self._num_groups, long(self._bytes_of_group))
+        self._weights = [builder.add(weight, builder.mul(size, long(block))) for block in range(num_blocks)]
+        self._columns = [(block, vector) for block in range(num_blocks) for vector in range(VECTORS)]
+
+    @property
+    def _bytes_of_group(self) -> int:
+        bits = {types.int8: 8, types.uint8: 4, types.uint32: 16}[self._words]
+        return GROUP * BLOCK * bits // 8
+
+    def build(self, after: ir.Block) -> None:
+        """Emit the loop at the builder's position; it jumps to `after` at the end."""
+        starts = self.load_columns(self._bias, self._num_blocks)
+        body = self._group_of_pairs if self._words == types.uint32 else self._group_of_integers
+        sums = self.repeat(long(0), self._num_groups, 1, [starts] * len(self._rows), body)
+        self.store_rows(sums, self._result, self._result_stride)
+        self.builder.branch(after)
+
+    def _group_of_pairs(self, group: Any, sums: Sums) -> Sums:
+        """Return the sums after `GROUP` more numbers of K, which are rounded pair by pair."""
+        for step in range(GROUP // 2):
+            weights = [self.builder.bitcast(one, _PAIRS) for one in self._next_words(group, step)]
+            added = []
+            for address, of_row in zip(self._rows, sums, strict=True):
+                pair = self.builder.bitcast(self.broadcast(self._numbers_of(address, group, 2 * GROUP, step)), _PAIRS)
+                added.append([_dot_of_pairs(self, old, pair, one) for old, one in zip(of_row, weights, strict=True)])
+            sums = added
+        return sums
+
+    def _group_of_integers(self, group: Any, sums: Sums) -> Sums:
+        """Return the sums after `GROUP` more numbers of K: the numbers that share a scale."""
+        builder = self.builder
+        place = builder.mul(group, long(4))
+        starts = [self.broadcast(self.load(INT, address, place)) for address in self._starts]
+        totals = [[start] * len(self._columns) for start in starts]
+        for step in range(GROUP // 8 if self._words == types.uint8 else GROUP // 4):
+            words = self._next_words(group, step)
+            if self._words == types.uint8:
+                low = [builder.and_(one, ints(0x0F0F0F0F)) for one in words]
+                high = [builder.and_(builder.lshr(one, ints(4)), ints(0x0F0F0F0F)) for one in words]
+                totals = self._add_dots(group, 2 * step, low, totals)
+                totals = self._add_dots(group, 2 * step + 1, high, totals)
+            else:
+                totals = self._add_dots(group, step, words, totals)
+        scales = [self._scale_of(block, vector, group) for block, vector in self._columns]
+        added = []
+        for address, of_row, old_row in zip(self._scales, totals, sums, strict=True):
+            factor = self.broadcast(self.load(FLOAT, address, place))
+            added.append(
+                [
+                    self.multiply_add(builder.fmul(scale, factor), builder.sitofp(total, VECTOR), old)
+                    for scale, total, old in zip(scales, of_row, old_row, strict=True)
+                ]
+            )
+        return added
+
+    def _scale_of(self, block: int, vector: int, group: Any) -> Any:
+        """Return the scales of a group in the columns of a vector."""
+        builder = self.builder
+        of_block = builder.add(builder.mul(self._num_groups, long(block)), group)
+        place = builder.mul(of_block, long(BLOCK * 4))
+        return self.load(VECTOR, self._scale, builder.add(place, long(vector * LANES * 4)))
+
+    def _add_dots(self, group: Any, step: int, words: Sequence[Any], totals: Sums) -> Sums:
+        """Return the totals of a group after four more numbers of K."""
+        added = []
+        for address, of_row in zip(self._rows, totals, strict=True):
+            four = self.broadcast(self._numbers_of(address, group, GROUP, step))
+            added.append([dot(self, old, weight, four) for old, weight in zip(of_row, words, strict=True)])
+        return added
+
+    def _numbers_of(self, address: Any, group: Any, bytes_of_group: int, step: int) -> Any:
+        """Return four bytes of a row: four numbers, or a pair."""
+        place = self.builder.mul(group, long(bytes_of_group))
+        return self.load(INT, address, self.builder.add(place, long(4 * step)))
+
+    def _next_words(self, group: Any, step: int) -> list[Any]:
+        """Return the words of all columns, a vector of 32 bits for each."""
+        found = []
+        place = self.builder.add(self.builder.mul(group, long(self._bytes_of_group)), long(step * BLOCK * 4))
+        for weight in self._weights:
+            address = self.builder.add(weight, place)
+            for line in range(0, BLOCK * 4, LINE):
+                self.prefetch(self.builder.add(address, long(_AHEAD + line)))
+            found += [self.load(INTS, address, vector * LANES * 4) for vector in range(VECTORS)]
+        return found
+
+
+def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
+    """Return old sums plus those of four products of unsigned with signed bytes, in every lane of 32 bits."""
+    if HAS_DOTS:
+        return emitter.call(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, old, weights, row)
+    if _IS_X86:
+        return _dot_of_halves(emitter, old, weights, row)
+    builder = emitter.builder
+    for place in range(0, 32, 8):
+        weight = builder.and_(builder.lshr(weights, ints(place)), ints(255))
+        number = builder.ashr(builder.shl(row, ints(24 - place)), ints(24))
+        old = builder.add(old, builder.mul(weight, number))
+    return old
+
+
+def _dot_of_pairs(emitter: Emitter, old: Any, row: Any, weights: Any) -> Any:
+    """Return old sums plus those of two products of bfloat16 numbers, in every lane of 32 bits."""
+    return emitter.call("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, old, row, weights)
+
+
+def _dot_of_halves(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
+    """Sum products of even and of odd bytes in 16 bits each, which cannot overflow."""
+    builder = emitter.builder
+    name = {16: "avx512.pmaddw.d.512", 8: "avx2.pmadd.wd", 4: "sse2.pmadd.wd"}[LANES]
+    eight = ir.Constant(_SHORTS, [8] * 2 * LANES)
+    weights, row = builder.bitcast(weights, _SHORTS), builder.bitcast(row, _SHORTS)
+    even = builder.and_(weights, ir.Constant(_SHORTS, [255] * 2 * LANES)), builder.ashr(builder.shl(row, eight), eight)
+    odd = builder.lshr(weights, eight), builder.ashr(row, eight)
+    for pair in (even, odd):
+        old = builder.add(old, emitter.call(f"llvm.x86.{name}", INTS, *pair))
+    return old
+
+
+_blocks_at_once = compiled_for_cpu()(dots_at_once)
+
+
+@intrinsic
+def _sums_of_dots(
+    _context,
+    weights,
+    num_rows,
+    num_blocks,
+    rows,
+    scales,
+    starts,
+    weight,
+    scale,
+    bias,
+    result,
+    row_stride,
+    group_stride,
+    result_stride,
+    num_groups,
+):
+    """Sum 1 to `MOST_DOT_ROWS` rows with `dots_at_once` blocks or one, by addresses; strides count bytes.
+
+    weights: an array of the weight's words, which is not read.
+    """
+    words = weights.dtype
+
+    def build(context, builder, _signature, operands):
+        _, count, at_once, *rest = operands
+        switch_by_size(builder, count, at_once, _BLOCKS, lambda *size: _Dots(builder, words, rest, *size))
+        return context.get_dummy_value()
+
+    return types.void(weights, *[types.int64] * 13), build
+
+
+@compiled_for_cpu(error_model="numpy")
+def product_of_dots(rows, weights, scales, bias, result, first_block, last_block):
+    """Write the products of rows [T, K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
+
+    weights, scales: see above; bias: [N].
+    """
+    num_groups = weights.shape[1] * numbers_of_word(weights) // GROUP
+    for first in range(0, len(rows), _ROWS):
+        last = min(len(rows), first + _ROWS)
+        rounded = np.empty((last - first, num_groups, GROUP * min(2, weights.itemsize)), np.int8)
+        row_scales = np.empty((last - first, num_groups), np.float32)
+        starts = np.empty((last - first, num_groups), np.int32)
+        round_rows(rows[first:last], weights, rounded, row_scales, starts)
+        _multiply(rounded, row_scales, starts, weights, scales, bias, result[first:last], first_block, last_block)
+
+
+@compiled_for_cpu(error_model="numpy")
+def _multiply(rounded, row_scales, starts, weights, scales, bias, result, first_block, last_block):
+    """Write the products of rounded rows with blocks of a weight."""
+    num_rows, num_groups, size = rounded.shape
+    num_columns = result.shape[1]
+    bytes_of_block = weights.shape[1] * BLOCK * weights.itemsize
+    most_blocks = _blocks_at_once(num_rows)
+    block = first_block
+    while block < last_block:
+        at_once = most_blocks if block + most_blocks <= last_block else 1
+        first = 0
+        while first < num_rows:
+            left = num_rows - first
+            # Parts of about equal size.
+            num_parts = (left + MOST_DOT_ROWS - 1) // MOST_DOT_ROWS
+            count = (left + num_parts - 1) // num_parts
+            _sums_of_dots(
+                weights,
+                count,
+                at_once,
+                np.int64(rounded.ctypes.data) + first * num_groups * size,
+                np.int64(row_scales.ctypes.data) + first * num_groups * 4,
+                np.int64(starts.ctypes.data) + first * num_groups * 4,
+                np.int64(weights.ctypes.data) + block * bytes_of_block,
+                np.int64(scales.ctypes.data) + block * num_groups * BLOCK * 4,
+                np.int64(bias.ctypes.data) + block * BLOCK * 4,
+                np.int64(result.ctypes.data) + (first * num_columns + block * BLOCK) * 4,
+                num_groups * size,
+                num_groups * 4,
+                num_columns * 4,
+                num_groups,
+            )
+            first += count
+        block += at_once

@@ -1,0 +1,133 @@
+"""Rows that are rounded for dot products (`numba_dot.py`): each by itself, so that it does not depend on other rows.
+
+Rows are rounded to 8 bits, with a scale for every `GROUP` of their numbers, or to bfloat16 for weights in pairs of it.
+"""
+
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+# ruff: noqa: ARG001
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine.kernels import compiled_for_cpu
+from engine.kernels.numba_numbers import FAST
+from engine.models.numba_vectors import BYTE, FLOAT, GROUP, INT, INTS, LANES, VECTOR, Emitter, ints
+from engine.models.numba_words import OFFSETS, Bfloat
+
+_LEAST = 2.0**-100
+"""Magnitudes below it are rounded to zero."""
+_ROUND = f"llvm.lrint.v{LANES}i32.v{LANES}f32"
+
+
+@intrinsic
+def _round_group(_context, weights, numbers, target, scale, start):
+    """Round `GROUP` float32 numbers at an address for weights of a type; all but `weights`, which is not read, are
+    addresses.
+    """
+    words = weights.dtype
+
+    def build(context, builder, _signature, operands):
+        _, numbers, target, scale, start = operands
+        emitter = Emitter(builder)
+        vectors = [emitter.load(VECTOR, numbers, 4 * place) for place in range(0, GROUP, LANES)]
+        if words == types.uint32:
+            _round_to_pairs(emitter, vectors, target)
+        else:
+            _round_to_bytes(emitter, vectors, target, scale, start, OFFSETS[words])
+        return context.get_dummy_value()
+
+    return types.void(weights, *[types.int64] * 4), build
+
+
+def _round_to_pairs(emitter: Emitter, vectors: Sequence[Any], target: Any) -> None:
+    """Round numbers to bfloat16."""
+    for place, one in enumerate(vectors):
+        emitter.store(emitter.builder.fptrunc(one, ir.VectorType(Bfloat(), LANES)), target, 2 * LANES * place)
+
+
+def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, scale: Any, start: Any, offset: int) -> None:
+    """Round numbers to bytes, and write their scale and the start of a group's sums.
+
+    The start is minus the offset of stored weights, times the sum of the bytes. NaN and infinity make the scale NaN or
+    infinite, and so all results of the row.
+    """
+    builder = emitter.builder
+    # As unsigned integers, magnitudes have the order of the numbers, and NaN is the largest.
+    magnitudes = [builder.and_(builder.bitcast(one, INTS), ints(0x7FFFFFFF)) for one in vectors]
+    most = builder.bitcast(_reduced(emitter, "umax", magnitudes), FLOAT)
+    is_zero = builder.fcmp_ordered("<", most, ir.Constant(FLOAT, _LEAST))
+    share = builder.fdiv(ir.Constant(FLOAT, 127.0), most)
+    share = emitter.broadcast(builder.select(is_zero, ir.Constant(FLOAT, 0.0), share))
+    rounded = [emitter.call(_ROUND, INTS, builder.fmul(one, share)) for one in vectors]
+    for place, one in enumerate(rounded):
+        emitter.store(builder.trunc(one, ir.VectorType(BYTE, LANES)), target, LANES * place)
+    emitter.store(builder.fdiv(most, ir.Constant(FLOAT, 127.0)), scale)
+    total = _reduced(emitter, "add", rounded)
+    emitter.store(builder.mul(total, ir.Constant(INT, -offset)), start)
+
+
+def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
+    """Reduce vectors of integers to one number."""
+    first, *others = [emitter.call(f"llvm.vector.reduce.{operation}.v{LANES}i32", INT, vector) for vector in vectors]
+    for other in others:
+        is_more = emitter.builder.icmp_unsigned(">", other, first)
+        first = (
+            emitter.builder.add(first, other) if operation == "add" else emitter.builder.select(is_more, other, first)
+        )
+    return first
+
+
+@compiled_for_cpu(error_model="numpy")
+def round_rows(rows, weights, rounded, scales, starts):
+    """Round rows [T, K] group by group; a last part of a group is filled up with zeros."""
+    num_groups, size = rounded.shape[1], rounded.shape[2]
+    num_whole, rest = rows.shape[1] // GROUP, rows.shape[1] % GROUP
+    tail = np.zeros(GROUP, np.float32)
+    for row in range(len(rows)):
+        tail[:rest] = rows[row, num_whole * GROUP :]
+        source, target = np.int64(rows[row].ctypes.data), np.int64(rounded[row].ctypes.data)
+        to_scales, to_starts = np.int64(scales[row].ctypes.data), np.int64(starts[row].ctypes.data)
+        for group in range(num_groups):
+            numbers = source + group * GROUP * 4 if group < num_whole else np.int64(tail.ctypes.data)
+            _round_group(weights, numbers, target + group * size, to_scales + group * 4, to_starts + group * 4)
+
+
+@compiled_for_cpu(**FAST)
+def _error(group, scale):
+    """Return the squared error of a group's numbers in 4 bits with a scale."""
+    share, total = np.float32(1) / scale, np.float32(0)
+    for place in range(GROUP):
+        number = np.float32(np.rint(group[place] * share))
+        difference = min(max(number, np.float32(-8)), np.float32(7)) * scale - group[place]
+        total += difference * difference
+    return total
+
+
+@compiled_for_cpu(error_model="numpy", nogil=True)
+def best_scales(groups):
+    """Return [N] scales of groups [N, `GROUP`] whose numbers in 4 bits have the least squared error among some.
+
+    The largest number of a group becomes one from -8.4 to -7.5, or from 5.8 to 7.2, before it is cut off at -8 or 7.
+    """
+    found = np.zeros(len(groups), np.float32)
+    for number in range(len(groups)):
+        group, most = groups[number], np.float32(0)
+        for place in range(GROUP):
+            most = group[place] if abs(group[place]) > abs(most) else most
+        if abs(most) < _LEAST:
+            continue
+        least = np.float32(np.inf)
+        for step in range(20):
+            divisor = np.float32(-8.4 + 0.1 * step if step < 10 else 5.8 + 0.15 * (step - 10))
+            error = _error(group, most / divisor)
+            if error < least:
+                least, found[number] = error, most / divisor
+    return found

@@ -1,0 +1,35 @@
+"""Models in transformers that stand for a decoder's weights in few bits and its rounded rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.cpu_weights import Form, Forms, rounded_rows
+from engine.models.loading import LoadedModel
+
+
+@contextmanager
+def rows_rounded(model: Any, form: Form) -> Iterator[None]:
+    """Let the linear layers of a model round their rows as products with weights of a form do."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [one.register_forward_pre_hook(lambda _, rows: (rounded_rows(rows[0], form),)) for one in layers]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def represented_by(loaded: LoadedModel, forms: Forms) -> LoadedModel:
+    """A copy of a model in float32 with the numbers that weights of these forms stand for."""
+    decoder = CpuDecoder(loaded.model, forms)
+    model = copy.deepcopy(loaded.model)
+    used = {name: decoder.weight_used(weight) for name, weight in loaded.model.named_parameters()}
+    for name, weight in model.named_parameters():
+        weight.data = used[name]
+    return replace(loaded, model=model)
