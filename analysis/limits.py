@@ -60,7 +60,8 @@ def build(options: argparse.Namespace, num_cores: int, folders: tuple[Path, Path
 def rates(num_cores: int) -> dict[str, float]:
     """Measure bytes a second that this many cores read from memory, and the decoder's operations a second."""
     from engine.kernels import compiled_for_cpu
-    from engine.models.numba_product import BLOCK, product
+    from engine.models.numba_product import product
+    from engine.models.numba_vectors import BLOCK
 
     @compiled_for_cpu()
     def multiply(rows, weights, scales, bias, found):  # type: ignore[no-untyped-def]

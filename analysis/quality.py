@@ -1,8 +1,8 @@
-"""`analyze quality`: perplexity of target and draft model in another number format, on held-out text.
+"""`analyze quality`: loss of target and draft model in other number formats, on held-out text.
 
-Both formats read the same tokens, one text after the other, with the passes that serve. The perplexity is over all
-tokens after the first of each text. The interval of the difference is of texts drawn again in pairs, so it says how far
-other texts of this kind may differ.
+All formats read the same tokens, one text after the other, with the passes that serve; the first one multiplies float32
+rows with the checkpoint's weights. The perplexity is over all tokens after the first of each text. The interval of the
+difference is of texts drawn again in pairs, so it says how far other texts of this kind may differ.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,22 +30,43 @@ Texts = Sequence[tuple[int, ...]]
 _CACHE_BYTES = 1 << 29
 
 
-@torch.inference_mode()
-def nats_of(engine: Engine, texts: Texts, description: str) -> dict[str, list[float]]:
-    """Return minus the log probability of all tokens after the first, by model and text.
+class Loss(NamedTuple):
+    """Comparison of a format with the checkpoint's, by text."""
+
+    nats_before: list[float]
+    """Minus the log probability of all tokens after the first, in the checkpoint's format."""
+    nats: list[float]
+    num_equal: list[int]
+    """Places whose most probable token is the same."""
+    largest: list[float]
+    """Largest difference of a logit from that of the checkpoint's format."""
+
+
+def logits_of(engine: Engine, text: Sequence[int]) -> dict[str, Tensor]:
+    """Return [T - 1, V] logits after all tokens of a text but the last, by model.
 
     A head as the drafter is left out: its weights keep their format.
     """
-    found: dict[str, list[float]] = {"target": []}
+    blocks = tuple(range(-(-len(text) // engine.facts.block_size)))
+    found = {"target": engine.target.forward([SequenceInput(text[:-1], 0, blocks, NO_NODES, slice(0, None))])}
     if not drafts_by_head(engine):
-        found["draft"] = []
-    for text in tqdm(texts, desc=description, unit="text"):
-        known, following = text[:-1], torch.tensor(text[1:])
-        blocks = tuple(range(-(-len(known) // engine.facts.block_size)))
-        of_target = engine.target.forward([SequenceInput(known, 0, blocks, NO_NODES, slice(0, None))])
-        found["target"].append(_nats(of_target, following))
-        if "draft" in found:
-            found["draft"].append(_nats(draft_logits(engine, known, 0), following))
+        found["draft"] = draft_logits(engine, text[:-1], 0)
+    return found
+
+
+@torch.inference_mode()
+def losses_of(plain: Engine, others: Mapping[str, Engine], texts: Texts, what: str) -> dict[tuple[str, str], Loss]:
+    """Return the losses by (format, model)."""
+    found: dict[tuple[str, str], Loss] = {}
+    for text in tqdm(texts, desc=what, unit="text"):
+        before, following = logits_of(plain, text), torch.tensor(text[1:])
+        for name, engine in others.items():
+            for model, logits in logits_of(engine, text).items():
+                loss = found.setdefault((name, model), Loss([], [], [], []))
+                loss.nats_before.append(_nats(before[model], following))
+                loss.nats.append(_nats(logits, following))
+                loss.num_equal.append(int((before[model].argmax(-1) == logits.argmax(-1)).sum()))
+                loss.largest.append(float((before[model] - logits).abs().max()))
     return found
 
 
@@ -71,25 +92,32 @@ def compared(before: Sequence[float], after: Sequence[float], num_tokens: Sequen
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return a table with a row per kind of text and model."""
+    """Return a table with a row per kind of text, model and format."""
     rows = [
         [
             cell["texts"],
             cell["model"],
-            cell["tokens"],
+            cell["format"],
             f"{cell['perplexity_before']:.3f}",
             f"{cell['perplexity']:.3f}",
             "{value:+.2%} ({low:+.2%} to {high:+.2%})".format(**cell["difference"]),
+            f"{cell['equal_tokens']:.1%}",
+            f"{cell['largest_logit_error']:.2f}",
         ]
         for cell in result["cells"]
     ]
-    head = ["texts", "model", "tokens", "perplexity", "in the other format", "difference (95 % interval)"]
-    return table(head, rows)
+    head = ["texts", "model", "format", "plain perplexity", "perplexity", "difference (95 % interval)"]
+    return table([*head, "equal greedy tokens", "largest error of a logit"], rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
-    parser.add_argument("--weights", choices=["auto", "int8"], default="int8", help="as of `serve` (default int8)")
+    parser.add_argument(
+        "--weights",
+        action="append",
+        choices=["auto", "int8", "int4"],
+        help="as of `serve`, may be repeated (default int8); auto: the checkpoint's, with the processor's dot products",
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of `serve`, e.g. bfloat16 (default auto)")
     parser.add_argument(
         "--texts",
@@ -101,25 +129,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the checkpoint's format, then the other one."""
+    """Compare each format with the checkpoint's weights and float32 rows."""
     options.texts = options.texts or ["dialogues", "gutenberg"]
+    options.weights = options.weights or ["int8"]
     options.prompt_length = options.length
     texts = {Path(kind).stem: [text for text in prompts_of(kind, options) if len(text) > 1] for kind in options.texts}
     if empty := [kind for kind, of_kind in texts.items() if not of_kind]:
         raise ConfigError(f"--texts {empty[0]}: no text has two tokens")
     config = config_of(options, cache_bytes=_CACHE_BYTES)
-    changed = {"weights": options.weights, "kv_dtype": options.kv_cache_dtype}
-    configs = [config, msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **changed))]
-    nats = []
-    for name, one in zip(("as loaded", "other format"), configs, strict=True):
-        engine = load_engine(one)
-        nats.append({kind: nats_of(engine, of_kind, f"{kind}, {name}") for kind, of_kind in texts.items()})
-    cells = [
-        {"texts": kind, "model": model, **compared(of_model, nats[1][kind][model], [len(t) - 1 for t in texts[kind]])}
-        for kind, found in nats[0].items()
-        for model, of_model in found.items()
-    ]
+
+    def engine_with(**changed: Any) -> Engine:
+        return load_engine(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **changed)))
+
+    plain = engine_with(activations="float32")
+    kv_dtype = options.kv_cache_dtype
+    others = {weights: engine_with(weights=weights, kv_dtype=kv_dtype) for weights in options.weights}
+    cells = []
+    for kind, of_kind in texts.items():
+        num_tokens = [len(text) - 1 for text in of_kind]
+        for (name, model), loss in losses_of(plain, others, of_kind, kind).items():
+            shares = {
+                "equal_tokens": sum(loss.num_equal) / sum(num_tokens),
+                "largest_logit_error": max(loss.largest),
+            }
+            found = compared(loss.nats_before, loss.nats, num_tokens)
+            cells.append({"texts": kind, "model": model, "format": name, **found, **shares})
     options.target, options.draft = (Path(name).name for name in names_of(options))
-    what = "perplexity of all tokens after the first of each text, as loaded and with these weights and K/V cache"
+    what = "perplexity of all tokens after the first of each text, with float32 rows and in other formats"
     names = ("target", "draft", "dtype", "weights", "kv_cache_dtype", "texts", "length", "threads")
     return document(what, options, names, cells=cells)
