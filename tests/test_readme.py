@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from analysis import drafters, growth, heads, limits, peers, prefixes, reports, turns
+from analysis import drafters, growth, heads, limits, peers, prefixes, quality, reports, turns
 from analysis.report import table
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
@@ -155,6 +155,8 @@ def test_the_table_is_the_committed_result() -> None:
         ("chains", "chains-cpu", rules_markdown),
         ("overhead", "overhead-cpu", overhead.markdown),
         ("growth", "growth-cpu", growth.markdown),
+        ("quality", "quality-cpu", quality.markdown),
+        ("quality-smollm2", "quality-smollm2-cpu", quality.markdown),
     ],
 )
 def test_tables_of_pages_are_committed_results(mark: str, file: str, table_of: Any) -> None:
