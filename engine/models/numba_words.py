@@ -25,7 +25,7 @@ from engine.models.numba_vectors import BLOCK
 DOT_TYPES = (types.int8, types.uint8, types.uint32)
 """Types of the words of weights that are multiplied here."""
 OFFSETS = {types.int8: 128, types.uint8: 8}
-"""What is added to stored weights, by the type of their words."""
+"""Numbers that are added to stored weights, by the type of their words."""
 
 
 class Bfloat(ir.types._BaseFloatType):  # type: ignore[misc]
