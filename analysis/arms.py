@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from analysis.load import LOAD_NAMES, Load, SpeculationSetup, add_load_arguments
-from analysis.loading import add_pair_arguments, config_of, load_engine, prompts_of
+from analysis.loading import add_format_arguments, add_pair_arguments, config_of, load_engine, prompts_of
 from analysis.turns import SEED_STABLE, SEEDED, Turn, beside_best, chart, price, rate, ratio, works
 from analysis.turns import markdown as markdown
 from engine.config import EngineFacts, SchedulerConfig, SpeculationConfig
@@ -301,6 +301,7 @@ def add_turn_arguments(parser: argparse.ArgumentParser, seconds: float, warm_up_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
+    add_format_arguments(parser)
     add_load_arguments(parser, num_tokens=48, several=True)
     parser.add_argument(
         "--arms",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from analysis.loading import add_pair_arguments, config_of, load_engine, names_of
+from analysis.loading import add_format_arguments, add_pair_arguments, config_of, load_engine, names_of
 from analysis.times import durations_s
 from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.config import SchedulerConfig
@@ -180,6 +180,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
+    add_format_arguments(parser)
     parser.add_argument(
         "--contexts", type=integers, default=[32, 1000, 8000], help="tokens of the texts (default 32,1000,8000)"
     )

@@ -19,6 +19,7 @@ from engine.step.engine import Engine
 from loadtest import workload
 
 _CACHE_BYTES = 1 << 29
+_FORMATS = ("weights", "draft_weights", "activations")
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,13 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model: folder or hub name")
     add_device_arguments(parser)
+
+
+def add_format_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select the number formats of the pair."""
+    parser.add_argument("--weights", default="auto", help="numbers of the weights, as of `serve` (default auto)")
+    parser.add_argument("--draft-weights", default="auto", help="the same for the draft model (default auto)")
+    parser.add_argument("--activations", default="auto", help="numbers of rows, as of `serve` (default auto)")
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +70,15 @@ def config_of(
     """
     target, draft = names_of(options)
     options.threads = options.threads or max(1, usable_cores() - 1)
+    formats = {name: value for name, value in vars(options).items() if name in _FORMATS}
     return EngineConfig(
         model=ModelConfig(
-            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+            target=target,
+            draft=draft,
+            dtype=options.dtype,
+            device=options.device,
+            num_threads=options.threads,
+            **formats,
         ),
         cache=CacheConfig(memory_bytes=cache_bytes if options.device != "cuda" else 0),
         scheduler=scheduler or SchedulerConfig(),

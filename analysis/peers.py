@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from tqdm import tqdm
 
 from analysis.arms import make_arms, speculation_of
 from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
 from analysis.load import Load
-from analysis.loading import config_of, load_engine, random_prompts
+from analysis.loading import add_format_arguments, config_of, load_engine, random_prompts
 from engine.models.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.calibration import measure_points
@@ -50,10 +49,7 @@ class Own:
     """This engine with adaptive speculation, a fixed shape, or none."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        config = config_of(options)
-        wanted = {"weights": options.weights, "draft_weights": options.draft_weights}
-        model = msgspec.structs.replace(config.model, **wanted)
-        engine = load_engine(msgspec.structs.replace(config, model=model))
+        engine = load_engine(config_of(options))
         points = measure_points(engine, speculation_of(ADAPTIVE))
         self.engine = make_arms(engine, [ADAPTIVE], points, Load((), options.tokens, 0.0))[ADAPTIVE].engine
         self.num_tokens = options.tokens
@@ -220,8 +216,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--concurrency", type=integers, default=[1, 8], help="prompts at once (default 1,8)")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
     result.add_argument("--dtype", default="auto", help="type of weights, as the daemon takes it (default auto)")
-    result.add_argument("--weights", default="auto", help="numbers of this engine's weights, as of `serve`")
-    result.add_argument("--draft-weights", default="auto", help="the same for the draft model")
+    add_format_arguments(result)
     result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all arms")
     result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")

@@ -114,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
     parser.add_argument(
         "--weights",
+        dest="formats",
         action="append",
         choices=["auto", "int8", "int4"],
         help="as of `serve`, may be repeated (default int8); auto: the checkpoint's, with the processor's dot products",
@@ -131,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
     """Compare each format with the checkpoint's weights and float32 rows."""
     options.texts = options.texts or ["dialogues", "gutenberg"]
-    options.weights = options.weights or ["int8"]
+    options.formats = options.formats or ["int8"]
     options.prompt_length = options.length
     texts = {Path(kind).stem: [text for text in prompts_of(kind, options) if len(text) > 1] for kind in options.texts}
     if empty := [kind for kind, of_kind in texts.items() if not of_kind]:
@@ -143,7 +144,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
 
     plain = engine_with(activations="float32")
     kv_dtype = options.kv_cache_dtype
-    others = {weights: engine_with(weights=weights, kv_dtype=kv_dtype) for weights in options.weights}
+    others = {weights: engine_with(weights=weights, kv_dtype=kv_dtype) for weights in options.formats}
     cells = []
     for kind, of_kind in texts.items():
         num_tokens = [len(text) - 1 for text in of_kind]
@@ -156,5 +157,5 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
             cells.append({"texts": kind, "model": model, "format": name, **found, **shares})
     options.target, options.draft = (Path(name).name for name in names_of(options))
     what = "perplexity of all tokens after the first of each text, with float32 rows and in other formats"
-    names = ("target", "draft", "dtype", "weights", "kv_cache_dtype", "texts", "length", "threads")
+    names = ("target", "draft", "dtype", "formats", "kv_cache_dtype", "texts", "length", "threads")
     return document(what, options, names, cells=cells)
