@@ -13,8 +13,8 @@ import contextlib
 import ctypes
 import itertools
 import re
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -85,16 +85,24 @@ class _BoundedRequest(Request):
         queues: BodyQueues = self.app.state.body_queues
         on_prompt = this_call().on_prompt
         on_prompt.callback(self.place.close)
-        await queues.enter(body, self.place)
-        turn: asyncio.Lock = self.app.state.body_turn
-        await turn.acquire()
-        try:
+        async with self._own_turn():
+            next_one = queues.enter(body, self.place)
+        await next_one
+        async with self._own_turn():
             decoded = await read_json(body, self._names)
             if isinstance(decoded, dict):
                 on_prompt.callback(decoded.clear)
             return decoded
+
+    @asynccontextmanager
+    async def _own_turn(self) -> AsyncIterator[None]:
+        """Wait for a turn of the event loop in which no other body is refused, decoded or validated."""
+        turn: asyncio.Lock = self.app.state.body_turn
+        await turn.acquire()
+        try:
+            yield
         finally:
-            # The framework validates the values in this turn of the loop, so the next body is read in the next one.
+            # The framework answers, or validates the values, in this turn of the loop, after this block.
             asyncio.get_running_loop().call_soon(turn.release)
 
 

@@ -7,6 +7,7 @@ such bodies stopped the event loop for a quarter of a second at a time.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import ExitStack
 
 from engine.api import EngineBusy
@@ -28,8 +29,8 @@ class BodyQueue:
         self._most = most
         self._turns = asyncio.Semaphore(at_once)
 
-    async def enter(self, size: int, place: ExitStack) -> None:
-        """Wait for a turn to decode a body of `size` characters; closing `place` ends the turn.
+    def enter(self, size: int, place: ExitStack) -> Awaitable[None]:
+        """Join with a body of `size` characters, and return the wait for its turn; closing `place` leaves the queue.
 
         Raises EngineBusy if too much waits.
         """
@@ -40,6 +41,9 @@ class BodyQueue:
             )
         self.num_waiting += size
         place.callback(self._leave, size)
+        return self._wait(place)
+
+    async def _wait(self, place: ExitStack) -> None:
         await self._turns.acquire()
         place.callback(self._turns.release)
 
@@ -53,7 +57,7 @@ class BodyQueues:
     def __init__(self) -> None:
         self.short, self.long = BodyQueue(_SHORT_AT_ONCE), BodyQueue(_LONG_AT_ONCE)
 
-    async def enter(self, body: bytes, place: ExitStack) -> None:
-        """Wait for a turn to decode a body; see `BodyQueue.enter`."""
+    def enter(self, body: bytes, place: ExitStack) -> Awaitable[None]:
+        """Join the queue of a body's size; see `BodyQueue.enter`."""
         size = size_of_chat(len(body), body.count(b"{"))
-        await (self.long if size >= LONG else self.short).enter(size, place)
+        return (self.long if size >= LONG else self.short).enter(size, place)
