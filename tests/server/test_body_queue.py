@@ -129,7 +129,10 @@ def test_more_than_may_wait_is_refused_before_it_is_decoded() -> None:
         async with client:
             asked = [asyncio.create_task(client.post("/", json=MANY)) for _ in range(3)]
             await settle()
-            busy = await client.post("/", json=MANY)
+            refused = asyncio.create_task(client.post("/", json=MANY))
+            await settle()
+            assert refused.done()
+            busy = refused.result()
             assert busy.status_code == 429
             assert busy.headers["retry-after"] == "1"
             assert busy.json()["error"]["code"] == "queue_full"
