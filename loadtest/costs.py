@@ -229,9 +229,9 @@ def measure_grammars(url: str, neighbour: Neighbour) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def neighbour_of(url: str) -> Iterator[Neighbour]:
+def neighbour_of(url: str, model: str = _MODEL) -> Iterator[Neighbour]:
     """Run a neighbour during the block."""
-    neighbour = Neighbour(url, _MODEL)
+    neighbour = Neighbour(url, model)
     try:
         yield neighbour
     finally:

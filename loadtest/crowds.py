@@ -11,17 +11,19 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from loadtest.client import address_of, raw_request
 from loadtest.cost_bodies import filled
 from loadtest.costs import SETTLE_S, Neighbour, neighbour_of
-from loadtest.daemon import running_daemon
+from loadtest.daemon import in_folder, running_daemon
 from loadtest.environment import environment
 from loadtest.results import add_output_argument, table, write
 
 SIZES = (20, 60, 200, 500)
+_MODEL = "crowds"
 _CHAT = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 180.0
 
@@ -41,6 +43,7 @@ def bodies(model: str) -> dict[str, tuple[str, bytes]]:
     """Return path and body of each kind of small request that takes long."""
     fields: dict[str, tuple[str, Any]] = {
         "1,301 messages": ("messages", [{"role": "user", "content": "a"}] * 1301),
+        "600 messages, answered": ("messages", [{"role": "user", "content": "a"}] * 600),
         "512 tools": ("tools", [_function(number) for number in range(512)]),
         "a deep schema": (
             "response_format",
@@ -71,10 +74,12 @@ async def _all_at_once(address: tuple[str, int], request: bytes, at_once: int) -
         return dict(Counter(await asyncio.gather(*(_exchange(address, request) for _ in range(at_once)))))
 
 
-def measure_crowds(url: str, model: str, neighbour: Neighbour, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
-    """Send every kind of small request in crowds of each size."""
+def measure_crowds(
+    url: str, asked: Mapping[str, tuple[str, bytes]], neighbour: Neighbour, sizes: Sequence[int] = SIZES
+) -> list[dict[str, Any]]:
+    """Send each of these requests (path and body by name) in crowds of each size."""
     found = []
-    for name, (path, body) in bodies(model).items():
+    for name, (path, body) in asked.items():
         for at_once in sizes:
             neighbour.seen()
             began = time.perf_counter()
@@ -94,7 +99,7 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             cost["kind"],
             f"{cost['size_bytes'] / 1000:.0f} kB",
             str(cost["at_once"]),
-            ", ".join(sorted(cost["statuses"])),
+            ", ".join(f"{count} {status}" for status, count in sorted(cost["statuses"].items())),
             f"{cost['answer_s']:.1f}",
             f"{cost['neighbour']['longest_gap_ms']:.0f}",
             f"{cost['neighbour']['longest_health_ms']:.0f}",
@@ -108,15 +113,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.crowds", description=__doc__)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="requests at once, comma-separated")
+    parser.add_argument("--kinds", help="send only these requests, separated by semicolons (default: all)")
+    parser.add_argument("--before", type=Path, help="checkout of another version, which is measured first")
     parser.add_argument("--serve-args", default="--num-threads 1", help="arguments of `polydraft serve`, in one string")
     add_output_argument(parser)
     options = parser.parse_args(arguments)
-    sizes, model = [int(size) for size in options.sizes.split(",")], "crowds"
-    words = [*options.serve_args.split(), "--served-model-name", f"costs,{model}"]
-    with running_daemon(words) as url, neighbour_of(url) as neighbour:
-        found = measure_crowds(url, model, neighbour, sizes)
-    write({"environment": environment(), "crowds": found}, options.output)
-    print(markdown(found))
+    sizes = [int(size) for size in options.sizes.split(",")]
+    asked = bodies(_MODEL)
+    if options.kinds:
+        asked = {name: asked[name] for name in options.kinds.split(";")}
+    words = [*options.serve_args.split(), "--served-model-name", f"costs,{_MODEL}"]
+    result: dict[str, Any] = {"environment": environment()}
+    checkouts = {"before": in_folder(options.before)} if options.before else {}
+    for name, prefix in {**checkouts, "crowds": ()}.items():
+        with running_daemon(words, prefix) as url, neighbour_of(url) as neighbour:
+            result[name] = measure_crowds(url, asked, neighbour, sizes)
+        print(name, markdown(result[name]), sep="\n")
+    write(result, options.output)
     return 0
 
 

@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -55,9 +54,6 @@ _RESERVED_FILES = 96
 """
 _ACCEPTED_AT_ONCE = 8
 """Connections accepted in a turn of the event loop. libuv accepts one per listening descriptor."""
-_SWITCH_INTERVAL_S = 0.0005
-"""Time after which a thread that renders a chat lets the event loop go on. The loop waits for it several times a turn.
-"""
 EXIT_OK, EXIT_FAILURE = 0, 1
 
 
@@ -92,7 +88,6 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
     # Objects created so far live as long as the daemon. Scanning them for garbage would delay every stream.
     gc.freeze()
     gc.enable()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         return uvloop.run(daemon.serve())
     finally:

@@ -75,14 +75,13 @@ def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, scale
 
 
 def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
-    """Reduce vectors of integers to one number."""
-    first, *others = [emitter.call(f"llvm.vector.reduce.{operation}.v{LANES}i32", INT, vector) for vector in vectors]
+    """Reduce vectors of integers to one number, their sum or the largest."""
+    builder = emitter.builder
+    joined, *others = vectors
     for other in others:
-        is_more = emitter.builder.icmp_unsigned(">", other, first)
-        first = (
-            emitter.builder.add(first, other) if operation == "add" else emitter.builder.select(is_more, other, first)
-        )
-    return first
+        is_more = builder.icmp_unsigned(">", other, joined)
+        joined = builder.add(joined, other) if operation == "add" else builder.select(is_more, other, joined)
+    return emitter.call(f"llvm.vector.reduce.{operation}.v{LANES}i32", INT, joined)
 
 
 @compiled_for_cpu(error_model="numpy")

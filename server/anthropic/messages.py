@@ -6,7 +6,6 @@ Supports text, thinking and function tools, for coding agents with Anthropic's p
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +13,7 @@ from pydantic import Field
 
 from engine.api import RequestError
 from server.http.errors import anthropic_error, to_api_error
+from server.ids import new_id
 from server.openai.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -257,7 +257,7 @@ class MessageWriter(AnswerWriter):
         self._body = body
         self._generation = generation
         self._with_metrics = with_metrics
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self._id = f"msg_{new_id()}"
         self.content: list[dict[str, Any]] = []
         self._arguments = ""
         self._is_open = False

@@ -13,7 +13,8 @@ import contextlib
 import ctypes
 import itertools
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from engine.api import RequestError
+from server.http.body_queue import BodyQueues
+from server.http.current_call import this_call
 
 _MOST_OBJECTS = 1 << 14
 _MOST_TEXTS = 1 << 17
@@ -57,6 +60,7 @@ class BodyRoute(APIRoute):
             try:
                 return await handle(bounded)
             finally:
+                bounded.place.close()
                 if bounded.is_large:
                     _return_memory_soon()
 
@@ -64,24 +68,41 @@ class BodyRoute(APIRoute):
 
 
 class _BoundedRequest(Request):
-    """Request that decodes its body with `read_json`, one body in a turn of the event loop unless it is small."""
+    """Request that decodes its body with `read_json`, after a wait in the queue unless it is small."""
 
     def __init__(self, request: Request, names: Sequence[str]) -> None:
         super().__init__(request.scope, request.receive, request._send)
         self._names = names
         self.is_large = False
+        self.place = ExitStack()
+        """Place in the queue of bodies."""
 
     async def json(self) -> Any:
         body = await self.body()
         if len(body) <= _SMALL_BYTES:
             return await read_json(body, self._names)
         self.is_large = len(body) > _LARGE_BYTES
+        queues: BodyQueues = self.app.state.body_queues
+        on_prompt = this_call().on_prompt
+        on_prompt.callback(self.place.close)
+        async with self._own_turn():
+            next_one = queues.enter(body, self.place)
+        await next_one
+        async with self._own_turn():
+            decoded = await read_json(body, self._names)
+            if isinstance(decoded, dict):
+                on_prompt.callback(decoded.clear)
+            return decoded
+
+    @asynccontextmanager
+    async def _own_turn(self) -> AsyncIterator[None]:
+        """Wait for a turn of the event loop in which no other body is refused, decoded or validated."""
         turn: asyncio.Lock = self.app.state.body_turn
         await turn.acquire()
         try:
-            return await read_json(body, self._names)
+            yield
         finally:
-            # The framework validates the values in this turn of the loop, so the next body is read in the next one.
+            # The framework answers, or validates the values, in this turn of the loop, after this block.
             asyncio.get_running_loop().call_soon(turn.release)
 
 

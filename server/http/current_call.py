@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ class HttpCall:
     """Field and code of the error that was sent, for the log; empty for other answers."""
     ignored: list[str] = field(default_factory=list)
     """Names of fields that were sent and had no effect, in ASCII."""
+    on_prompt: ExitStack = field(default_factory=ExitStack)
+    """Closed once the prompt is known: then the next body may be read."""
 
 
 current_call: ContextVar[HttpCall] = ContextVar("current_call")

@@ -222,9 +222,9 @@ def install(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         _let_go_of_frames(error)
-        if isinstance(error.__cause__, RequestError):
+        if isinstance(error.__cause__, RequestError | EngineBusy):
             # FastAPI replaces errors that are raised while it reads a body.
-            return error_response(error.__cause__, request.url.path)
+            return await on_error(request, error.__cause__)
         detail = _no_route(request.url.path) if error.status_code == 404 else str(error.detail)
         answer = http_error(error.status_code, detail, dict(error.headers or {}))
         return error_response(answer, request.url.path)

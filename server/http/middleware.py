@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import time
-import uuid
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
@@ -24,6 +23,7 @@ from engine.api import log_fields
 from server.http.current_call import HttpCall, current_call
 from server.http.errors import PROTECTED, ApiError, ErrorBody, error_response, http_error
 from server.http.hosts import HostCheck
+from server.ids import new_id
 from server.serving.metrics import ServerMetrics
 from server.setting_groups import rates_of
 from server.settings import Serve
@@ -59,7 +59,7 @@ class RequestEnvelope:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
+        request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or new_id()
         scope.setdefault("state", {})
         path = scope["raw_path"].decode("latin-1")
         call = HttpCall(request_id, path, headers.get("traceparent"), self._client_of(scope, headers))

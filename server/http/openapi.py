@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from server.http.body_queue import BodyQueues
 from server.http.errors import PROTECTED
 
 
@@ -37,6 +38,7 @@ class Application(FastAPI):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.state.body_turn = asyncio.Lock()
+        self.state.body_queues = BodyQueues()
 
     def openapi(self) -> dict[str, Any]:
         """Return the description, built once."""

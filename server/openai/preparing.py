@@ -5,7 +5,6 @@ Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of si
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from engine.api import Limits, RequestError, Thinking, check_requests, choice_se
 from engine.api import Request as EngineRequest
 from server.http.current_call import this_call
 from server.http.errors import model_not_found
+from server.ids import new_id
 from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
 from server.openai.sampling_fields import (
     answer_bound,
@@ -107,7 +107,7 @@ def engine_requests(
         for choice in range(body.n):
             number = len(requests)
             request = EngineRequest(
-                request_id=uuid.uuid4().hex,
+                request_id=new_id(),
                 prompt_token_ids=prompt_ids,
                 sampling=msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, number)),
                 limits=limits,
@@ -177,6 +177,7 @@ async def prepare(
         bool(body.return_token_ids),
     )
     cut_bound = min(bounds) if max_tokens is not None and min(bounds) < max_tokens else None
+    this_call().on_prompt.close()
     return Generation(requests, server.tokenizer, options, body.n, structure.param, cut_bound)
 
 
@@ -244,6 +245,8 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
         call_marks(server.dialogue.call_format),
         most=most,
     )
+    # Thousands of objects, which each full garbage collection would visit until the answer ends.
+    body.messages.clear()
     return prompt, tools
 
 

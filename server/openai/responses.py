@@ -7,7 +7,6 @@ Supports text and function tools. Nothing is stored, also with `store: true`, so
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from pydantic import Field
 
 from engine.api import RequestError
 from server.http.errors import responses_error, to_api_error
+from server.ids import new_id
 from server.openai.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -217,7 +217,7 @@ class ResponseWriter(AnswerWriter):
         self._body = body
         self._generation = generation
         self._with_metrics = with_metrics
-        self._id = f"resp_{uuid.uuid4().hex}"
+        self._id = f"resp_{new_id()}"
         self._created = int(time.time())
         self._num_events = 0
         self.output: list[dict[str, Any]] = []
@@ -336,7 +336,7 @@ class ResponseWriter(AnswerWriter):
         return self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
 
     def _open_call(self, call_id: str, name: str) -> list[dict[str, Any]]:
-        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, **self._names.called(name)}
+        item = {"type": "function_call", "id": f"fc_{new_id()}", "call_id": call_id, **self._names.called(name)}
         return [self._open({**item, "arguments": "", "status": "in_progress"})]
 
     def _write(self, item_type: str, text: str) -> list[dict[str, Any]]:
@@ -344,7 +344,7 @@ class ResponseWriter(AnswerWriter):
         events, part = [], _PARTS[item_type]
         if not self._is_open or self.output[-1]["type"] != item_type:
             events += self._close()
-            item = {"type": item_type, "id": f"{_PREFIXES[item_type]}_{uuid.uuid4().hex}", "status": "in_progress"}
+            item = {"type": item_type, "id": f"{_PREFIXES[item_type]}_{new_id()}", "status": "in_progress"}
             events.append(self._open({**item, **_FIELDS[item_type], "content": []}))
             self.output[-1]["content"] = [dict(part)]
             events.append(self._of_item("response.content_part.added", content_index=0, part=part))

@@ -6,7 +6,6 @@ length (the engine's `request_checks`).
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from math import prod
 
@@ -26,6 +25,7 @@ from engine.api import (
     unknown_rule,
     with_fixed_shape,
 )
+from server.ids import new_seed
 from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.text.tokenizer import GenerationDefaults
 
@@ -97,7 +97,7 @@ def sampling_of(
         grammar=grammar,
         thinking=thinking,
         seed_stable=seed_stable if body.seed_stable is None else body.seed_stable,
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=new_seed() if body.seed is None else body.seed,
     )
 
 

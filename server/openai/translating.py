@@ -53,6 +53,9 @@ async def answer_translated(
     """Answer a body that stands for a chat; params: names that the endpoint has for chat's fields."""
     with in_own_words(params):
         generation = await prepare_chat(server, checked(as_chat, body))
+        conversation = getattr(body, params.get("messages", "messages"))
+        if isinstance(conversation, list):
+            conversation.clear()
         return await respond(http, server, body, generation, writer)
 
 

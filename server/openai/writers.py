@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
@@ -12,6 +11,7 @@ import msgspec
 
 from engine.api import RequestError
 from server.http.errors import ErrorEnvelope, to_api_error
+from server.ids import new_id
 from server.openai.answers import (
     Answer,
     AnsweredCall,
@@ -53,7 +53,7 @@ class ChunkWriter(AnswerWriter):
         self._model = body.model
         self._with_metrics = with_metrics
         self._options = body.stream_options or StreamOptions()
-        self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self._id = f"{self.id_prefix}-{new_id()}"
         self._created = int(time.time())
 
     @abstractmethod

@@ -39,6 +39,8 @@ Render = Callable[[Messages, Objects, Objects], str]
 
 _TEXT_BESIDE_CALLS = "text_beside_calls"
 """Key of a message whose content is None: its text, which belongs before its calls."""
+_MARKER = re.compile(r"Word\d{6}")
+_PYTHON_KEY = re.compile(r"\{'(Word\d{6})': ")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
@@ -321,8 +323,10 @@ def _missing(render: Render, messages: Messages, tools: Objects, documents: Obje
         text = render(copies, marked_tools, marked_documents)
     except Exception:  # the template depends on the content
         return []
-    found = [(kind, number) for kind, number, some in parts if some and not any(one in text for one in some)]
-    if any(f"{{'{some[0]}': " in text for kind, _, some in parts if kind == "tool_calls"):
+    # One pass over the text, because there is a word for each of thousands of messages.
+    shown, keys = set(_MARKER.findall(text)), set(_PYTHON_KEY.findall(text))
+    found = [(kind, number) for kind, number, some in parts if some and shown.isdisjoint(some)]
+    if any(some[0] in keys for kind, _, some in parts if kind == "tool_calls"):
         # The template writes the object in Python's syntax.
         found.append(("python", 0))
     return [one for one in found if one[0] != "name" or _tells_apart(messages, one[1])]
@@ -365,9 +369,10 @@ def _with_texts(
     """Return the prompt with the texts of some messages inserted before their calls, their original position."""
     marked = copy.deepcopy(messages) if numbers else messages
     names: dict[str, tuple[int, str]] = {}
+    digest = hashlib.sha256(repr(messages).encode()).hexdigest()
     for number in numbers:
         function = marked[number]["tool_calls"][0]["function"]
-        word = f"Word{hashlib.sha256(repr((number, messages)).encode()).hexdigest()}"
+        word = f"Word{digest}{number:06d}"
         names[word], function["name"] = (number, function["name"]), word
     text = render(marked, tools, documents)
     for word, (number, name) in names.items():

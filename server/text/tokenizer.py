@@ -16,7 +16,7 @@ import msgspec
 from tokenizers.decoders import DecodeStream
 
 from engine.api import TEMPLATE_FAILED, ConfigError, RequestError, check_source
-from server.text.lanes import Lanes
+from server.text.lanes import Lanes, size_of_chat
 from server.text.plain_messages import PlainMessages
 from server.text.rendering import render_conversation
 from server.text.text_bounds import byte_characters, longest_token
@@ -24,8 +24,6 @@ from server.text.time_limit import TookTooLong, run_limited
 
 Result = TypeVar("Result")
 
-_MOST_WAITING = 1 << 24
-"""Maximum number of characters that may wait for a lane's threads."""
 _REPLACEMENT = "\ufffd"
 _encoder = msgspec.json.Encoder()
 _BYTE_OF_CHARACTER = byte_characters()
@@ -75,7 +73,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().items()
         self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
         self._plain = PlainMessages(self._backend, self.chat_template) if has_plain_messages else None
-        self._lanes = Lanes(_MOST_WAITING)
+        self._lanes = Lanes()
         self._chat_limit_s = chat_limit_s
         self._spelled: dict[int, tuple[str, bytes]] = {}
         """Cache of the texts and bytes of tokens."""
@@ -83,10 +81,9 @@ class Tokenizer:
     async def run(self, call: Callable[..., Result], *args: Any, size: int = 0) -> Result:
         """Run a method of this tokenizer in its threads.
 
-        size: number of characters, or of items that take as long. Raises EngineBusy if too many wait.
+        size: number of characters, or of items that take as long.
         """
-        with self._lanes.of(size).room(size) as executor:
-            return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._lanes.of(size), call, *args)
 
     async def run_answer(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run the encoding of a large answer in its own thread."""
@@ -112,11 +109,10 @@ class Tokenizer:
         than `most` tokens.
         """
         content = _encoder.encode([messages, args, options])
-        size = len(content)
+        size = size_of_chat(len(content), content.count(b"{"))
         try:
-            with self._lanes.of(size, content.count(b"{")).room(size) as executor:
-                render = partial(self.render_chat, messages, *args, **options)
-                text = await run_limited(executor, self._chat_limit_s, render)
+            render = partial(self.render_chat, messages, *args, **options)
+            text = await run_limited(self._lanes.of(size), self._chat_limit_s, render)
         except TookTooLong as error:
             limit = f"{self._chat_limit_s:g} s"
             message = f"the chat template took longer than {limit} for these messages; send fewer of them"

@@ -349,3 +349,13 @@ def test_a_header_is_no_other_address(guarded: Daemon) -> None:
             for number in range(3)
         ]
     assert asked == [429, 429, 429]
+
+
+def test_the_daemon_listens_by_several_descriptors(daemon: Daemon) -> None:
+    """libuv accepts one connection in a turn of the loop for each of them."""
+    listening = [
+        fields for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if (fields := line.split())[3] == "0A"
+    ]
+    (inode,) = [fields[9] for fields in listening if int(fields[1].rpartition(":")[2], 16) == daemon.port]
+    links = [os.readlink(link) for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir()]
+    assert links.count(f"socket:[{inode}]") >= 8

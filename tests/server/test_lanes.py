@@ -1,4 +1,4 @@
-"""Threads for texts: how many there are, how much may wait for them, and how they end. Costs are in `test_texts.py`."""
+"""Threads for texts: how many there are, and how they end. Costs are in `test_texts.py`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.api import EngineBusy
-from server.text.lanes import LONG, Lane, Lanes
-from server.text.lanes import Lanes as _Lanes
+from server.text.lanes import LONG, Lanes, size_of_chat
 
 
 @pytest.fixture
@@ -28,9 +26,9 @@ def names(prefix: str, others: set[threading.Thread]) -> list[str]:
 def test_lanes_have_threads_of_their_names(free: threading.Event) -> None:
     """Each is made when work comes, so work that waits shows how many there are."""
     others = {*threading.enumerate()}
-    lanes = Lanes(100)
+    lanes = Lanes()
     assert not names("tokenizer", others)
-    work = [one.submit(free.wait) for _ in range(4) for one in (lanes.short.executor, lanes.long.executor)]
+    work = [one.submit(free.wait) for _ in range(4) for one in (lanes.short, lanes.long)]
     work += [lanes.answers.submit(free.wait) for _ in range(4)]
     assert names("tokenizer", others) == ["tokenizer-long_0", "tokenizer_0", "tokenizer_1"]
     assert names("answers", others) == ["answers_0"]
@@ -40,39 +38,17 @@ def test_lanes_have_threads_of_their_names(free: threading.Event) -> None:
 
 
 def test_texts_go_to_the_lane_of_their_size() -> None:
-    lanes = Lanes(100)
+    lanes = Lanes()
     assert lanes.of(LONG - 1) is lanes.short
     assert lanes.of(LONG) is lanes.long
-    for lane in (lanes.short, lanes.long):
-        with lane.room(100), pytest.raises(EngineBusy), lane.room(1):
-            pass
     lanes.close()
-
-
-def test_a_lane_has_room_to_the_last_character() -> None:
-    lane = Lane("lane", 1, 100)
-    with lane.room(60):
-        with pytest.raises(EngineBusy, match=r"60 characters .* adds 41, the limit is 100"), lane.room(41):
-            pass
-        with lane.room(40) as executor:
-            assert executor is lane.executor
-            assert lane.num_waiting == 100
-            with pytest.raises(EngineBusy), lane.room(1):
-                pass
-            with lane.room(0):
-                pass
-        assert lane.num_waiting == 60
-    with lane.room(1000):
-        assert lane.num_waiting == 1000
-    assert lane.num_waiting == 0
-    lane.close()
 
 
 def test_an_end_waits_for_nobody(free: threading.Event) -> None:
     """Running work continues without its caller; waiting work does not begin."""
-    lanes = Lanes(100)
+    lanes = Lanes()
     work = {executor: [executor.submit(free.wait) for _ in range(3)] for executor in
-            (lanes.short.executor, lanes.long.executor, lanes.answers)}  # fmt: skip
+            (lanes.short, lanes.long, lanes.answers)}  # fmt: skip
     closing = threading.Thread(target=lanes.close, daemon=True)
     closing.start()
     closing.join(20)
@@ -85,7 +61,7 @@ def test_an_end_waits_for_nobody(free: threading.Event) -> None:
 
 def test_many_small_messages_do_not_delay_short_chats() -> None:
     """A text of many objects is rendered as slowly as a long one."""
-    lanes = _Lanes(1 << 20)
-    assert lanes.of(47_000, 1301) is lanes.long
-    assert lanes.of(2_000, 10) is lanes.short
+    lanes = Lanes()
+    assert lanes.of(size_of_chat(47_000, 1301)) is lanes.long
+    assert lanes.of(size_of_chat(2_000, 10)) is lanes.short
     lanes.close()

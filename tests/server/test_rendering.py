@@ -370,3 +370,28 @@ def test_calls_that_are_shown_without_content_alone_may_be_taken_apart() -> None
     turns = [USER, called(*ids, content="So.", x=1), *(result(one) for one in ids)]
     text = rendered(one_each, *turns, marks=["!"])
     assert re.findall("(So[.])?!", text) == ["So.", ""]
+
+
+class _Searched(str):
+    """Text that counts how often it is searched for a word."""
+
+    searches = 0
+
+    def __contains__(self, word: object) -> bool:
+        _Searched.searches += 1
+        return str.__contains__(self, str(word))
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_prompt_is_not_searched_for_each_message(shows: bool) -> None:
+    """The time would grow with the square of the number of messages."""
+
+    def render(messages: Any, tools: Any, documents: Any) -> str:
+        return _Searched(template()(messages if shows else messages[:-1], tools, documents))
+
+    turns = [USER, ANSWER] * 200
+    if shows:
+        assert rendered(render, *turns) == render(turns, [], [])
+    else:
+        assert refused(render, *turns).param == "messages.399.content"
+    assert _Searched.searches == 0

@@ -1,4 +1,4 @@
-"""The cost of text: calls that free the interpreter's lock, refusals before encoding, lanes and their bound."""
+"""The cost of text: calls that free the interpreter's lock, refusals before encoding, lanes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from engine.api import EngineBusy, RequestError
+from engine.api import RequestError
 from server.openai.answers import raw_list
-from server.text.lanes import LONG, Lane
+from server.text.lanes import LONG
 from server.text.text_bounds import longest_token
 from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import MODEL
@@ -176,41 +176,6 @@ def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer) -> None:
         await asyncio.gather(*long)
 
     asyncio.run(calls())
-
-
-@pytest.mark.parametrize("ends", ["done", "failed", "cancelled"])
-def test_waiting_text_is_bounded_and_given_back(ends: str) -> None:
-    """Text above the limit is refused; text that is done, fails or is cancelled makes room again."""
-    free = threading.Event()
-    lane = Lane("lane", 1, 100)
-
-    def work() -> None:
-        free.wait()
-        if ends == "failed":
-            raise ZeroDivisionError
-
-    async def one(size: int) -> None:
-        with lane.room(size) as executor:
-            await asyncio.get_running_loop().run_in_executor(executor, work)
-
-    async def calls() -> None:
-        running = [asyncio.create_task(one(size)) for size in (150, 0)]
-        await asyncio.sleep(0)
-        assert lane.num_waiting == 150, "a text that is alone may be longer than the limit"
-        with pytest.raises(EngineBusy, match="150 characters"):
-            await one(1)
-        if ends == "cancelled":
-            for task in running:
-                task.cancel()
-        else:
-            free.set()
-        await asyncio.gather(*running, return_exceptions=True)
-        assert lane.num_waiting == 0
-        free.set()
-        await asyncio.gather(one(100), return_exceptions=True)
-
-    asyncio.run(calls())
-    lane.close()
 
 
 @settings(deadline=None)

@@ -1,0 +1,20 @@
+"""Ids and seeds, drawn without a system call: in each one another thread may take the interpreter from the event loop.
+
+Not for: secrets. They come from the system (`secrets`, `os.urandom`).
+"""
+
+from __future__ import annotations
+
+import random
+
+_random = random.Random()
+
+
+def new_id() -> str:
+    """Return 32 random hexadecimal digits."""
+    return f"{_random.getrandbits(128):032x}"
+
+
+def new_seed() -> int:
+    """Return a random seed of 63 bits."""
+    return _random.getrandbits(63)
