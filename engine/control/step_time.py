@@ -268,6 +268,12 @@ class StepTimes:
         self._state[0] = self._fitted[0] = math.log(factor)
         self._rates_now = None
 
+    def widen(self, factor: float) -> None:
+        """Record that rates may have changed by up to this factor since they were measured, each in its own way."""
+        terms = np.arange(1, 1 + NUM_TERMS)
+        for variance in (self._variance, self._fitted_variance):
+            variance[terms, terms] += math.log(factor) ** 2
+
     def observe(
         self, work: StepWork, draft_s: float, rest_s: float, started: float, host_s: float | None = None
     ) -> None:

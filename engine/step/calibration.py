@@ -2,7 +2,7 @@
 
 Runs the engine's own step on synthetic plans. The K/V pool is still empty, so it does not matter what the steps read
 and overwrite. The measurements are stored in a file. The next start of the same engine on the same machine uses them if
-plain steps still take the same time, up to one common factor.
+plain steps still take the same time, up to one common factor and what the machine's other work explains.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ _NUM_WARM, _NUM_TIMED = 4, 3
 """A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches; then timed ones."""
 _WARM_UP_BELOW_S = 0.03
 """Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
-_SAME, _MOST_CHANGED = 0.15, 3.0
-"""Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
-this share), and by at most this factor.
+_SAME, _MOST_UNEQUAL, _MOST_CHANGED = 1.15, 2.0, 3.0
+"""Factors by which plain steps of an earlier start may have changed: if those of different sizes differ by at most the
+first one, their measurements are used as they are; by at most the second one, with a wider uncertainty, because other
+work on the machine slows some steps more; and none may have changed by more than the third one.
 """
-_FORMAT = 18
+_FORMAT = 19
 """Version of the file; increased if the engine's steps, or their measurements, have changed."""
 _PLAIN = Speculation()
 
@@ -137,12 +138,14 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
         f"{factor:.2f} times as long with {rows} request{'s'[: rows > 1]}" for rows, factor in factors.items()
     )
     fewest, most = min(factors.values()), max(factors.values())
-    if most > (1 + _SAME) * fewest:
+    if most > _MOST_UNEQUAL * fewest:
         return f"stored measurements do not fit, plain steps changed unequally: {said}"
     if not 1 / _MOST_CHANGED <= fewest <= most <= _MOST_CHANGED:
         return f"stored measurements do not fit, plain steps changed too much: {said}"
     times = StepTimes(points, window, rates=rates, is_eager=engine.recorded.is_eager)
     times.scale(sum(factors.values()) / len(factors))
+    if most > _SAME * fewest:
+        times.widen(most / fewest)
     return times
 
 
