@@ -6,10 +6,12 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loadtest.environment import environment
-from loadtest.statistics import Ratio
+
+if TYPE_CHECKING:  # it needs numpy, which the bench's help does not
+    from loadtest.statistics import Ratio
 
 
 def document(
