@@ -34,7 +34,6 @@ from engine.models.numba_vectors import (
     INTS,
     LANES,
     LINE,
-    MOST_BLOCKS,
     SHORT,
     VECTOR,
     VECTORS,
@@ -51,7 +50,7 @@ HAS_DOTS = ("+avx512vnni" in FEATURES and (LANES == 16 or "+avx512vl" in FEATURE
 HAS_PAIRS = LANES == 16 and "+avx512bf16" in FEATURES
 """Whether the processor sums two products of bfloat16 numbers in one instruction."""
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
-_AHEAD = 4096
+_AHEAD = 1024
 """Prefetch distance, in bytes."""
 MOST_DOT_ROWS = 6
 """Rows whose sums are computed together: sums of a group and of all groups have a register each."""
@@ -62,8 +61,6 @@ _SHORTS = ir.VectorType(SHORT, 2 * LANES)
 
 def dots_at_once(num_rows: int) -> int:
     """Return the number of blocks that this many rows process at once."""
-    if num_rows == 1:
-        return MOST_BLOCKS
     return 2 if num_rows < 3 or LANES == 16 else 1
 
 
