@@ -24,6 +24,10 @@ class Backend:
     """Whether it computes attention itself, from `AttentionMetadata.layout`."""
     kv_dtype: torch.dtype
     """Type of the K/V that it writes."""
+    remark = ""
+    """Text for the log of a start, on rounded numbers."""
+    rounds_rows = False
+    """Whether products round their rows, by `rows_used`."""
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
@@ -35,11 +39,6 @@ class Backend:
     def weight_used(self, weight: Tensor) -> Tensor:
         """Return the numbers that represent a parameter of the model, in the type of the arithmetic."""
         return weight
-
-    remark = ""
-    """Text for the log of a start, on rounded numbers."""
-    rounds_rows = False
-    """Whether products round their rows, by `rows_used`."""
 
     def rows_used(self, rows: Tensor) -> Tensor:
         """Return the numbers that a product multiplies for rows [..., K]."""

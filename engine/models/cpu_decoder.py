@@ -1,7 +1,7 @@
 """A decoder like Llama on a CPU: its weights in blocks, and a pass as one call (`numba_decoder.py`).
 
-Weights are stored in the checkpoint's type and widened when they are read: the numbers are those of a float32 model,
-with half the memory traffic. A model is accepted by its modules; every start compares the decoder with transformers
+Weights are stored in the checkpoint's type and widened when they are read, or in a form for which rows are rounded
+(`cpu_weights.py`). A model is accepted by its modules; every start compares the decoder with transformers
 (`probe.py`), and a model that it does not reproduce runs through transformers.
 """
 

@@ -8,13 +8,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import from_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.models.numba_dot import HAS_PAIRS
 from engine.models.numba_product import WIDENS_HALVES
 from engine.models.numba_rounding import best_scales
-from engine.models.numba_vectors import BLOCK, GROUP
+from engine.models.numba_vectors import BLOCK, GROUP, LINE
 from engine.models.numba_words import OFFSETS
 
 Array = npt.NDArray[Any]
@@ -22,8 +23,6 @@ Form = Literal["float32", "bfloat16", "float16", "pairs", "int8", "int4"]
 """Stored form of weights: numbers that are widened, pairs of bfloat16, or 8 or 4 bits. Rows are rounded for the last
 three (`numba_rounding.py`)."""
 
-_LINE = 64
-"""Bytes of a cache line."""
 _NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
 _WORDS = {
     "float32": np.float32,
@@ -48,14 +47,14 @@ class Forms(NamedTuple):
     """Form of embeddings and output head: 4 bits lose too much there, so they have 8."""
 
 
-def forms_of(dtype: torch.dtype, weights: str = "auto", rounds_rows: bool = True) -> Forms:
-    """Return the forms of weights of a type; weights: of `ModelConfig`; rounds_rows: whether rows may be rounded."""
+def forms_of(dtype: torch.dtype, weights: str = "auto", may_round_rows: bool = True) -> Forms:
+    """Return the forms of weights of a type; weights: of `ModelConfig`; may_round_rows: for weights in 16 bits."""
     if weights == "int8":
         return _alike("int8")
     if weights == "int4":
         return Forms("int4", "int8")
     if dtype == torch.bfloat16:
-        return _alike("pairs" if rounds_rows and HAS_PAIRS else "bfloat16")
+        return _alike("pairs" if may_round_rows and HAS_PAIRS else "bfloat16")
     return _alike("float16" if dtype == torch.float16 and WIDENS_HALVES else "float32")
 
 
@@ -143,7 +142,7 @@ def _bits(blocks: Tensor, form: Form) -> Array:
 
 
 def _packed(numbers: Tensor, form: Form) -> Array:
-    """Return [blocks, words, B] the words of blocks [blocks, B, K] of integers, as `numba_dot.py` reads them."""
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] of integers, as `numba_words.py` says."""
     num_blocks, width, depth = numbers.shape
     offset = OFFSETS[word_type(form)]
     stored = (numbers + offset).to(torch.uint8).view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
@@ -156,8 +155,6 @@ def _packed(numbers: Tensor, form: Form) -> Array:
 
 def word_type(form: Form) -> Any:
     """Return Numba's type of the words of a form."""
-    from numba import from_dtype
-
     return from_dtype(np.dtype(word_of(form)))
 
 
@@ -206,7 +203,7 @@ def rounded_rows(rows: Tensor, form: Form) -> Tensor:
 def aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
     """Return memory that begins at a cache line, with a spare line at its end."""
     size = int(np.prod(shape)) * numbers.itemsize
-    piece = np.zeros(size + 2 * _LINE, dtype=np.uint8)
-    start = -piece.ctypes.data % _LINE
+    piece = np.zeros(size + 2 * LINE, dtype=np.uint8)
+    start = -piece.ctypes.data % LINE
     found: Array = piece[start : start + size].view(numbers).reshape(shape)
     return found

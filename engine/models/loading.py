@@ -250,11 +250,14 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
 
     Raise ConfigError or LoadError.
     """
+    _check_formats(config)
     outlines = [_outlined(config.target, config.revision, config, config.tensor_parallel_size)]
     if config.draft is None:
         return outlines
     head = find_head(config)
-    if head is None:
+    if head is not None:
+        _check_format_of_head(config, head)
+    else:
         outlines.append(_outlined(config.draft, config.draft_revision, config.of_draft_model, 1))
         check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
         return outlines
@@ -264,6 +267,33 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
     if config.tensor_parallel_size > 1:
         raise ConfigError(f"{head.name}: heads are not served with --tensor-parallel-size; leave it out, or the head")
     return [*outlines, replace(outlines[0], **_facts_of(head))]
+
+
+def _check_formats(config: ModelConfig) -> None:
+    """Raise ConfigError for number formats that would change nothing."""
+    if config.draft_weights != "auto" and config.draft is None:
+        raise ConfigError(f"--draft-weights {config.draft_weights}: there is no draft model; leave the flag out")
+    if config.activations == "auto":
+        return
+    if choose_device(config.device).type != "cpu":
+        raise ConfigError("--activations is for a CPU; leave the flag out")
+    rounding = {config.weights, config.draft_weights} & {"int8", "int4"}
+    if rounding:
+        raise ConfigError(
+            f"--activations float32: rows are rounded to 8 bits for weights in {sorted(rounding)[0]}; leave one out"
+        )
+
+
+def _check_format_of_head(config: ModelConfig, head: HeadConfig) -> None:
+    """Raise ConfigError for a number format that a head cannot have."""
+    has_formats = choose_device(config.device).type == "cpu" and config.draft != MTP
+    if config.draft_weights in ("int8", "int4") and has_formats:
+        return
+    if config.draft_weights != "auto":
+        raise ConfigError(
+            f"--draft-weights {config.draft_weights}: {head.name} is a head; only heads on a CPU that are no MTP "
+            "module have other numbers, int8 or int4; leave the flag out"
+        )
 
 
 def find_head(config: ModelConfig) -> HeadConfig | None:

@@ -1,8 +1,8 @@
 """One pass of a decoder like Llama in one Numba function: from tokens to logits, on any number of cores.
 
 The caller and its helpers (`numba_work.py`) run `_work` over one table of arrays, in phases: the rows of a norm, blocks
-of columns of a product, K/V heads of a sequence in attention. Weights have the checkpoint's type, all else is float32,
-K/V are float32 or bfloat16. `cpu_decoder.py` owns the arrays and calls `run`.
+of columns of a product, K/V heads of a sequence in attention. Weights have the types of `numba_product.py` and
+`numba_words.py`, all else is float32, K/V are float32 or bfloat16. `cpu_decoder.py` owns the arrays and calls `run`.
 """
 
 # Numba sees a kernel's arguments only when it is run.

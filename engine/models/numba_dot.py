@@ -45,7 +45,8 @@ from engine.models.numba_vectors import (
 )
 from engine.models.numba_words import Bfloat, numbers_of_word
 
-HAS_DOTS = ("+avx512vnni" in FEATURES and (LANES == 16 or "+avx512vl" in FEATURES)) or "+avxvnni" in FEATURES
+_FEATURES_OF_DOTS = {16: {"+avx512vnni"}, 8: {"+avx512vnni", "+avx512vl"}}
+HAS_DOTS = LANES > 4 and (_FEATURES_OF_DOTS[LANES] <= set(FEATURES) or (LANES == 8 and "+avxvnni" in FEATURES))
 """Whether the processor sums four products of bytes in one instruction."""
 HAS_PAIRS = LANES == 16 and "+avx512bf16" in FEATURES
 """Whether the processor sums two products of bfloat16 numbers in one instruction."""
@@ -56,7 +57,7 @@ MOST_DOT_ROWS = 6
 """Rows whose sums are computed together: sums of a group and of all groups have a register each."""
 _ROWS = 96
 """Rows that are rounded together: they stay in a cache."""
-_SHORTS = ir.VectorType(SHORT, 2 * LANES)
+_SHORTS, _PAIRS = ir.VectorType(SHORT, 2 * LANES), ir.VectorType(Bfloat(), 2 * LANES)
 
 
 def dots_at_once(num_rows: int) -> int:
@@ -65,9 +66,6 @@ def dots_at_once(num_rows: int) -> int:
 
 
 _BLOCKS = [dots_at_once(num_rows) for num_rows in range(1, MOST_DOT_ROWS + 1)]
-
-
-_PAIRS = ir.VectorType(Bfloat(), 2 * LANES)
 
 
 class _Dots(Emitter):
@@ -240,7 +238,7 @@ def _sums_of_dots(
 def product_of_dots(rows, weights, scales, bias, result, first_block, last_block):
     """Write the products of rows [T, K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
 
-    weights, scales: see above; bias: [N].
+    weights, scales: in the forms of `numba_words.py`; bias: [N].
     """
     num_groups = weights.shape[1] * numbers_of_word(weights) // GROUP
     for first in range(0, len(rows), _ROWS):

@@ -203,7 +203,7 @@ def _multiply_by_type(rows, weights, scales, bias, result, first_block, last_blo
 def product(rows, weights, scales, bias, result, first_block, last_block):
     """Write the products of rows [T, K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
 
-    weights: [N / B, K, B], or as `numba_dot.py` says; scales: [N / B, groups, B], read for weights in few bits;
+    weights: [N / B, K, B], or as `numba_words.py` says; scales: [N / B, groups, B], read for weights in few bits;
     bias: [N].
     """
     _multiply(rows, weights, scales, bias, result, first_block, last_block)

@@ -118,15 +118,18 @@ def best_scales(groups):
     """
     found = np.zeros(len(groups), np.float32)
     for number in range(len(groups)):
-        group, most = groups[number], np.float32(0)
+        group, most, total = groups[number], np.float32(0), np.float32(0)
         for place in range(GROUP):
             most = group[place] if abs(group[place]) > abs(most) else most
-        if abs(most) < _LEAST:
+            total += group[place] * np.float32(0)
+        if abs(most) < _LEAST and total == 0:
             continue
+        # NaN if a number is not finite: the weights must not become zeros silently.
+        found[number] = most / np.float32(-8) + total
         least = np.float32(np.inf)
         for step in range(20):
             divisor = np.float32(-8.4 + 0.1 * step if step < 10 else 5.8 + 0.15 * (step - 10))
             error = _error(group, most / divisor)
             if error < least:
-                least, found[number] = error, most / divisor
+                least, found[number] = error, most / divisor + total
     return found

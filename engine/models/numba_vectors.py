@@ -16,7 +16,7 @@ from numba.core.registry import cpu_target
 
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 """Features of the processor for which Numba compiles: this one, or that of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
-LANES = 16 if "+avx512f" in FEATURES else 8 if "+avx2" in FEATURES else 4
+LANES = 16 if {"+avx512f", "+avx512bw"} <= set(FEATURES) else 8 if "+avx2" in FEATURES else 4
 """Numbers of a vector."""
 VECTORS = 2
 """Vectors of a row's sums: each number of a row is used in this many multiplications."""

@@ -249,13 +249,13 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
         _converted(loaded.model, runner.backend.weight_used),
         torch.inference_mode(),
     ):
-        plain_NV = exact_NV = plain()
         if runner.backend.rounds_rows:
-            with _rounded(loaded.model, runner.backend.rows_used):
+            with rows_converted(loaded.model, runner.backend.rows_used):
                 plain_NV = plain()
+            found = distance(torch.cat(of_paths), plain_NV, plain_NV, dtype)
             # A deep model amplifies differences by the rounding of single numbers up to those by all rounding.
-            found = [distance(torch.cat(of_paths), plain_NV, one, dtype) for one in (plain_NV, exact_NV)]
-            return float(np.min(found))
+            return found if found <= 1 else distance(torch.cat(of_paths), plain_NV, plain(), dtype)
+        plain_NV = exact_NV = plain()
         if dtype != torch.float32 or quantises_rows(loaded.model):
             try:
                 with _in_float32(loaded.model):
@@ -329,7 +329,7 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def rows_converted(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Let a model's linear layers multiply converted rows, temporarily."""
 
     def pre(_: nn.Module, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -60,12 +60,12 @@ def check_quantised(
         raise ConfigError(f"--weights {weights}: {name} is already quantised, by {method}; leave --weights out")
     if method == TORCHAO and dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
         raise ConfigError(f"--dtype {dtype}: the quantised weights of {name} are of {config.dtype}; leave --dtype out")
+    if weights != "auto" and num_ranks > 1:
+        raise ConfigError(f"--weights {weights}: a split target cannot be quantised; leave out --tensor-parallel-size")
     if not by_torchao:
         return
     if find_spec("torchao") is None:
         raise ConfigError(f"--weights {weights}: torchao is missing; {_install('torchao')}")
-    if num_ranks > 1:
-        raise ConfigError(f"--weights {weights}: a split target cannot be quantised; leave out --tensor-parallel-size")
     if device.type == "cuda":
         _check_device(weights, dtype, torch.cuda.get_device_capability(device))
 

@@ -299,6 +299,8 @@ def _prepare(
             target = earlier[0]
             dtype = target.model.model.dtype
             backend = backend_of(loaded.model, shape, target.choice.backend, dtype, block_size, config.model)
+            if backend.remark:
+                progress(f"{loaded.name}: {backend.remark}")
         laid_out_bytes = backend.prepare(lambda: True) if is_owner and device.type == "cpu" else 0
         block = loaded.model.config.block
         num_spare = 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // block_size)

@@ -50,8 +50,9 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     dtype, folder = decoded_dtype(config), cache_folder()
     if dtype is None or folder is None:
         return
-    rounds_rows = config.activations == "auto"
-    forms = [forms_of(dtype, one.weights, rounds_rows) for one in (config, config.of_draft_model)]
+    # A draft model inherits the format of the target, and a head does not.
+    formats = {config.weights, config.of_draft_model.weights, config.draft_weights}
+    forms = [forms_of(dtype, weights, config.activations == "auto") for weights in formats]
     words = {word_of(form) for one in forms for form in one}
     words_of_embeddings = {word_of(one.vocabulary) for one in forms}
     kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.models.cpu_decoder import CpuDecoder
 from engine.models.cpu_weights import Forms, forms_of
+from engine.models.loading import outline_pair
+from engine.models.runner import ModelRunner
 from engine.request import Speculation
 from tests.engine import tiny
 from tests.engine.test_output_distribution import (
@@ -72,6 +77,40 @@ def test_answers_have_the_distribution_of_the_target_in_few_bits(case: str) -> N
     weights, name, sampling = CASES[case]
     expected = exact(forms_of(torch.float32, weights), SAMPLINGS[sampling])
     assert g_test(counted(weights, SPECULATIONS[name], SAMPLINGS[sampling]), expected) > ALPHA
+
+
+def test_a_draft_model_has_its_own_format() -> None:
+    """And answers keep the distribution of the plain target."""
+    target = tiny.llama(1, vocabulary=VOCABULARY, spread=0.5)
+    draft = tiny.perturbed(target, 2, 0.2)
+    engine = tiny.build(
+        target, draft, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, draft_weights="int4"
+    )
+    backends = [runner.backend for runner in (engine.target, engine.draft_runner) if isinstance(runner, ModelRunner)]
+    assert [one.forms for one in backends if isinstance(one, CpuDecoder)] == [
+        forms_of(torch.float32),
+        forms_of(torch.float32, "int4"),
+    ]
+    requests = [
+        tiny.request(str(seed), PROMPT, SPECULATIONS["bv_race 3"], max_tokens=6, temperature=1.0, seed=seed)
+        for seed in range(NUM_ANSWERS)
+    ]
+    answers = tiny.run(engine, requests, enough=NUM_TOKENS).tokens.values()
+    counts = Counter(tuple(tokens[:NUM_TOKENS]) for tokens in answers)
+    assert g_test(counts, exact_distribution(target, SAMPLINGS["plain"])) > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"draft_weights": "int8"}, "--draft-weights int8: there is no draft model"),
+        ({"weights": "int4", "activations": "float32"}, "rows are rounded to 8 bits for weights in int4"),
+        ({"draft_weights": "int8", "draft": "d", "activations": "float32"}, "for weights in int8; leave one out"),
+    ],
+)
+def test_formats_that_would_change_nothing_are_refused(wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        outline_pair(ModelConfig(target="t", device="cpu", **wanted))
 
 
 def test_wrong_targets_and_drafts_are_noticed() -> None:

@@ -110,11 +110,17 @@ def build(
     num_drafts: int = 1,
     draft_length: int = 1,
     weights: Weights = "auto",
+    draft_weights: Weights = "auto",
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
         EngineConfig(
-            model=ModelConfig(target=target.name, draft=draft.name if draft else None, weights=weights),
+            model=ModelConfig(
+                target=target.name,
+                draft=draft.name if draft else None,
+                weights=weights,
+                draft_weights=draft_weights,
+            ),
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,

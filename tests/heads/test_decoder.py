@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import ModelConfig
 from engine.models import numba_table as nt
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.cpu_weights import forms_of
@@ -171,6 +172,16 @@ def test_weights_are_stored_in_a_smaller_type_only_if_it_has_all_numbers(target:
     assert rounded[1].forms == forms_of(torch.bfloat16)
     assert rounded[1].weight_bytes < 0.7 * exact[1].weight_bytes
     assert difference(head, rounded) < (0.1 if HAS_PAIRS else 1e-4)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_head_may_have_weights_in_few_bits(target: LoadedModel, tmp_path: Path, weights: Any) -> None:
+    """If it does not lie too far from its modules, as int4 does with random weights."""
+    head = folders.load(folders.write_eagle(tmp_path / "head"), target)
+    wanted = ModelConfig(target="t", draft="d", draft_weights=weights)
+    found = HeadDecoder(head.model, TorchHead(head.model), torch.float32, wanted)
+    assert found.forms == forms_of(torch.float32, weights)
+    assert 1e-4 < difference(head, (TorchHead(head.model), found)) < (0.1 if weights == "int8" else 1)
 
 
 def drafted(engine: Engine) -> list[int]:

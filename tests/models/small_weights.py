@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.cpu_weights import Form, Forms, rounded_rows
 from engine.models.loading import LoadedModel
+from engine.models.probe import rows_converted
 
 
-@contextmanager
-def rows_rounded(model: Any, form: Form) -> Iterator[None]:
+def rows_rounded(model: Any, form: Form) -> AbstractContextManager[None]:
     """Let the linear layers of a model round their rows as products with weights of a form do."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    hooks = [one.register_forward_pre_hook(lambda _, rows: (rounded_rows(rows[0], form),)) for one in layers]
-    yield
-    for hook in hooks:
-        hook.remove()
+    return rows_converted(model, partial(rounded_rows, form=form))
 
 
 def represented_by(loaded: LoadedModel, forms: Forms) -> LoadedModel:

@@ -94,7 +94,7 @@ def test_small_types_have_the_numbers_of_float32(name: str, dtype: torch.dtype) 
     """Weights alone have the small type, if rows may not be rounded: all arithmetic is float32."""
     loaded = randomised(MODELS[name], seed=5)
     loaded.model.to(dtype)
-    found = numbers(loaded, CpuDecoder(loaded.model, forms_of(dtype, rounds_rows=False)))
+    found = numbers(loaded, CpuDecoder(loaded.model, forms_of(dtype, may_round_rows=False)))
     loaded.model.to(torch.float32)
     assert agree(found, numbers(loaded, TransformersBackend(loaded.model)))
 

@@ -46,7 +46,7 @@ TESTS = [
 RUN = """
 import sys
 import pytest
-chosen = "not Triton and not wrong_filters and not teeth"
+chosen = "not Triton and not wrong_filters and not teeth and not wrong_variants and not every_processor"
 status = pytest.main(["-q", "-n0", "-pno:cacheprovider", "-k", chosen, *sys.argv[1:]])
 from engine.models.numba_vectors import BLOCK, MOST_ROWS
 print("blocks", BLOCK, MOST_ROWS)
@@ -91,7 +91,7 @@ def test_kernels_are_right_on_this_processor(name: str) -> None:
     assert blocks == f"blocks {block} {most_rows}"
 
 
-@pytest.mark.parametrize(("feature", "width"), [("+avx512f", 32), ("+avx2", 16), ("", 8)])
+@pytest.mark.parametrize(("feature", "width"), [("+avx512f,+avx512bw", 32), ("+avx2", 16), ("", 8)])
 def test_blocks_of_every_width_have_the_plain_numbers(
     feature: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

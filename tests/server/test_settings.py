@@ -155,6 +155,7 @@ def test_the_engine_is_told_what_was_set() -> None:
         "--num-gpu-blocks-override", "99", "--max-num-seqs", "5", "--max-num-batched-tokens", "777",
         "--max-model-len", "128", "--spec-rule", "block", "--num-drafts", "1", "--draft-length", "6",
         "--max-num-drafts", "2", "--max-draft-length", "7", "--no-calibrate", "--weights", "int8",
+        "--draft-weights", "int4", "--activations", "float32",
         "--max-prompt-tokens-per-step", "44", "--draft-window", "33", "--seed-shape", "2,4",
         "--grammar-start-timeout", "0.5", "--grammar-mask-timeout", "0.2", "--grammar-memory-bytes", "1234",
     ).engine_config()  # fmt: skip
@@ -165,6 +166,7 @@ def test_the_engine_is_told_what_was_set() -> None:
     assert (speculation.rule, speculation.num_drafts, speculation.draft_length) == ("block", 1, 6)
     assert (speculation.max_num_drafts, speculation.max_draft_length) == (2, 7)
     assert (scheduler.max_prompt_tokens, speculation.draft_window, model.weights) == (44, 33, "int8")
+    assert (model.draft_weights, model.activations) == ("int4", "float32")
     assert (speculation.seed_shape, parse().engine_config().speculation.seed_shape) == ((2, 4), None)
     grammars = config.grammars
     assert (grammars.start_timeout_s, grammars.mask_timeout_s, grammars.memory_bytes) == (0.5, 0.2, 1234)

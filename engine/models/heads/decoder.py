@@ -22,7 +22,7 @@ from engine.models import numba_decoder, numba_head
 from engine.models import numba_table as nt
 from engine.models.backend import Backend
 from engine.models.cpu_decoder import NO_STATES, CpuDecoder, parts_of
-from engine.models.cpu_weights import Array, Product, aligned, forms_of, rounds_rows
+from engine.models.cpu_weights import Array, Form, Product, aligned, forms_of
 from engine.models.heads.config import BlockConfig
 from engine.models.heads.dflash import DFlash
 from engine.models.heads.eagle import Eagle3
@@ -37,8 +37,8 @@ log = logging.getLogger("polydraft")
 
 _TOLERANCE = 1e-3
 """Largest difference of a number, as a share of the largest one."""
-_ROUNDED_TOLERANCE = 0.15
-"""The same, if products round their rows or have weights in few bits: no answer's distribution depends on them."""
+_ROUNDED_TOLERANCES: dict[Form, float] = {"pairs": 0.03, "int8": 0.1, "int4": 0.3}
+"""The same for forms of weights that round: no answer's distribution depends on a head's numbers."""
 
 
 class HeadDecoder(CpuDecoder, HeadBackend):
@@ -65,11 +65,6 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         self._put_functions()
         self.target_ids = None if ids is None else ids.numpy()
         self.has_plain_logits = config.logit_scale == 1 and not config.softcap
-
-    @property
-    def rounds_any_rows(self) -> bool:
-        """Whether any product rounds its rows."""
-        return any(rounds_rows(product.form) for product in self.products.values())
 
     def _put_product(self, field: int, weights: Sequence[Tensor]) -> None:
         """Lay out weights [N, K], one for each layer, that language models do not have."""
@@ -170,7 +165,7 @@ def backend_of(
     except Exception as error:  # weights of other shapes, a kernel that cannot be compiled
         log.warning("%s: runs without the CPU decoder: %s", head.config.name, error)
         return plain
-    if not difference <= (_ROUNDED_TOLERANCE if decoder.rounds_any_rows else _TOLERANCE):
+    if not difference <= _ROUNDED_TOLERANCES.get(decoder.forms.layers, _TOLERANCE):
         log.warning("%s: runs without the CPU decoder, whose numbers differ by %.2g", head.config.name, difference)
         return plain
     return decoder
