@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loadtest.results import shown_ratio, table
-from loadtest.statistics import Ratio
+
+if TYPE_CHECKING:
+    from loadtest.statistics import Ratio
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -36,6 +38,8 @@ def tokens_per_pass(measured: dict[str, Any]) -> Ratio | None:
 
     Results of versions without that figure have the tokens of passes with drafts in its place.
     """
+    from loadtest.statistics import Ratio  # it imports numpy, which the help does not need
+
     name = "tokens_per_pass" if "tokens_per_pass" in measured else "mean_acceptance_length"
     if name not in measured:
         return None

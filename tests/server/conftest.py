@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import httpx
@@ -34,6 +35,14 @@ def pair_arguments(models: TinyModels) -> list[str]:
     """The tiny pair as command line arguments."""
     draft = str(models.draft)
     return [str(models.target), "--draft-model", draft, "--served-model-name", MODEL, "--num-threads", "1"]
+
+
+@pytest.fixture
+def rendering_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """All records of rendering, also after a daemon in this process has set up its log, which lets few through."""
+    monkeypatch.setattr(logging.getLogger("polydraft"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("polydraft.rendering"), "filters", [])
+    return caplog
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -143,12 +142,9 @@ def test_thoughts_that_are_not_separated_are_said(
     assert any("thoughts" in warning for warning in found(models, template, thoughts=setting).warnings) == is_said
 
 
-def test_a_template_that_fails_is_reported_once(
-    models: TinyModels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("polydraft"), "propagate", True)
+def test_a_template_that_fails_is_reported_once(models: TinyModels, rendering_log: pytest.LogCaptureFixture) -> None:
     assert "fails" in refused(found(models, "{% for m in messages %}{{ m.missing.part }}{% endfor %}"))
-    assert len(caplog.records) == 1
+    assert len(rendering_log.records) == 1
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,17 +47,15 @@ QUESTION = [{"role": "user", "content": "a secret"}]
     ],
 )
 def test_a_mistake_in_a_template_is_the_operator_s(
-    template: str, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    template: str, fault: str, rendering_log: pytest.LogCaptureFixture
 ) -> None:
     """500, and a line in the log that names the place and nothing of the conversation."""
-    monkeypatch.setattr(logging.getLogger("polydraft"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("polydraft.rendering"), "filters", [])  # a daemon's, which let few through
     with pytest.raises(RequestError, match=fault) as failed:
         Tokenizer(str(TOKENIZER), template).render_chat(QUESTION)
     answer = to_api_error(failed.value)
     assert (answer.status, answer.body.code) == (500, "chat_template_failed")
-    assert f"the chat template fails ({fault})" in caplog.text
-    assert "a secret" not in caplog.text + answer.body.message
+    assert f"the chat template fails ({fault})" in rendering_log.text
+    assert "a secret" not in rendering_log.text + answer.body.message
 
 
 @pytest.mark.parametrize(
