@@ -80,30 +80,36 @@ class _Dots(Emitter):
         self._rows = [builder.add(rows, builder.mul(row_stride, long(number))) for number in numbers]
         self._scales = [builder.add(scales, builder.mul(group_stride, long(number))) for number in numbers]
         self._starts = [builder.add(starts, builder.mul(group_stride, long(number))) for number in numbers]
-        size = builder.mul(self._num_groups, long(self._bytes_of_group))
+        self._num_turns = builder.mul(self._num_groups, long(GROUP // self._numbers_of_turn))
+        size = builder.mul(self._num_turns, long(self._bytes_of_turn))
         self._weights = [builder.add(weight, builder.mul(size, long(block))) for block in range(num_blocks)]
         self._columns = [(block, vector) for block in range(num_blocks) for vector in range(VECTORS)]
 
     @property
-    def _bytes_of_group(self) -> int:
+    def _numbers_of_turn(self) -> int:
+        """Numbers of K that a turn of the loop multiplies: a group, or fewer if groups have no scales."""
+        return 8 if self._words == types.uint32 else GROUP
+
+    @property
+    def _bytes_of_turn(self) -> int:
         bits = {types.int8: 8, types.uint8: 4, types.uint32: 16}[self._words]
-        return GROUP * BLOCK * bits // 8
+        return self._numbers_of_turn * BLOCK * bits // 8
 
     def build(self, after: ir.Block) -> None:
         """Emit the loop at the builder's position; it jumps to `after` at the end."""
         starts = self.load_columns(self._bias, self._num_blocks)
-        body = self._group_of_pairs if self._words == types.uint32 else self._group_of_integers
-        sums = self.repeat(long(0), self._num_groups, 1, [starts] * len(self._rows), body)
+        body = self._turn_of_pairs if self._words == types.uint32 else self._group_of_integers
+        sums = self.repeat(long(0), self._num_turns, 1, [starts] * len(self._rows), body)
         self.store_rows(sums, self._result, self._result_stride)
         self.builder.branch(after)
 
-    def _group_of_pairs(self, group: Any, sums: Sums) -> Sums:
-        """Return the sums after `GROUP` more numbers of K, which are rounded pair by pair."""
-        for step in range(GROUP // 2):
-            weights = [self.builder.bitcast(one, _PAIRS) for one in self._next_words(group, step)]
+    def _turn_of_pairs(self, turn: Any, sums: Sums) -> Sums:
+        """Return the sums after more numbers of K, which are rounded pair by pair."""
+        for step in range(self._numbers_of_turn // 2):
+            weights = [self.builder.bitcast(one, _PAIRS) for one in self._next_words(turn, step)]
             added = []
             for address, of_row in zip(self._rows, sums, strict=True):
-                pair = self.builder.bitcast(self.broadcast(self._numbers_of(address, group, 2 * GROUP, step)), _PAIRS)
+                pair = self.builder.bitcast(self.broadcast(self._numbers_of(address, turn, step)), _PAIRS)
                 added.append([_dot_of_pairs(self, old, pair, one) for old, one in zip(of_row, weights, strict=True)])
             sums = added
         return sums
@@ -146,19 +152,20 @@ class _Dots(Emitter):
         """Return the totals of a group after four more numbers of K."""
         added = []
         for address, of_row in zip(self._rows, totals, strict=True):
-            four = self.broadcast(self._numbers_of(address, group, GROUP, step))
+            four = self.broadcast(self._numbers_of(address, group, step))
             added.append([dot(self, old, weight, four) for old, weight in zip(of_row, words, strict=True)])
         return added
 
-    def _numbers_of(self, address: Any, group: Any, bytes_of_group: int, step: int) -> Any:
+    def _numbers_of(self, address: Any, turn: Any, step: int) -> Any:
         """Return four bytes of a row: four numbers, or a pair."""
-        place = self.builder.mul(group, long(bytes_of_group))
+        width = 2 if self._words == types.uint32 else 1
+        place = self.builder.mul(turn, long(self._numbers_of_turn * width))
         return self.load(INT, address, self.builder.add(place, long(4 * step)))
 
-    def _next_words(self, group: Any, step: int) -> list[Any]:
+    def _next_words(self, turn: Any, step: int) -> list[Any]:
         """Return the words of all columns, a vector of 32 bits for each."""
         found = []
-        place = self.builder.add(self.builder.mul(group, long(self._bytes_of_group)), long(step * BLOCK * 4))
+        place = self.builder.add(self.builder.mul(turn, long(self._bytes_of_turn)), long(step * BLOCK * 4))
         for weight in self._weights:
             address = self.builder.add(weight, place)
             for line in range(0, BLOCK * 4, LINE):

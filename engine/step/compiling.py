@@ -61,9 +61,9 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
         f"kv-{kv}": lambda: numba_decoder.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
         **{f"products-{word.__name__}": partial(numba_decoder.multiplication, word) for word in words},
+        "work": numba_decoder.work,
         **{f"embeddings-{word.__name__}": partial(numba_decoder.beginning, word) for word in words_of_embeddings},
         "levels": numba_levels.draw,
-        "work": numba_decoder.work,
     }
     fill(folder, jobs, progress)
 
