@@ -158,6 +158,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("overhead", "overhead-cpu", overhead.markdown),
         ("growth", "growth-cpu", growth.markdown),
         ("quality", "quality-cpu", quality.markdown),
+        ("arms-dots", "arms-dots-cpu", turns.markdown),
         ("quality-smollm2", "quality-smollm2-cpu", quality.markdown),
     ],
 )
