@@ -61,7 +61,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Treatment of models whose logits differ from those of plain transformers by more than rounding explains."""
 
     @property
-    def of_draft_model(self) -> ModelConfig:
+    def draft_model_config(self) -> ModelConfig:
         """Return this configuration with the number format of a draft model's weights."""
         weights = self.weights if self.draft_weights == "auto" else self.draft_weights
         return msgspec.structs.replace(self, weights=weights)

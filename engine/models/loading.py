@@ -258,7 +258,7 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
     if head is not None:
         _check_format_of_head(config, head)
     else:
-        outlines.append(_outlined(config.draft, config.draft_revision, config.of_draft_model, 1))
+        outlines.append(_outlined(config.draft, config.draft_revision, config.draft_model_config, 1))
         check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
         return outlines
     if Path(head.name).is_dir():
@@ -396,7 +396,7 @@ def _load_draft(config: ModelConfig, target: LoadedModel, progress: Progress, co
         return adopt_head(load_head(head, revision, target.model), target)
     progress(f"loading draft {config.draft}")
     device = choose_device(config.device)
-    weights = _torchao_format(config.draft, config.draft_revision, config.of_draft_model)
+    weights = _torchao_format(config.draft, config.draft_revision, config.draft_model_config)
     return load(config.draft, config.draft_revision, config.dtype, device, weights=weights, context=context)
 
 

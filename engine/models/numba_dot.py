@@ -108,9 +108,9 @@ class _Dots(Emitter):
         for step in range(self._numbers_of_turn // 2):
             weights = [self.builder.bitcast(one, _PAIRS) for one in self._next_words(turn, step)]
             added = []
-            for address, of_row in zip(self._rows, sums, strict=True):
+            for address, row_sums in zip(self._rows, sums, strict=True):
                 pair = self.builder.bitcast(self.broadcast(self._numbers_of(address, turn, step)), _PAIRS)
-                added.append([_dot_of_pairs(self, old, pair, one) for old, one in zip(of_row, weights, strict=True)])
+                added.append([_dot_of_pairs(self, old, pair, one) for old, one in zip(row_sums, weights, strict=True)])
             sums = added
         return sums
 
@@ -131,12 +131,12 @@ class _Dots(Emitter):
                 totals = self._add_dots(group, step, words, totals)
         scales = [self._scale_of(block, vector, group) for block, vector in self._columns]
         added = []
-        for address, of_row, old_row in zip(self._scales, totals, sums, strict=True):
+        for address, row_sums, old_row in zip(self._scales, totals, sums, strict=True):
             factor = self.broadcast(self.load(FLOAT, address, place))
             added.append(
                 [
                     self.multiply_add(builder.fmul(scale, factor), builder.sitofp(total, VECTOR), old)
-                    for scale, total, old in zip(scales, of_row, old_row, strict=True)
+                    for scale, total, old in zip(scales, row_sums, old_row, strict=True)
                 ]
             )
         return added
@@ -151,9 +151,9 @@ class _Dots(Emitter):
     def _add_dots(self, group: Any, step: int, words: Sequence[Any], totals: Sums) -> Sums:
         """Return the totals of a group after four more numbers of K."""
         added = []
-        for address, of_row in zip(self._rows, totals, strict=True):
+        for address, row_sums in zip(self._rows, totals, strict=True):
             four = self.broadcast(self._numbers_of(address, group, step))
-            added.append([dot(self, old, weight, four) for old, weight in zip(of_row, words, strict=True)])
+            added.append([dot(self, old, weight, four) for old, weight in zip(row_sums, words, strict=True)])
         return added
 
     def _numbers_of(self, address: Any, turn: Any, step: int) -> Any:
@@ -175,7 +175,7 @@ class _Dots(Emitter):
 
 
 def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
-    """Return old sums plus those of four products of unsigned with signed bytes, in every lane of 32 bits."""
+    """Return old sums plus the sums of four products of unsigned with signed bytes, in every lane of 32 bits."""
     if HAS_DOTS:
         return emitter.call(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, old, weights, row)
     if _IS_X86:
@@ -189,7 +189,7 @@ def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
 
 
 def _dot_of_pairs(emitter: Emitter, old: Any, row: Any, weights: Any) -> Any:
-    """Return old sums plus those of two products of bfloat16 numbers, in every lane of 32 bits."""
+    """Return old sums plus the sums of two products of bfloat16 numbers, in every lane of 32 bits."""
     return emitter.call("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, old, row, weights)
 
 

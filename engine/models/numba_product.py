@@ -2,7 +2,7 @@
 
 A weight [N, K] is stored in blocks of a few columns of the result, [N / B, K, B], so that it is read sequentially. Sums
 of up to `MOST_ROWS` rows stay in registers, and each number of the block serves them all. Weights have the type of the
-checkpoint (float32, bfloat16, float16), are widened to float32 in registers, and all arithmetic is float32; those of
+checkpoint (float32, bfloat16, float16), are widened to float32 in registers, and all arithmetic is float32; weights of
 other types are multiplied by dot products of the processor (`numba_dot.py`). The weight is prefetched, because the
 processor does not prefetch across its pages.
 
@@ -112,9 +112,9 @@ class _Loop(Emitter):
                 stored = self.load(ir.VectorType(self._kind.stored, LANES), address, vector * LANES * size, size)
                 weights.append(self._kind.widen(builder, stored))
         added = []
-        for address, of_row in zip(self._rows, sums, strict=True):
+        for address, row_sums in zip(self._rows, sums, strict=True):
             number = self.broadcast(self.load(FLOAT, address, builder.mul(step, long(4)), 4))
-            added.append([self.multiply_add(number, one, old) for one, old in zip(weights, of_row, strict=True)])
+            added.append([self.multiply_add(number, one, old) for one, old in zip(weights, row_sums, strict=True)])
         return added
 
 

@@ -15,8 +15,9 @@ from engine.kernels import compiled_for_cpu
 from engine.models.numba_work import pointer_to
 
 # Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, words, B], then its scales
-# [L, N / B, groups, B] and its bias [L, N]; those of the embedding and `lm_head` with L = 1. If the first layer reads
-# states, `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has those of the others.
+# [L, N / B, groups, B] and its bias [L, N]; the products of the embedding and `lm_head` with L = 1. If the first layer
+# reads states, `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has them of the
+# other layers.
 # Heads alone have `PROJECTION`, with L = 1, of the target's states, `KERNELS`, with 2 L, of convolutions, and `TERM`,
 # with L = 1, from the token before to what it adds to logits (`drafting/numba_levels.py`).
 EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY, PROJECTION, KERNELS, TERM = PRODUCTS = range(0, 30, 3)

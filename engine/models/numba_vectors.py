@@ -102,9 +102,9 @@ class Emitter:
 
     def store_rows(self, sums: Sums, address: Any, stride: Any) -> None:
         """Store the sums of rows, which are `stride` bytes apart."""
-        for number, of_row in enumerate(sums):
+        for number, row_sums in enumerate(sums):
             place = self.builder.add(address, self.builder.mul(stride, long(number)))
-            for vector, one in enumerate(of_row):
+            for vector, one in enumerate(row_sums):
                 self.store(one, place, 4 * LANES * vector)
 
     def repeat(self, start: Any, stop: Any, width: int, sums: Sums, body: Callable[[Any, Sums], Sums]) -> Sums:
@@ -115,7 +115,7 @@ class Emitter:
         builder.branch(loop)
         builder.position_at_end(loop)
         step = builder.phi(LONG)
-        olds = [[builder.phi(first.type) for first in of_row] for of_row in sums]
+        olds = [[builder.phi(first.type) for first in row_sums] for row_sums in sums]
         news = body(step, olds)
         following = builder.add(step, long(width))
         step.add_incoming(start, before)

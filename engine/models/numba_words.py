@@ -68,12 +68,12 @@ def _number_of(weights, block, number, column):
         )
     if weights.dtype not in DOT_TYPES:
         return lambda weights, block, number, column: widened(weights[block, number, column])
-    offset, of_word = OFFSETS[weights.dtype], 4 if weights.dtype == types.int8 else 8
+    offset, numbers_per_word = OFFSETS[weights.dtype], 4 if weights.dtype == types.int8 else 8
 
     def number_in_bytes(weights, block, number, column):
-        place = (number // of_word * BLOCK + column) * 4 + number % 4
+        place = (number // numbers_per_word * BLOCK + column) * 4 + number % 4
         stored = np.int64(weights[block, place // BLOCK, place % BLOCK]) & 255
-        if of_word == 8:
+        if numbers_per_word == 8:
             stored = (stored >> (number // 4 % 2 * 4)) & 15
         return np.float32(stored - offset)
 

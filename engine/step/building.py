@@ -307,7 +307,7 @@ def _prepare(
         choice = BackendChoice(backend, has_kernel(device))
         return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, num_spare)
     progress(f"probing {loaded.name}")
-    wanted = config.model.of_draft_model if earlier else config.model
+    wanted = config.model.draft_model_config if earlier else config.model
     choice = choose_backend(loaded, shape, block_size, wanted, longest)
     laid_out_bytes = 0
     if loaded.ranks is None and is_owner:  # a part of a split model cannot be tried on this rank alone

@@ -51,7 +51,7 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     if dtype is None or folder is None:
         return
     # A draft model inherits the format of the target, and a head does not.
-    formats = {config.weights, config.of_draft_model.weights, config.draft_weights}
+    formats = {config.weights, config.draft_model_config.weights, config.draft_weights}
     forms = [forms_of(dtype, weights, config.activations == "auto") for weights in formats]
     words = {word_of(form) for one in forms for form in one}
     words_of_embeddings = {word_of(one.vocabulary) for one in forms}
