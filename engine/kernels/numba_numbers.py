@@ -56,6 +56,13 @@ def _of_half(_context, bits):
     return types.float32(types.int16), number
 
 
+@compiled_for_cpu(inline="always")
+def number_of_half(bits):
+    """Convert the bits of a finite float16 number to float32, on any processor."""
+    magnitude = _of_bits(np.uint32((bits & 0x7FFF) << 13)) * np.float32(2.0**112)
+    return -magnitude if bits & 0x8000 else magnitude
+
+
 def widened(value):
     """Convert an array's number to float32; bfloat16 is stored as unsigned 16 bits, float16 as signed."""
     raise NotImplementedError

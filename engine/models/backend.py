@@ -40,8 +40,8 @@ class Backend:
         """Return the numbers that represent a parameter of the model, in the type of the arithmetic."""
         return weight
 
-    def rows_used(self, rows: Tensor) -> Tensor:
-        """Return the numbers that a product multiplies for rows [..., K]."""
+    def rows_used(self, rows: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the numbers that the product with a weight of the model multiplies for rows [..., K]."""
         return rows
 
     def prepare(self, works: Callable[[], bool]) -> int:

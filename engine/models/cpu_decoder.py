@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,22 @@ from engine.attention.attention import AttentionMetadata
 from engine.attention.tensors import NORMED, KVTensors
 from engine.models import cpu_weights
 from engine.models import numba_decoder as nd
+from engine.models import numba_multiply as nm
 from engine.models import numba_table as nt
 from engine.models.backend import Backend
 from engine.models.cpu_weights import (
-    REMARKS,
     Array,
+    Form,
     Forms,
     Product,
     forms_of,
+    remark_on,
     represented,
     rounded_rows,
     rounds_rows,
-    word_of,
+    types_of,
 )
+from engine.models.gguf.blocks import BlockTensor, has_blocks
 from engine.models.kinds import window_of
 from engine.models.numba_vectors import BLOCK
 from engine.models.numba_work import ROW, TEAM
@@ -77,6 +80,7 @@ class CpuDecoder(Backend):
         self.kv_dtype = kv_dtype
         self.forms = forms = forms or forms_of(model.lm_head.weight.dtype)
         self._model = model
+        self._has_blocks = has_blocks(model)
         config, layers = model.config, model.model.layers
         attention = layers[0].self_attn
         self._num_layers, self._num_entries = len(layers), int(hasattr(layers[0], "hidden_norm"))
@@ -91,8 +95,9 @@ class CpuDecoder(Backend):
         self._table = np.zeros((nt.NUM_FIELDS, nt.COLUMNS), dtype=np.int64)
         self._arrays: dict[int, Array] = {}
         """Arrays of the table, by field."""
-        self.rounds_rows, self.remark = rounds_rows(forms.layers), REMARKS.get(forms.layers, "")
         self._put_weights(model, shared or {})
+        used = frozenset[Form]().union(*(product.forms for product in self.products.values()))
+        self.rounds_rows, self.remark = any(map(rounds_rows, used)), remark_on(used)
         self._put_constants(model)
         self._put_functions()
         self._function = nd.work().address
@@ -103,51 +108,67 @@ class CpuDecoder(Backend):
         """Cores of passes of little work, and of more: see `_cores_for`."""
 
     def _put_functions(self) -> None:
-        """Point the table to the functions for the types of the weights and of K/V."""
+        """Point the table to the functions for the types of the embeddings and of K/V."""
         kv = np.uint16 if self.kv_dtype == torch.bfloat16 else np.float32
-        words = {field: word_of(product.form) for field, product in self.products.items()}
-        self._put(nt.FUNCTIONS, nd.functions_for(words, kv))
+        (embedding,) = self.products[nt.EMBEDDING].layers[0]
+        self._put(nt.FUNCTIONS, nd.functions_for(types_of(embedding.form), kv))
 
     def _put_weights(self, model: Any, shared: Mapping[int, Product]) -> None:
-        of_layers = {
-            field: Product(num_layers, num_columns, depth, self.forms.layers)
-            for field, num_layers, num_columns, depth in (
-                (nt.ENTRY, self._num_entries, self._joined_dim, 2 * self._hidden_dim),
-                (nt.QKV, self._num_layers - self._num_entries, self._joined_dim, self._hidden_dim),
-                (nt.O_PROJ, self._num_layers, self._hidden_dim, self._query_dim),
-                (nt.GATE_UP, self._num_layers, 2 * self._inner_dim, self._hidden_dim),
-                (nt.DOWN, self._num_layers, self._hidden_dim, self._inner_dim),
-            )
-        }
-        for number, layer in enumerate(model.model.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-            has_bias = parts[0].bias is not None
-            is_entry = number < self._num_entries
-            of_layers[nt.ENTRY if is_entry else nt.QKV].put(
-                0 if is_entry else number - self._num_entries,
-                torch.cat([part.weight.detach() for part in parts]),
-                torch.cat([part.bias.detach() for part in parts]) if has_bias else None,
-            )
-            of_layers[nt.O_PROJ].put(number, attention.o_proj.weight, _bias(attention.o_proj))
-            of_layers[nt.GATE_UP].put(number, mlp.gate_proj.weight, _bias(mlp.gate_proj), 0, 2)
-            of_layers[nt.GATE_UP].put(number, mlp.up_proj.weight, _bias(mlp.up_proj), 1, 2)
-            of_layers[nt.DOWN].put(number, mlp.down_proj.weight, _bias(mlp.down_proj))
+        layers, entries = model.model.layers[self._num_entries :], model.model.layers[: self._num_entries]
         embedding, output = model.model.embed_tokens, model.lm_head
         self._vocabulary = embedding.weight, output.weight
-        self.products = {**of_layers, **shared}
+        self.products = {
+            nt.ENTRY: self._product([_inputs(layer) for layer in entries]),
+            nt.QKV: self._product([_inputs(layer) for layer in layers]),
+            nt.O_PROJ: self._product([[layer.self_attn.o_proj] for layer in model.model.layers]),
+            nt.GATE_UP: self._product([[one.mlp.gate_proj, one.mlp.up_proj] for one in model.model.layers], True),
+            nt.DOWN: self._product([[layer.mlp.down_proj] for layer in model.model.layers]),
+            **shared,
+        }
         """Products by their field; those of the output head and the embeddings may be the same."""
         if nt.LM_HEAD not in shared:
-            self.products[nt.LM_HEAD] = Product.of([output.weight], _bias(output), self.forms.vocabulary)
+            self.products[nt.LM_HEAD] = self._product([[output]])
         if nt.EMBEDDING not in shared and output.weight is embedding.weight:
             self.products[nt.EMBEDDING] = self.products[nt.LM_HEAD]
         elif nt.EMBEDDING not in shared:
-            self.products[nt.EMBEDDING] = Product.of([embedding.weight], None, self.forms.vocabulary)
+            self.products[nt.EMBEDDING] = self._product([[embedding]])
         for field, product in self.products.items():
-            self._put(field, product.weights, product.scales, product.bias)
+            self._put_product(field, product)
         own = {id(product): product.nbytes for product in self.products.values() if product not in shared.values()}
         self.weight_bytes = sum(own.values())
         """Memory of the weights that only this decoder has."""
+
+    def _product(self, layers: Sequence[Sequence[Any]], alternate: bool = False) -> Product:
+        """Lay out the weights of modules, which follow each other in the product of a layer."""
+        weights = [[module.weight for module in modules] for modules in layers]
+        biases = [[getattr(module, "bias", None) for module in modules] for modules in layers]
+        return Product.of(weights, biases, self._form_of, alternate)
+
+    def _form_of(self, weight: Tensor) -> Form:
+        """Return the form in which a weight of the model is stored."""
+        if isinstance(weight, BlockTensor):
+            return weight.form
+        if self._has_blocks:
+            return forms_of(weight.dtype).layers
+        is_of_vocabulary = any(weight.data_ptr() == one.data_ptr() for one in self._vocabulary)
+        return self.forms.vocabulary if is_of_vocabulary else self.forms.layers
+
+    def _put_product(self, field: int, product: Product) -> None:
+        """Point the table to the pieces of a product, and to its biases."""
+        pieces = np.zeros((len(product.layers), max(map(len, product.layers), default=0), nt.PIECE), dtype=np.int64)
+        for layer, of_layer in enumerate(product.layers):
+            for number, piece in enumerate(of_layer):
+                pieces[layer, number] = [
+                    nm.multiplication(*types_of(piece.form)).address,
+                    piece.words.ctypes.data,
+                    piece.scales.ctypes.data,
+                    product.bias[layer].ctypes.data,
+                    *piece.words.shape[:2],
+                    *piece.scales.shape[1:],
+                    piece.first,
+                    piece.step,
+                ]
+        self._put(field, pieces, product.bias)
 
     def _put_constants(self, model: Any) -> None:
         config, body = model.config, model.model
@@ -180,19 +201,17 @@ class CpuDecoder(Backend):
         """Drop the weights of linear layers and embeddings, and copy the other parameters out of the mapped file."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.data = module.weight.data.new_empty(0)
+                module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         for weight in self._model.parameters():
             weight.data = weight.data.clone()
         return self.weight_bytes
 
     def weight_used(self, weight: Tensor) -> Tensor:
         """Return the float32 numbers that represent a weight of the model."""
-        is_of_vocabulary = any(weight.data_ptr() == one.data_ptr() for one in self._vocabulary)
-        form = self.forms.vocabulary if is_of_vocabulary else self.forms.layers
-        return represented(weight, form) if weight.dim() == 2 else weight.float()
+        return represented(weight, self._form_of(weight)) if weight.dim() == 2 else weight.float()
 
-    def rows_used(self, rows: Tensor) -> Tensor:
-        return rounded_rows(rows, self.forms.layers)
+    def rows_used(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rounded_rows(rows, self._form_of(weight))
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
         """Measure on how many cores passes of few and of more rows are fastest, and use that many.
@@ -231,7 +250,7 @@ class CpuDecoder(Backend):
             nt.NORMED: self._hidden_dim,
             nt.JOINED: -(-self._joined_dim // BLOCK) * BLOCK,
             nt.ATTENDED: self._query_dim,
-            nt.SUMMAND: self._arrays[nt.O_PROJ + 2].shape[1],
+            nt.SUMMAND: self._arrays[nt.O_PROJ + 1].shape[1],
             nt.INNER: 2 * self._inner_dim,
             nt.GATED: self._inner_dim,
             nt.CHOSEN: self._hidden_dim,
@@ -319,7 +338,7 @@ class CpuDecoder(Backend):
 
     def room_for_logits(self, num_rows: int) -> Array:
         """Return [N, at least V] the buffer to which `run` writes logits."""
-        return np.empty((num_rows, self._arrays[nt.LM_HEAD + 2].shape[1]), dtype=np.float32)
+        return np.empty((num_rows, self._arrays[nt.LM_HEAD + 1].shape[1]), dtype=np.float32)
 
     def _place_of(self, number: int) -> int:
         """Return the place, among the stored taps, of the state that enters layer `number`; -1 if it is not stored.
@@ -350,5 +369,7 @@ def _floats(numbers: Tensor) -> Array:
     return array
 
 
-def _bias(module: Any) -> Tensor | None:
-    return None if module.bias is None else module.bias.detach()
+def _inputs(layer: Any) -> list[Any]:
+    """Return the modules of q, k and v of a layer."""
+    attention = layer.self_attn
+    return [attention.q_proj, attention.k_proj, attention.v_proj]

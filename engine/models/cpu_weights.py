@@ -1,8 +1,12 @@
-"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16, or in few bits."""
+"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16, or in few bits.
+
+A product's weights are pieces, each with one layout, so that a GGUF file may have several types."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,28 +16,35 @@ from numba import from_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.models.gguf.blocks import BlockTensor, StoredNumbers, unpacked
 from engine.models.numba_dot import HAS_PAIRS
 from engine.models.numba_product import WIDENS_HALVES
 from engine.models.numba_rounding import best_scales
 from engine.models.numba_vectors import BLOCK, GROUP, LINE
-from engine.models.numba_words import OFFSETS
+from engine.models.numba_words import offset_of
 
 Array = npt.NDArray[Any]
-Form = Literal["float32", "bfloat16", "float16", "pairs", "int8", "int4"]
-"""Stored form of weights: numbers that are widened, pairs of bfloat16, or 8 or 4 bits. Rows are rounded for the last
-three (`numba_rounding.py`)."""
+Form = Literal[
+    "float32", "bfloat16", "float16", "pairs", "int8", "int4", "q4_0", "q4_1", "q8_0", "q5_1", "q4_k", "q5_k", "q6_k"
+]
+"""Stored form of weights: numbers that are widened, pairs of bfloat16, 8 or 4 bits with a float32 scale, or those of
+GGUF files (`gguf/blocks.py`). Rows are rounded for all but the first three (`numba_rounding.py`)."""
 
-_NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
 _WORDS = {
     "float32": np.float32,
     "bfloat16": np.uint16,
     "float16": np.int16,
     "pairs": np.uint32,
-    "int8": np.int8,
-    "int4": np.uint8,
+    **dict.fromkeys(("int8", "q8_0", "q5_1", "q5_k", "q6_k"), np.int8),
+    **dict.fromkeys(("int4", "q4_0", "q4_1", "q4_k"), np.uint8),
 }
-_NUMBERS_OF_WORD = {"pairs": 2, "int4": 2}
-"""Numbers of a column that a word has, if it has several."""
+_SCALES = {
+    **dict.fromkeys(("q4_0", "q8_0"), np.int16),
+    **dict.fromkeys(("q4_1", "q5_1"), np.uint16),
+    **dict.fromkeys(("q4_k", "q5_k"), np.uint8),
+    "q6_k": np.int8,
+}
+"""Types of scales; all others are float32, and none if numbers are not integers."""
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "pairs": torch.bfloat16}
 """Types of the numbers of forms in 16 bits."""
 _LARGEST = {"int8": 127, "int4": 7}
@@ -62,73 +73,149 @@ def _alike(form: Form) -> Forms:
     return Forms(form, form)
 
 
-def word_of(form: Form) -> Any:
-    """Return the numpy type of the words of a form: what the functions of a pass are compiled for."""
-    return _WORDS[form]
+def types_of(form: Form) -> tuple[Any, Any]:
+    """Return the numpy types of the words and the scales of a form: what the functions of a pass are compiled for."""
+    return _WORDS[form], _SCALES.get(form, np.float32)
 
 
 def rounds_rows(form: Form) -> bool:
     """Whether rows are rounded before they are multiplied with weights of a form."""
-    return form in ("pairs", "int8", "int4")
+    return form not in ("float32", "bfloat16", "float16")
 
 
-REMARKS: dict[Form, str] = {
-    "pairs": "rows of products are rounded to bfloat16",
-    "int8": "8-bit weights, rows of products are rounded to 8 bits",
-    "int4": "4-bit weights (8 bits in embeddings and output head), rows of products are rounded to 8 bits",
-}
-"""Remarks of a start on forms that round rows."""
+def remark_on(forms: Collection[Form]) -> str:
+    """Return the remark of a start on a model whose weights have these forms; "" if no rows are rounded."""
+    of_files = sorted(form.upper() for form in forms if form.startswith("q"))
+    if of_files:
+        return f"weights as in the file ({', '.join(of_files)}), rows of products are rounded to 8 bits"
+    if "int4" in forms:
+        return "4-bit weights (8 bits in embeddings and output head), rows of products are rounded to 8 bits"
+    if "int8" in forms:
+        return "8-bit weights, rows of products are rounded to 8 bits"
+    return "rows of products are rounded to bfloat16" if "pairs" in forms else ""
+
+
+class Piece(NamedTuple):
+    """Blocks of a layer's weight that have one form."""
+
+    form: Form
+    words: Array
+    """[blocks, words, B]"""
+    scales: Array
+    """[blocks, rows, width], see `numba_words.py`"""
+    first: int
+    """The block of the result that the first block has."""
+    step: int
+    """How many blocks apart the others are."""
 
 
 class Product:
-    """The weights of one product in all L layers, in blocks [L, N / B, words, B] of one piece of memory."""
+    """The weights of one product in all L layers: pieces of blocks [blocks, words, B], and biases [L, N]."""
 
-    def __init__(self, num_layers: int, num_columns: int, depth: int, form: Form) -> None:
-        self.form = form
-        num_blocks = -(-num_columns // BLOCK)
-        if rounds_rows(form):
-            depth = -(-depth // GROUP) * GROUP
-        self._depth = depth
-        size = num_layers, num_blocks, depth // _NUMBERS_OF_WORD.get(form, 1), BLOCK
-        self.weights = aligned(size, np.dtype(word_of(form)))
-        self.bias = np.zeros((num_layers, num_blocks * BLOCK), dtype=np.float32)
-        self.scales = _NO_SCALES.repeat(num_layers, 0)
-        if form in _LARGEST:
-            self.scales = aligned((num_layers, num_blocks, depth // GROUP, BLOCK), np.dtype(np.float32))
+    def __init__(self, layers: Sequence[Sequence[Piece]], biases: Array) -> None:
+        self.layers, self.bias = layers, biases
 
     @staticmethod
-    def of(weights: Sequence[Tensor], bias: Tensor | None, form: Form) -> Product:
-        """Lay out weights [N, K], one for each layer."""
-        num_columns, depth = weights[0].shape
-        product = Product(len(weights), num_columns, depth, form)
-        for layer, weight in enumerate(weights):
-            product.put(layer, weight, bias)
-        return product
+    def of(
+        layers: Sequence[Sequence[Tensor]],
+        biases: Sequence[Sequence[Tensor | None]],
+        form_of: Callable[[Tensor], Form],
+        alternate: bool = False,
+    ) -> Product:
+        """Lay out the weights [N, K] of every layer, which follow each other in the columns of the result.
 
-    def put(self, layer: int, weight: Tensor, bias: Tensor | None, first: int = 0, step: int = 1) -> None:
-        """Store the weight [N, K] of a layer in every `step`-th block from `first` on."""
-        num_columns, depth = weight.shape
-        num_blocks = -(-num_columns // BLOCK)
-        padded = torch.zeros((num_blocks * BLOCK, self._depth), dtype=weight.dtype)
-        padded[:num_columns, :depth] = weight.detach()
-        places = slice(first, first + step * num_blocks, step)
-        blocks = padded.view(num_blocks, BLOCK, -1)
-        if self.form in _LARGEST:
-            numbers, scales = quantised(blocks, self.form)
-            self.scales[layer, places] = scales.transpose(1, 2).numpy()
-            self.weights[layer, places] = _packed(numbers, self.form).view(self.weights.dtype)
-        else:
-            self.weights[layer, places] = _bits(blocks, self.form)
-        if bias is not None:
-            of_blocks = self.bias[layer].reshape(-1, BLOCK)[places]
-            flat = np.zeros(of_blocks.size, dtype=np.float32)
-            flat[:num_columns] = bias.float().numpy()
-            self.bias[layer].reshape(-1, BLOCK)[places] = flat.reshape(of_blocks.shape)
+        biases: of these weights; form_of: returns the form of a weight; alternate: blocks of two weights alternate in
+        the result.
+        """
+        pieces = [_alternating(parts, form_of) if alternate else _following(parts, form_of) for parts in layers]
+        num_columns = max((sum(len(one.words) for one in of_layer) for of_layer in pieces), default=0) * BLOCK
+        flat = np.zeros((len(layers), num_columns), dtype=np.float32)
+        for layer, (parts, of_parts) in enumerate(zip(layers, biases, strict=True)):
+            start = 0
+            for number, (part, bias) in enumerate(zip(parts, of_parts, strict=True)):
+                if bias is not None and alternate:
+                    padded = pad(bias.detach().float(), (0, -len(bias) % BLOCK)).view(-1, BLOCK)
+                    flat[layer].reshape(-1, 2, BLOCK)[:, number] = padded.numpy()
+                elif bias is not None:
+                    flat[layer, start : start + len(bias)] = bias.detach().float().numpy()
+                start += len(part)
+        return Product(pieces, flat)
+
+    @property
+    def forms(self) -> frozenset[Form]:
+        """Return the forms of all pieces."""
+        return frozenset(piece.form for pieces in self.layers for piece in pieces)
 
     @property
     def nbytes(self) -> int:
         """Return the memory of the weights."""
-        return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
+        pieces = [piece for pieces in self.layers for piece in pieces]
+        return int(sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces) + self.bias.nbytes)
+
+
+def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[Piece]:
+    """Return the pieces of weights that follow each other; those of one form are joined."""
+    forms = [form_of(part) for part in parts]
+    if len(set(forms)) > 1 and any(len(part) % BLOCK for part in parts[:-1]):
+        # A piece begins with a block.
+        parts, forms = [represented(part, form) for part, form in zip(parts, forms, strict=True)], ["float32"] * len(parts)
+    pieces: list[Piece] = []
+    for form, group in groupby(zip(forms, parts, strict=True), key=itemgetter(0)):
+        first = sum(len(piece.words) for piece in pieces)
+        pieces.append(Piece(form, *_laid_out([part for _, part in group], form), first, 1))
+    return pieces
+
+
+def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[Piece]:
+    """Return the pieces of two weights whose blocks alternate: one piece if they have one form."""
+    forms = [form_of(part) for part in parts]
+    laid_out = [_laid_out([part], form) for part, form in zip(parts, forms, strict=True)]
+    if forms[0] != forms[1]:
+        return [Piece(form, *one, number, 2) for number, (form, one) in enumerate(zip(forms, laid_out, strict=True))]
+    words, scales = (_alternated(first, second) for first, second in zip(*laid_out, strict=True))
+    return [Piece(forms[0], words, scales, 0, 1)]
+
+
+def _alternated(first: Array, second: Array) -> Array:
+    found = aligned((2 * len(first), *first.shape[1:]), first.dtype)
+    found[0::2], found[1::2] = first, second
+    return found
+
+
+def _laid_out(parts: Sequence[Tensor], form: Form) -> tuple[Array, Array]:
+    """Return the words and scales of weights [N, K] of one form that follow each other."""
+    stored = [_stored(part.detach(), form) for part in parts]
+    numbers = _whole_blocks(torch.cat([one.numbers for one in stored]))
+    words = _packed(numbers, form) if numbers.dtype == torch.uint8 else _bits(numbers, form)
+    word_type, scale_type = types_of(form)
+    laid_out = aligned(words.shape, np.dtype(word_type))
+    laid_out[:] = words.view(word_type)
+    columns = [torch.cat(tensors) for tensors in zip(*(one.scales for one in stored), strict=True)]
+    if not columns:
+        return laid_out, np.zeros((len(words), 0, BLOCK), dtype=scale_type)
+    rows = [_whole_blocks(one).permute(0, 2, 3, 1).flatten(2).contiguous().numpy() for one in columns]
+    joined = np.concatenate([one.view(np.uint8) for one in rows], -1).view(scale_type)
+    scales = aligned(joined.shape, joined.dtype)
+    scales[:] = joined
+    return laid_out, scales
+
+
+def _whole_blocks(columns: Tensor) -> Tensor:
+    """Return [blocks, B, ...] columns [N, ...], filled up with zeros."""
+    padding = columns.new_zeros((-len(columns) % BLOCK, *columns.shape[1:]))
+    return torch.cat([columns, padding]).unflatten(0, (-1, BLOCK))
+
+
+def _stored(weight: Tensor, form: Form) -> StoredNumbers:
+    """Return the numbers of a weight [N, K] as a form stores them."""
+    if isinstance(weight, BlockTensor):
+        return unpacked(weight)
+    padded = pad(weight, (0, -weight.shape[1] % GROUP)) if rounds_rows(form) else weight
+    if form not in _LARGEST:
+        return StoredNumbers(padded, [])
+    numbers, scales = quantised(padded, form)
+    offset = offset_of(*(from_dtype(np.dtype(one)) for one in types_of(form)))
+    return StoredNumbers((numbers + offset).to(torch.uint8), [scales.unsqueeze(-1)])
 
 
 def _bits(blocks: Tensor, form: Form) -> Array:
@@ -137,25 +224,19 @@ def _bits(blocks: Tensor, form: Form) -> Array:
         numbers: Array = blocks.float().transpose(1, 2).numpy()
         return numbers
     bits: Array = blocks.to(_HALVES[form]).view(torch.int16).numpy()
-    words: Array = bits.view(word_of(form)).transpose(0, 2, 1)
+    words: Array = bits.view(types_of(form)[0]).transpose(0, 2, 1)
     return words
 
 
-def _packed(numbers: Tensor, form: Form) -> Array:
-    """Return [blocks, words, B] the words of blocks [blocks, B, K] of integers, as `numba_words.py` says."""
-    num_blocks, width, depth = numbers.shape
-    offset = OFFSETS[word_type(form)]
-    stored = (numbers + offset).to(torch.uint8).view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
-    if form == "int4":
+def _packed(blocks: Tensor, form: Form) -> Array:
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] of stored bytes, as `numba_words.py` says."""
+    num_blocks, width, depth = blocks.shape
+    stored = blocks.view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
+    if types_of(form)[0] is np.uint8:
         pairs = stored.reshape(num_blocks, depth // 8, 2, width, 4)
         stored = pairs[:, :, 0] | pairs[:, :, 1] << 4
     packed: Array = np.ascontiguousarray(stored).reshape(num_blocks, -1, width)
     return packed
-
-
-def word_type(form: Form) -> Any:
-    """Return Numba's type of the words of a form."""
-    return from_dtype(np.dtype(word_of(form)))
 
 
 def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -176,6 +257,8 @@ def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
 
 def represented(weight: Tensor, form: Form) -> Tensor:
     """Return the float32 numbers that a weight [N, K] represents in a form."""
+    if isinstance(weight, BlockTensor):
+        return weight.dequantize()
     if form in _HALVES:
         return weight.to(_HALVES[form]).float()
     if form == "float32":

@@ -10,7 +10,6 @@ of columns of a product, K/V heads of a sequence in attention. Weights have the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -22,17 +21,14 @@ from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_attention import attend
 from engine.models.numba_head import convolve, normalise
-from engine.models.numba_layer import embed, gate, norm, store, turn_and_store
-from engine.models.numba_product import product
-from engine.models.numba_table import array1, array2, array3, array4, put1, put2, table_at
-from engine.models.numba_vectors import BLOCK
+from engine.models.numba_layer import embed, norm, store, turn_and_store
+from engine.models.numba_multiply import multiply
+from engine.models.numba_table import array1, array2, array3, array4, arrays_of_piece, put1, put2, table_at
 from engine.models.numba_work import c_function, call, claimed
 from engine.models.numba_work import together as share
 
 _ROWS = 8
 """Rows of a part of those phases that go row by row."""
-_PARTS = 2
-"""Parts of a product per core."""
 LAYER_PHASES, OTHER_PHASES = 14, 7
 """Most phases of a layer, of which six are convolutions of heads, and of the rest of a pass."""
 
@@ -42,21 +38,15 @@ def _num_parts_of_rows(num_rows):
     return (num_rows + _ROWS - 1) // _ROWS
 
 
-@compiled_for_cpu(inline="always")
-def _num_parts_of_blocks(table, num_blocks):
-    cores = array1(table, nt.SIZES, np.int64)[1]
-    return min(num_blocks, 1 if cores == 1 else _PARTS * cores)
-
-
 @compiled_for_cpu(**FAST)
-def _begin(address, phase, weight_type):
+def _begin(address, phase, word_type, scale_type):
     """Write the embeddings of the tokens (for a layer that reads states: its inputs), the normed states of the rows
     after them, and cosines and sines of the rotation of all rows.
     """
     table = table_at(address)
     counters, num_rows = array2(table, nt.COUNTERS, np.int64), table[nt.ROTATION, 2]
     tokens, positions = array1(table, nt.TOKENS, np.int64), array1(table, nt.POSITIONS, np.int64)
-    embedding, scales = array4(table, nt.EMBEDDING, weight_type)[0], array4(table, nt.EMBEDDING + 1, np.float32)[0]
+    embedding, scales = arrays_of_piece(array3(table, nt.EMBEDDING, np.int64)[0, 0], word_type, scale_type)
     frequencies, constants = array1(table, nt.FREQUENCIES, np.float32), array1(table, nt.CONSTANTS, np.float32)
     hidden, rotation = array2(table, nt.HIDDEN, np.float32), array3(table, nt.ROTATION, np.float32)
     states, entering = array2(table, nt.STATES, np.float32), array2(table, nt.ENTERING, np.float32)
@@ -105,26 +95,6 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
                 store(hidden[row], tapped[slots[row], taps[layer] * width : (taps[layer] + 1) * width])
             if layer == len(taps) - 2 and taps[layer + 1] >= 0:
                 store(normed[row], tapped[slots[row], taps[layer + 1] * width : (taps[layer + 1] + 1) * width])
-
-
-@compiled_for_cpu()
-def _multiply(address, phase, layer, field, source, target, weight_type):
-    """Write the product of the rows of one field with a layer's weight to another field, in parts of whole blocks.
-
-    For the product of gate and up, each part also writes `gate` of its columns to `GATED`.
-    """
-    table = table_at(address)
-    counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, source, np.float32)
-    weights, scales = array4(table, field, weight_type)[layer], array4(table, field + 1, np.float32)[layer]
-    bias, result = array2(table, field + 2, np.float32)[layer], array2(table, target, np.float32)
-    together = 2 if field == nt.GATE_UP else 1  # a block of gate, and the same of up
-    num_blocks = len(weights) // together
-    num_parts = _num_parts_of_blocks(table, num_blocks)
-    for part in claimed(counters, phase, num_parts):
-        first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
-        product(rows, weights, scales, bias, result, together * first, together * last)
-        if field == nt.GATE_UP:
-            gate(result, array2(table, nt.GATED, np.float32), first, last)
 
 
 @compiled_for_cpu(**FAST)
@@ -182,13 +152,6 @@ def _choose(address, phase):
                 source = normed if array1(table, nt.NORM_FLAGS, np.int64)[1] else hidden
                 for column in range(leaving.shape[1]):
                     leaving[number, column] = source[wanted[number], column]
-
-
-@compiled_for_cpu()
-def multiply(address, phase, layer, field, source, target):
-    """Call `_multiply` for the words of a product."""
-    functions = array1(table_at(address), nt.FUNCTIONS, np.int64)
-    call(functions[nt.MULTIPLY + field // 3], address, phase, layer, field, source, target)
 
 
 @compiled_for_cpu()
@@ -250,23 +213,13 @@ def work():
 
 
 @cache
-def beginning(word_type):
-    """Return the C function of the first phase, for embeddings of a numpy type of words."""
+def beginning(word_type, scale_type):
+    """Return the C function of the first phase, for embeddings of numpy types of words and scales."""
 
     def begin(address, phase, _1, _2, _3, _4):
-        _begin(address, phase, word_type)
+        _begin(address, phase, word_type, scale_type)
 
     return c_function(begin)
-
-
-@cache
-def multiplication(word_type):
-    """Return the C function of a product, for weights of a numpy type of words."""
-
-    def multiply(address, phase, layer, field, source, target):
-        _multiply(address, phase, layer, field, source, target, word_type)
-
-    return c_function(multiply)
 
 
 @cache
@@ -285,17 +238,12 @@ def functions_of_kv(kv_type):
     return c_function(norm), c_function(rotate), c_function(attend)
 
 
-def functions_for(words: Mapping[int, Any], kv_type: Any) -> npt.NDArray[np.int64]:
+def functions_for(embedding: tuple[Any, Any], kv_type: Any) -> npt.NDArray[np.int64]:
     """Return the addresses of the functions of a pass, as the field `FUNCTIONS` has them.
 
-    words: numpy types of the words of products, by their field; kv_type: of K/V.
+    embedding: numpy types of the words and scales of embeddings; kv_type: of K/V.
     """
-    norm, rotate, attend = functions_of_kv(kv_type)
-    found = np.zeros(nt.MULTIPLY + len(nt.PRODUCTS), dtype=np.int64)
-    found[: nt.MULTIPLY] = [one.address for one in (beginning(words[nt.EMBEDDING]), norm, rotate, attend)]
-    for field, word_type in words.items():
-        found[nt.MULTIPLY + nt.PRODUCTS.index(field)] = multiplication(word_type).address
-    return found
+    return np.array([one.address for one in (beginning(*embedding), *functions_of_kv(kv_type))], dtype=np.int64)
 
 
 @compiled_for_cpu(nogil=True)
@@ -307,7 +255,7 @@ def run(shared, function, table, after_logits, tokens, slots, wanted, parts, see
     token without an embedding.
     """
     for token in tokens:
-        if token < 0 or token >= table[nt.EMBEDDING, 2] * BLOCK:
+        if token < 0 or token >= table[nt.EMBEDDING + 1, 2]:
             raise IndexError("a token is outside the vocabulary")
     table[nt.AFTER_LOGITS, 0] = after_logits
     words, pages, first_keys, ends, num_keys, node_positions, limits = seen

@@ -1,8 +1,8 @@
 """Products by the processor's own dot products, of weights in few bits or of pairs of bfloat16, in Numba.
 
 A row is rounded once, by itself (`numba_rounding.py`). Sums of a group are integers, so they are exact in any order;
-each group then adds one float32 product, in the order of K. A row's result does not depend on other rows or cores.
-Forms of weights: `numba_words.py`.
+each group, or each half of one, then adds one float32 product, in the order of K. A row's result does not depend on other rows or cores.
+Layouts of weights and scales: `numba_words.py`.
 
 x86 without such dot products multiplies halves of the bytes in 16 bits, and other processors without them byte by byte:
 the sums are the same integers.
@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 
 from engine.kernels import compiled_for_cpu
 from engine.models.numba_rounding import round_rows
+from engine.models.numba_scales import ScaleLoads
 from engine.models.numba_vectors import (
     BLOCK,
     FEATURES,
@@ -43,7 +44,7 @@ from engine.models.numba_vectors import (
     long,
     switch_by_size,
 )
-from engine.models.numba_words import Bfloat, numbers_of_word
+from engine.models.numba_words import Bfloat, num_parts, numbers_of_word
 
 _FEATURES_OF_DOTS = {16: {"+avx512vnni"}, 8: {"+avx512vnni", "+avx512vl"}}
 HAS_DOTS = LANES > 4 and (_FEATURES_OF_DOTS[LANES] <= set(FEATURES) or (LANES == 8 and "+avxvnni" in FEATURES))
@@ -71,19 +72,32 @@ _BLOCKS = [dots_at_once(num_rows) for num_rows in range(1, MOST_DOT_ROWS + 1)]
 class _Dots(Emitter):
     """Instructions that sum products of a fixed number of rows with a fixed number of blocks."""
 
-    def __init__(self, builder: ir.IRBuilder, words: Any, operands: Sequence[Any], num_rows: int, num_blocks: int):
+    def __init__(
+        self,
+        builder: ir.IRBuilder,
+        words: Any,
+        scale_type: Any,
+        operands: Sequence[Any],
+        num_rows: int,
+        num_blocks: int,
+    ) -> None:
         super().__init__(builder)
         self._words, self._num_blocks = words, num_blocks
-        rows, scales, starts, weight, self._scale, self._bias, self._result, row_stride, group_stride = operands[:9]
-        self._result_stride, self._num_groups = operands[9:]
-        numbers = range(num_rows)
-        self._rows = [builder.add(rows, builder.mul(row_stride, long(number))) for number in numbers]
-        self._scales = [builder.add(scales, builder.mul(group_stride, long(number))) for number in numbers]
-        self._starts = [builder.add(starts, builder.mul(group_stride, long(number))) for number in numbers]
+        self._loads = ScaleLoads(self, scale_type)
+        rows, factors, starts, weight, scale, self._bias, self._result, row_stride, group_stride = operands[:9]
+        scale_stride, self._result_stride, self._num_groups = operands[9:]
+        start_stride = builder.mul(group_stride, long(self._loads.num_parts))
+        self._rows = self._each(rows, row_stride, num_rows)
+        self._factors = self._each(factors, group_stride, num_rows)
+        self._starts = self._each(starts, start_stride, num_rows)
         self._num_turns = builder.mul(self._num_groups, long(GROUP // self._numbers_of_turn))
         size = builder.mul(self._num_turns, long(self._bytes_of_turn))
-        self._weights = [builder.add(weight, builder.mul(size, long(block))) for block in range(num_blocks)]
-        self._columns = [(block, vector) for block in range(num_blocks) for vector in range(VECTORS)]
+        self._weights = self._each(weight, size, num_blocks)
+        self._scales = self._each(scale, scale_stride, num_blocks)
+
+    def _each(self, address: Any, stride: Any, count: int) -> list[Any]:
+        """Return addresses that are `stride` bytes apart."""
+        return [self.builder.add(address, self.builder.mul(stride, long(number))) for number in range(count)]
 
     @property
     def _numbers_of_turn(self) -> int:
@@ -115,12 +129,22 @@ class _Dots(Emitter):
         return sums
 
     def _group_of_integers(self, group: Any, sums: Sums) -> Sums:
-        """Return the sums after `GROUP` more numbers of K: the numbers that share a scale."""
+        """Return the sums after `GROUP` more numbers of K, part by part: the numbers that share a scale."""
+        num_parts = self._loads.num_parts
+        steps_of_part = GROUP // (8 if self._words == types.uint8 else 4) // num_parts
+        for part in range(num_parts):
+            place = self.builder.mul(group, long(4 * num_parts))
+            starts = [self.load(INT, address, self.builder.add(place, long(4 * part))) for address in self._starts]
+            totals = self._totals(group, range(part * steps_of_part, (part + 1) * steps_of_part), starts)
+            sums = self._add_scaled(group, part, starts, totals, sums)
+        return sums
+
+    def _totals(self, group: Any, steps: range, starts: Sequence[Any]) -> Sums:
+        """Return the integer sums of a part of a group."""
         builder = self.builder
-        place = builder.mul(group, long(4))
-        starts = [self.broadcast(self.load(INT, address, place)) for address in self._starts]
-        totals = [[start] * len(self._columns) for start in starts]
-        for step in range(GROUP // 8 if self._words == types.uint8 else GROUP // 4):
+        num_columns = self._num_blocks * VECTORS
+        totals = [[ints(0) if self._loads.has_minima else self.broadcast(one)] * num_columns for one in starts]
+        for step in steps:
             words = self._next_words(group, step)
             if self._words == types.uint8:
                 low = [builder.and_(one, ints(0x0F0F0F0F)) for one in words]
@@ -129,24 +153,25 @@ class _Dots(Emitter):
                 totals = self._add_dots(group, 2 * step + 1, high, totals)
             else:
                 totals = self._add_dots(group, step, words, totals)
-        scales = [self._scale_of(block, vector, group) for block, vector in self._columns]
-        added = []
-        for address, row_sums, old_row in zip(self._scales, totals, sums, strict=True):
-            factor = self.broadcast(self.load(FLOAT, address, place))
-            added.append(
-                [
-                    self.multiply_add(builder.fmul(scale, factor), builder.sitofp(total, VECTOR), old)
-                    for scale, total, old in zip(scales, row_sums, old_row, strict=True)
-                ]
-            )
-        return added
+        return totals
 
-    def _scale_of(self, block: int, vector: int, group: Any) -> Any:
-        """Return the scales of a group in the columns of a vector."""
+    def _add_scaled(self, group: Any, part: int, starts: Sequence[Any], totals: Sums, sums: Sums) -> Sums:
+        """Return the sums after the totals of a part of a group."""
         builder = self.builder
-        of_block = builder.add(builder.mul(self._num_groups, long(block)), group)
-        place = builder.mul(of_block, long(BLOCK * 4))
-        return self.load(VECTOR, self._scale, builder.add(place, long(vector * LANES * 4)))
+        scalings = [self._loads.load(one, group, part, vector) for one in self._scales for vector in range(VECTORS)]
+        added = []
+        for address, start, row_totals, old_row in zip(self._factors, starts, totals, sums, strict=True):
+            factor = self.load(FLOAT, address, builder.mul(group, long(4)))
+            factors = self.broadcast(factor)
+            news = [
+                self.multiply_add(builder.fmul(one.scale, factors), builder.sitofp(total, VECTOR), old)
+                for one, total, old in zip(scalings, row_totals, old_row, strict=True)
+            ]
+            if self._loads.has_minima:  # a start is the sum of the row's numbers
+                share = self.broadcast(builder.fmul(factor, builder.sitofp(start, FLOAT)))
+                news = [self.multiply_add(one.minimum, share, new) for one, new in zip(scalings, news, strict=True)]
+            added.append(news)
+        return added
 
     def _add_dots(self, group: Any, step: int, words: Sequence[Any], totals: Sums) -> Sums:
         """Return the totals of a group after four more numbers of K."""
@@ -213,10 +238,11 @@ _blocks_at_once = compiled_for_cpu()(dots_at_once)
 def _sums_of_dots(
     _context,
     weights,
+    scales,
     num_rows,
     num_blocks,
     rows,
-    scales,
+    factors,
     starts,
     weight,
     scale,
@@ -224,68 +250,73 @@ def _sums_of_dots(
     result,
     row_stride,
     group_stride,
+    scale_stride,
     result_stride,
     num_groups,
 ):
     """Sum 1 to `MOST_DOT_ROWS` rows with `dots_at_once` blocks or one, by addresses; strides count bytes.
 
-    weights: an array of the weight's words, which is not read.
+    weights, scales: arrays of the weight's words and scales, which are not read.
     """
-    words = weights.dtype
+    kinds = weights.dtype, scales.dtype
 
     def build(context, builder, _signature, operands):
-        _, count, at_once, *rest = operands
-        switch_by_size(builder, count, at_once, _BLOCKS, lambda *size: _Dots(builder, words, rest, *size))
+        _, _, count, at_once, *rest = operands
+        switch_by_size(builder, count, at_once, _BLOCKS, lambda *size: _Dots(builder, *kinds, rest, *size))
         return context.get_dummy_value()
 
-    return types.void(weights, *[types.int64] * 13), build
+    return types.void(weights, scales, *[types.int64] * 14), build
 
 
 @compiled_for_cpu(error_model="numpy")
-def product_of_dots(rows, weights, scales, bias, result, first_block, last_block):
-    """Write the products of rows [T, K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
+def product_of_dots(rows, weights, scales, bias, result, blocks, columns):
+    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole blocks).
 
-    weights, scales: in the forms of `numba_words.py`; bias: [N].
+    weights, scales: in the layouts of `numba_words.py`; bias: [N]; blocks, columns: see `numba_product.product`.
     """
     num_groups = weights.shape[1] * numbers_of_word(weights) // GROUP
     for first in range(0, len(rows), _ROWS):
         last = min(len(rows), first + _ROWS)
         rounded = np.empty((last - first, num_groups, GROUP * min(2, weights.itemsize)), np.int8)
-        row_scales = np.empty((last - first, num_groups), np.float32)
-        starts = np.empty((last - first, num_groups), np.int32)
-        round_rows(rows[first:last], weights, rounded, row_scales, starts)
-        _multiply(rounded, row_scales, starts, weights, scales, bias, result[first:last], first_block, last_block)
+        factors = np.empty((last - first, num_groups), np.float32)
+        starts = np.empty((last - first, num_groups, num_parts(scales)), np.int32)
+        round_rows(rows[first:last], weights, scales, rounded, factors, starts)
+        _multiply(rounded, factors, starts, weights, scales, bias, result[first:last], blocks, columns)
 
 
 @compiled_for_cpu(error_model="numpy")
-def _multiply(rounded, row_scales, starts, weights, scales, bias, result, first_block, last_block):
+def _multiply(rounded, factors, starts, weights, scales, bias, result, blocks, columns):
     """Write the products of rounded rows with blocks of a weight."""
     num_rows, num_groups, size = rounded.shape
-    num_columns = result.shape[1]
+    num_columns, (first_place, step) = result.shape[1], columns
     bytes_of_block = weights.shape[1] * BLOCK * weights.itemsize
-    most_blocks = _blocks_at_once(num_rows)
-    block = first_block
+    bytes_of_scales = scales.shape[1] * scales.shape[2] * scales.itemsize
+    most_blocks = _blocks_at_once(num_rows) if step == 1 else 1
+    block, last_block = blocks
     while block < last_block:
         at_once = most_blocks if block + most_blocks <= last_block else 1
+        place = (first_place + step * block) * BLOCK
         first = 0
         while first < num_rows:
             left = num_rows - first
             # Parts of about equal size.
-            num_parts = (left + MOST_DOT_ROWS - 1) // MOST_DOT_ROWS
-            count = (left + num_parts - 1) // num_parts
+            num_turns = (left + MOST_DOT_ROWS - 1) // MOST_DOT_ROWS
+            count = (left + num_turns - 1) // num_turns
             _sums_of_dots(
                 weights,
+                scales,
                 count,
                 at_once,
                 np.int64(rounded.ctypes.data) + first * num_groups * size,
-                np.int64(row_scales.ctypes.data) + first * num_groups * 4,
-                np.int64(starts.ctypes.data) + first * num_groups * 4,
+                np.int64(factors.ctypes.data) + first * num_groups * 4,
+                np.int64(starts.ctypes.data) + first * num_groups * num_parts(scales) * 4,
                 np.int64(weights.ctypes.data) + block * bytes_of_block,
-                np.int64(scales.ctypes.data) + block * num_groups * BLOCK * 4,
-                np.int64(bias.ctypes.data) + block * BLOCK * 4,
-                np.int64(result.ctypes.data) + (first * num_columns + block * BLOCK) * 4,
+                np.int64(scales.ctypes.data) + block * bytes_of_scales,
+                np.int64(bias.ctypes.data) + place * 4,
+                np.int64(result.ctypes.data) + (first * num_columns + place) * 4,
                 num_groups * size,
                 num_groups * 4,
+                bytes_of_scales,
                 num_columns * 4,
                 num_groups,
             )

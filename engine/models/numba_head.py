@@ -15,8 +15,9 @@ from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_layer import norm
+from engine.models.numba_multiply import multiply
 from engine.models.numba_table import array1, array2, array4, put2, table_at
-from engine.models.numba_work import c_function, call, claimed
+from engine.models.numba_work import c_function, claimed
 from engine.models.numba_work import together as share
 
 
@@ -60,8 +61,7 @@ def convolve(address, phase, number, side, field):
 @compiled_for_cpu()
 def multiply_term(address):
     """Write the product `TERM` of `MEMORY` to `LOGITS`."""
-    functions = array1(table_at(address), nt.FUNCTIONS, np.int64)
-    call(functions[nt.MULTIPLY + nt.TERM // 3], address, 0, 0, nt.TERM, nt.MEMORY, nt.LOGITS)
+    multiply(address, 0, 0, nt.TERM, nt.MEMORY, nt.LOGITS)
 
 
 @cache

@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST, exponential, rounded
-from engine.models.numba_vectors import BLOCK, GROUP
-from engine.models.numba_words import number_of
+from engine.models.numba_vectors import BLOCK
+from engine.models.numba_words import value_of
 
 
 @compiled_for_cpu(**FAST)
@@ -18,10 +18,7 @@ def embed(token, weights, scales, row):
     """Read the embedding [D] of a token from blocks like those of a product."""
     block, column = token // BLOCK, token % BLOCK
     for number in range(len(row)):
-        row[number] = number_of(weights, block, number, column)
-    if scales.shape[1] > 0:
-        for number in range(len(row)):
-            row[number] *= scales[block, number // GROUP, column]
+        row[number] = value_of(weights, scales, block, number, column)
 
 
 @compiled_for_cpu(**FAST)

@@ -183,44 +183,46 @@ def copy(_context, numbers, source, target):
     return types.void(numbers, types.int64, types.int64), build
 
 
-def _multiply(rows, weights, scales, bias, result, first_block, last_block):
+def _multiply(rows, weights, scales, bias, result, blocks, columns):
     """Do the work of `product`, for the type of the weights."""
     raise NotImplementedError
 
 
 @overload(_multiply)
-def _multiply_by_type(rows, weights, scales, bias, result, first_block, last_block):
+def _multiply_by_type(rows, weights, scales, bias, result, blocks, columns):
     if weights.dtype in DOT_TYPES:
-        return lambda rows, weights, scales, bias, result, first_block, last_block: product_of_dots(
-            rows, weights, scales, bias, result, first_block, last_block
+        return lambda rows, weights, scales, bias, result, blocks, columns: product_of_dots(
+            rows, weights, scales, bias, result, blocks, columns
         )
-    return lambda rows, weights, scales, bias, result, first_block, last_block: _product_of_floats(
-        rows, weights, bias, result, first_block, last_block
+    return lambda rows, weights, scales, bias, result, blocks, columns: _product_of_floats(
+        rows, weights, bias, result, blocks, columns
     )
 
 
 @compiled_for_cpu(error_model="numpy")
-def product(rows, weights, scales, bias, result, first_block, last_block):
-    """Write the products of rows [T, K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
+def product(rows, weights, scales, bias, result, blocks, columns):
+    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole blocks).
 
-    weights: [N / B, K, B], or as `numba_words.py` says; scales: [N / B, groups, B], read for weights in few bits;
-    bias: [N].
+    weights: [N / B, K, B], or as `numba_words.py` says, with its scales; bias: [N]; blocks: first, and end; columns:
+    the block of the result that the weight's first block has, and how many blocks apart the others are.
     """
-    _multiply(rows, weights, scales, bias, result, first_block, last_block)
+    _multiply(rows, weights, scales, bias, result, blocks, columns)
 
 
 @compiled_for_cpu(error_model="numpy")
-def _product_of_floats(rows, weights, bias, result, first_block, last_block):
+def _product_of_floats(rows, weights, bias, result, blocks, columns):
     num_rows, stride = rows.shape
     depth = weights.shape[1]
     num_columns = result.shape[1]
     width = weights.itemsize
     from_rows, from_weights = np.int64(rows.ctypes.data), np.int64(weights.ctypes.data)
     from_bias, to = np.int64(bias.ctypes.data), np.int64(result.ctypes.data)
-    most_blocks = _blocks_at_once(num_rows)
-    block = first_block
+    first_place, step = columns
+    most_blocks = _blocks_at_once(num_rows) if step == 1 else 1
+    block, last_block = blocks
     while block < last_block:
         at_once = most_blocks if block + most_blocks <= last_block else 1
+        place = (first_place + step * block) * BLOCK
         first = 0
         while first < num_rows:
             left = num_rows - first
@@ -233,8 +235,8 @@ def _product_of_floats(rows, weights, bias, result, first_block, last_block):
                 at_once,
                 from_rows + first * stride * 4,
                 from_weights + block * depth * BLOCK * width,
-                from_bias + block * BLOCK * 4,
-                to + (first * num_columns + block * BLOCK) * 4,
+                from_bias + place * 4,
+                to + (first * num_columns + place) * 4,
                 stride * 4,
                 num_columns * 4,
                 depth,

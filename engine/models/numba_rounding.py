@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
 from engine.models.numba_vectors import BYTE, FLOAT, GROUP, INT, INTS, LANES, VECTOR, Emitter, ints
-from engine.models.numba_words import OFFSETS, Bfloat
+from engine.models.numba_words import Bfloat, num_parts_of, offset_of
 
 _LEAST = 2.0**-100
 """Magnitudes below it are rounded to zero."""
@@ -28,23 +28,24 @@ _ROUND = f"llvm.lrint.v{LANES}i32.v{LANES}f32"
 
 
 @intrinsic
-def _round_group(_context, weights, numbers, target, scale, start):
-    """Round `GROUP` float32 numbers at an address for weights of a type; all but `weights`, which is not read, are
-    addresses.
+def _round_group(_context, weights, scales, numbers, target, factor, starts):
+    """Round `GROUP` float32 numbers at an address for weights of a type; all but `weights` and `scales`, which are not
+    read, are addresses.
     """
-    words = weights.dtype
+    words, kind = weights.dtype, scales.dtype
 
     def build(context, builder, _signature, operands):
-        _, numbers, target, scale, start = operands
+        _, _, numbers, target, factor, starts = operands
         emitter = Emitter(builder)
         vectors = [emitter.load(VECTOR, numbers, 4 * place) for place in range(0, GROUP, LANES)]
         if words == types.uint32:
             _round_to_pairs(emitter, vectors, target)
         else:
-            _round_to_bytes(emitter, vectors, target, scale, start, OFFSETS[words])
+            rounded = _round_to_bytes(emitter, vectors, target, factor)
+            _write_starts(emitter, rounded, starts, offset_of(words, kind), num_parts_of(kind))
         return context.get_dummy_value()
 
-    return types.void(weights, *[types.int64] * 4), build
+    return types.void(weights, scales, *[types.int64] * 4), build
 
 
 def _round_to_pairs(emitter: Emitter, vectors: Sequence[Any], target: Any) -> None:
@@ -53,11 +54,10 @@ def _round_to_pairs(emitter: Emitter, vectors: Sequence[Any], target: Any) -> No
         emitter.store(emitter.builder.fptrunc(one, ir.VectorType(Bfloat(), LANES)), target, 2 * LANES * place)
 
 
-def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, scale: Any, start: Any, offset: int) -> None:
-    """Round numbers to bytes, and write their scale and the start of a group's sums.
+def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, factor: Any) -> list[Any]:
+    """Round numbers to bytes, write their scale, and return them as integers.
 
-    The start is minus the offset of stored weights, times the sum of the bytes. NaN and infinity make the scale NaN or
-    infinite, and so all results of the row.
+    NaN and infinity make the scale NaN or infinite, and so all results of the row.
     """
     builder = emitter.builder
     # As unsigned integers, magnitudes have the order of the numbers, and NaN is the largest.
@@ -69,9 +69,19 @@ def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, scale
     rounded = [emitter.call(_ROUND, INTS, builder.fmul(one, share)) for one in vectors]
     for place, one in enumerate(rounded):
         emitter.store(builder.trunc(one, ir.VectorType(BYTE, LANES)), target, LANES * place)
-    emitter.store(builder.fdiv(most, ir.Constant(FLOAT, 127.0)), scale)
-    total = _reduced(emitter, "add", rounded)
-    emitter.store(builder.mul(total, ir.Constant(INT, -offset)), start)
+    emitter.store(builder.fdiv(most, ir.Constant(FLOAT, 127.0)), factor)
+    return rounded
+
+
+def _write_starts(emitter: Emitter, rounded: Sequence[Any], starts: Any, offset: int, num_parts: int) -> None:
+    """Write where the sums of each part of a group start: at minus the offset of stored weights, times the sum of the
+    bytes. Write that sum itself if weights have minima, and so no offset.
+    """
+    size = len(rounded) // num_parts
+    for part in range(num_parts):
+        total = _reduced(emitter, "add", rounded[part * size : (part + 1) * size])
+        total = emitter.builder.mul(total, ir.Constant(INT, -offset)) if offset else total
+        emitter.store(total, starts, 4 * part)
 
 
 def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
@@ -85,18 +95,20 @@ def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
 
 
 @compiled_for_cpu(error_model="numpy")
-def round_rows(rows, weights, rounded, scales, starts):
+def round_rows(rows, weights, scales, rounded, factors, starts):
     """Round rows [T, K] group by group; a last part of a group is filled up with zeros."""
     num_groups, size = rounded.shape[1], rounded.shape[2]
     num_whole, rest = rows.shape[1] // GROUP, rows.shape[1] % GROUP
+    bytes_of_starts = starts.shape[2] * 4
     tail = np.zeros(GROUP, np.float32)
     for row in range(len(rows)):
         tail[:rest] = rows[row, num_whole * GROUP :]
         source, target = np.int64(rows[row].ctypes.data), np.int64(rounded[row].ctypes.data)
-        to_scales, to_starts = np.int64(scales[row].ctypes.data), np.int64(starts[row].ctypes.data)
+        to_factors, to_starts = np.int64(factors[row].ctypes.data), np.int64(starts[row].ctypes.data)
         for group in range(num_groups):
             numbers = source + group * GROUP * 4 if group < num_whole else np.int64(tail.ctypes.data)
-            _round_group(weights, numbers, target + group * size, to_scales + group * 4, to_starts + group * 4)
+            places = target + group * size, to_factors + group * 4, to_starts + group * bytes_of_starts
+            _round_group(weights, scales, numbers, places[0], places[1], places[2])
 
 
 @compiled_for_cpu(**FAST)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from typing import Any, NamedTuple
@@ -329,18 +330,25 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
 
 
 @contextmanager
-def rows_converted(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let a model's linear layers multiply converted rows, temporarily."""
-
-    def pre(_: nn.Module, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (convert(operands[0]), *operands[1:])
-
-    hooks = [one.register_forward_pre_hook(pre) for one in model.modules() if isinstance(one, nn.Linear)]
+def rows_converted(model: Any, convert: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Let a model's linear layers multiply converted rows, temporarily; convert: takes rows and the layer's weight."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = []
+    for module in linears:
+        # Other hooks exchange the weight while the module runs.
+        of_weight = partial(_first_converted, convert=convert, weight=module.weight)
+        hooks.append(module.register_forward_pre_hook(lambda _, operands, of_weight=of_weight: of_weight(operands)))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _first_converted(
+    operands: tuple[Tensor, ...], convert: Callable[[Tensor, Tensor], Tensor], weight: Tensor
+) -> tuple[Tensor, ...]:
+    return convert(operands[0], weight), *operands[1:]
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     """Compile the kernels of the target if no earlier start has; call it before torch has made threads."""
     try:
         from engine.drafting import numba_levels
-        from engine.models import numba_decoder
-        from engine.models.cpu_weights import forms_of, word_of
+        from engine.models import numba_decoder, numba_multiply
+        from engine.models.cpu_weights import forms_of, types_of
     except ImportError:  # Numba is not installed
         return
     dtype, folder = decoded_dtype(config), cache_folder()
@@ -53,16 +53,16 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     # A draft model inherits the format of the target, and a head does not.
     formats = {config.weights, config.draft_model_config.weights, config.draft_weights}
     forms = [forms_of(dtype, weights, config.activations == "auto") for weights in formats]
-    words = {word_of(form) for one in forms for form in one}
-    words_of_embeddings = {word_of(one.vocabulary) for one in forms}
+    of_products = {form for one in forms for form in one}
+    of_embeddings = {one.vocabulary for one in forms}
     kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"
     # The longest job first.
     jobs: Jobs = {
         f"kv-{kv}": lambda: numba_decoder.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
-        **{f"products-{word.__name__}": partial(numba_decoder.multiplication, word) for word in words},
+        **{f"products-{form}": partial(numba_multiply.multiplication, *types_of(form)) for form in of_products},
         "work": numba_decoder.work,
-        **{f"embeddings-{word.__name__}": partial(numba_decoder.beginning, word) for word in words_of_embeddings},
+        **{f"embeddings-{form}": partial(numba_decoder.beginning, *types_of(form)) for form in of_embeddings},
         "levels": numba_levels.draw,
     }
     fill(folder, jobs, progress)

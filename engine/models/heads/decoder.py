@@ -58,7 +58,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         config, ids, block = head.config, head.target_ids, head.config.block
         leaves_normed = config.norm_output or block is not None
         self._put(nt.NORM_FLAGS, np.array([config.norm_before_residual, leaves_normed], dtype=np.int64))
-        self._put_product(nt.PROJECTION, [head.fc.weight])
+        self._add_product(nt.PROJECTION, [head.fc])
         self._put(nt.TARGET_NORMS, _target_norms(head))
         if block is not None:
             self._put_block(head)
@@ -66,12 +66,11 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         self.target_ids = None if ids is None else ids.numpy()
         self.has_plain_logits = config.logit_scale == 1 and not config.softcap
 
-    def _put_product(self, field: int, weights: Sequence[Tensor]) -> None:
-        """Lay out weights [N, K], one for each layer, that language models do not have."""
-        product = Product.of(weights, None, self.forms.layers)
-        self._put(field, product.weights, product.scales, product.bias)
-        self.products[field] = product
-        self.weight_bytes += product.nbytes
+    def _add_product(self, field: int, modules: Sequence[nn.Module]) -> None:
+        """Lay out the weights of modules, one for each layer, that language models do not have."""
+        self.products[field] = self._product([[module] for module in modules])
+        self._put_product(field, self.products[field])
+        self.weight_bytes += self.products[field].nbytes
 
     def _put_block(self, head: Any) -> None:
         """Put down what only heads of the DFlash types have."""
@@ -84,11 +83,11 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         self._put(nt.WORDS_OF, np.array(words_of, dtype=np.int64))
         if _has_term(head):
             self.embedded_term = head.markov_head.markov_w1.weight.float().numpy()
-            self._put_product(nt.TERM, [head.markov_head.markov_w2.weight])
+            self._add_product(nt.TERM, [head.markov_head.markov_w2])
         if not block.conv_taps:
             return
         convolutions = [one for layer in head.layers for one in (layer.attention_conv, layer.mlp_conv)]
-        self._put_product(nt.KERNELS, [one.kernel_projection.weight for one in convolutions])
+        self._add_product(nt.KERNELS, [one.kernel_projection for one in convolutions])
         self._put(nt.CONVOLUTIONS, np.stack([one.base_kernel.numpy() for one in convolutions]))
         self._put(nt.BLOCK_SIZES, np.array([block.size, block.conv_group], dtype=np.int64))
 
@@ -96,7 +95,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         before = self._capacity
         super()._reserve(num_rows)
         if nt.KERNELS in self.products and self._capacity != before:
-            width = self._arrays[nt.KERNELS + 2].shape[1]
+            width = self._arrays[nt.KERNELS + 1].shape[1]
             self._put(nt.OWN_KERNELS, aligned((self._capacity, width), np.dtype(np.float32)))
 
     def states_of(
@@ -108,7 +107,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         states = np.ascontiguousarray(state_TX.float().numpy())
         if not are_target_states:
             return NO_STATES, states, leaving
-        return states, np.empty((len(states), self._arrays[nt.PROJECTION + 2].shape[1]), dtype=np.float32), leaving
+        return states, np.empty((len(states), self._arrays[nt.PROJECTION + 1].shape[1]), dtype=np.float32), leaving
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts and compute whole blocks after them, in one call."""

@@ -1,0 +1,207 @@
+"""Weights as GGUF files have them, in blocks of few bits, and their numbers as the CPU's products store them.
+
+Each type maps exactly: a product multiplies the numbers that the file's blocks stand for, and nothing is quantised a
+second time. Layouts of blocks: ggml's `block_q4_0` and the like; `gguf.quants` is the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from engine.errors import LoadError
+
+if TYPE_CHECKING:
+    from engine.models.cpu_weights import Form
+
+_ROWS_AT_ONCE = 4096
+"""Rows of a weight that a product of transformers dequantises at once."""
+
+
+class StoredNumbers(NamedTuple):
+    """Numbers of a weight [N, K] as a form of `cpu_weights.py` stores them."""
+
+    numbers: Tensor
+    """[N, K] numbers in float32 or 16 bits; or bytes, each a number plus the form's offset."""
+    scales: Sequence[Tensor]
+    """[N, rows, numbers] of the scales, which follow each other in a row (`numba_words.py`)."""
+
+
+class BlockTensor(Tensor):
+    """A weight [N, K] in blocks of a GGUF file. Operations on it compute with its float32 numbers."""
+
+    raw: Tensor
+    """[N, bytes of a row]"""
+    type: Type
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, kind: Type) -> BlockTensor:
+        numbers, size = GGML_QUANT_SIZES[kind]
+        shape = raw.shape[0], raw.shape[1] // size * numbers
+        found: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=raw.device)
+        found.raw, found.type = raw, kind
+        return found  # type: ignore[no-any-return]
+
+    def __init__(self, raw: Tensor, kind: Type) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002
+        return f"BlockTensor({self.type.name}, {tuple(self.shape)})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["raw"], self.type
+
+    @property
+    def form(self) -> Form:
+        """Return the form in which the CPU's decoder stores the weight."""
+        return BLOCK_TYPES[self.type].form
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """Return the float32 numbers [N, K]."""
+        return torch.from_numpy(dequantize(self.raw.numpy(), self.type))
+
+    def rows(self, chosen: Any) -> BlockTensor:
+        """Return some rows, by a slice or by indices."""
+        return BlockTensor(self.raw[chosen], self.type)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Multiply, and read embeddings, without all numbers of a large weight at once."""
+        if func is linear:
+            return _multiplied(*args, **(kwargs or {}))
+        if func is embedding and isinstance(args[1], BlockTensor):
+            tokens, places = args[0].unique(return_inverse=True)
+            return args[1].rows(tokens).dequantize()[places]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None  # noqa: ARG003
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return BlockTensor(args[0].raw, args[0].type)
+        if func is torch.ops.aten.slice.Tensor and (len(args) < 2 or args[1] == 0):
+            return args[0].rows(slice(*args[2:]))
+        given = [one.dequantize() if isinstance(one, BlockTensor) else one for one in args]
+        return func(*given, **(kwargs or {}))
+
+
+def has_blocks(model: Any) -> bool:
+    """Whether a model has weights in blocks of a GGUF file."""
+    return any(isinstance(module.weight, BlockTensor) for module in (model.lm_head, model.model.embed_tokens)) or any(
+        isinstance(weight, BlockTensor) for layer in model.model.layers for weight in layer.parameters()
+    )
+
+
+def _multiplied(rows: Tensor, weight: BlockTensor, bias: Tensor | None = None) -> Tensor:
+    parts = range(0, len(weight), _ROWS_AT_ONCE)
+    products = [rows @ weight.rows(slice(first, first + _ROWS_AT_ONCE)).dequantize().T for first in parts]
+    found = torch.cat(products, -1)
+    return found if bias is None else found + bias
+
+
+class BlockType(NamedTuple):
+    """A type of blocks that products multiply as it is."""
+
+    form: Form
+    unpack: Callable[[Tensor], StoredNumbers]
+    """Unpacks blocks [N, blocks of a row, bytes]."""
+
+
+def unpacked(weight: BlockTensor) -> StoredNumbers:
+    """Return a weight's numbers as its form stores them; raise LoadError for scales that are not finite."""
+    size = GGML_QUANT_SIZES[weight.type][1]
+    numbers, scales = BLOCK_TYPES[weight.type].unpack(weight.raw.view(len(weight), -1, size))
+    factors = [one.view(torch.float16) for one in scales if one.dtype == torch.int16]
+    if not all(bool(one.isfinite().all()) for one in factors):
+        raise LoadError(f"a tensor of type {weight.type.name} has scales that are not finite; download the file again")
+    return StoredNumbers(numbers.flatten(1), scales)
+
+
+def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
+    """Return [N, blocks, count] the bits of float16 numbers."""
+    return blocks[..., start : start + 2 * count].contiguous().view(torch.int16)
+
+
+def _nibbles(blocks: Tensor, start: int, size: int) -> Tensor:
+    """Return [N, blocks, 2 * size] first the lower and then the upper halves of bytes."""
+    both = blocks[..., start : start + size]
+    return torch.cat([both & 15, both >> 4], -1)
+
+
+def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
+    """Return [N, blocks, 32] bits of a word of 32, from the lowest on."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (blocks[..., start : start + 4].unsqueeze(-1) >> shifts & 1).flatten(-2)
+
+
+def _q4_0(blocks: Tensor) -> StoredNumbers:
+    return StoredNumbers(_nibbles(blocks, 2, 16), [_halves(blocks, 0)])
+
+
+def _q4_1(blocks: Tensor) -> StoredNumbers:
+    return StoredNumbers(_nibbles(blocks, 4, 16), [_halves(blocks, 0, 2)])
+
+
+def _q5_0(blocks: Tensor) -> StoredNumbers:
+    numbers = _nibbles(blocks, 6, 16) | _fifth_bits(blocks, 2) << 4
+    return StoredNumbers(numbers + (128 - 16), [_halves(blocks, 0)])
+
+
+def _q5_1(blocks: Tensor) -> StoredNumbers:
+    return StoredNumbers(_nibbles(blocks, 8, 16) | _fifth_bits(blocks, 4) << 4, [_halves(blocks, 0, 2)])
+
+
+def _q8_0(blocks: Tensor) -> StoredNumbers:
+    return StoredNumbers(blocks[..., 2:] ^ 128, [_halves(blocks, 0)])
+
+
+def _six_bits(blocks: Tensor) -> list[Tensor]:
+    """Return the scales of a record: bits of the factors, the second negative; bytes of scales and of minima."""
+    packed = blocks[..., 4:16]
+    low, middle, high = packed.split(4, -1)
+    scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)
+    minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1)
+    factors = _halves(blocks, 0, 2).clone()
+    factors[..., 1] ^= -0x8000  # minima are subtracted
+    return [factors, scales, minima]
+
+
+def _q4_k(blocks: Tensor) -> StoredNumbers:
+    numbers = torch.cat([_nibbles(blocks, start, 32) for start in range(16, 144, 32)], -1)
+    return StoredNumbers(numbers, _six_bits(blocks))
+
+
+def _q5_k(blocks: Tensor) -> StoredNumbers:
+    low = torch.cat([_nibbles(blocks, start, 32) for start in range(48, 176, 32)], -1)
+    high = torch.cat([blocks[..., 16:48] >> bit & 1 for bit in range(8)], -1)
+    return StoredNumbers(low | high << 4, _six_bits(blocks))
+
+
+def _q6_k(blocks: Tensor) -> StoredNumbers:
+    low = torch.cat([_nibbles(blocks, start, 64) for start in (0, 64)], -1)
+    halves = (blocks[..., 128:160], blocks[..., 160:192])
+    high = torch.cat([half >> place & 3 for half in halves for place in range(0, 8, 2)], -1)
+    return StoredNumbers((low | high << 4) + (128 - 32), [_halves(blocks, 208), blocks[..., 192:208]])
+
+
+BLOCK_TYPES: dict[Type, BlockType] = {
+    Type.Q4_0: BlockType("q4_0", _q4_0),
+    Type.Q4_1: BlockType("q4_1", _q4_1),
+    Type.Q5_0: BlockType("q8_0", _q5_0),
+    Type.Q5_1: BlockType("q5_1", _q5_1),
+    Type.Q8_0: BlockType("q8_0", _q8_0),
+    Type.Q4_K: BlockType("q4_k", _q4_k),
+    Type.Q5_K: BlockType("q5_k", _q5_k),
+    Type.Q6_K: BlockType("q6_k", _q6_k),
+}
+"""Types by their names in ggml."""
