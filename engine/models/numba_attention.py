@@ -193,7 +193,7 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
         _lay_out_keys(keys, head, slots, offsets, count, key_blocks)
         of_tile = value_blocks[: num_blocks * count * BLOCK].reshape(num_blocks, count, BLOCK)
         _lay_out_values(values, head, slots, count, of_tile)
-        product(queries, key_blocks, no_scales, no_bias, scores, 0, (count + BLOCK - 1) // BLOCK)
+        product(queries, key_blocks, no_scales, no_bias, scores, (0, (count + BLOCK - 1) // BLOCK), (0, 1))
         scores[:, count:] = _HIDDEN
         for query in range(num_queries):
             row, shrink = first_row + query // num_shared, np.float32(1)
@@ -216,7 +216,7 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
 @compiled_for_cpu(**FAST)
 def _add_values(weights, blocks, no_scales, no_bias, found, results):
     """Add to the results [Q, D] the products of weights [Q, `TILE`] with a tile of values."""
-    product(weights, blocks, no_scales, no_bias, found, 0, len(blocks))
+    product(weights, blocks, no_scales, no_bias, found, (0, len(blocks)), (0, 1))
     for query in range(len(results)):
         for column in range(results.shape[1]):
             results[query, column] += found[query, column]

@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from engine.config import ModelConfig
 from engine.models import numba_decoder as nd
-from engine.models.cpu_weights import forms_of, word_of
+from engine.models.numba_multiply import multiplication
+from engine.models.cpu_weights import forms_of, types_of
 from engine.step.compiling import compile_kernels
 said = []
 compile_kernels(ModelConfig(target=sys.argv[1], device="cpu"), said.append)
-word = word_of(forms_of(torch.bfloat16).layers)
-functions = nd.beginning(word), nd.multiplication(word), *nd.functions_of_kv(np.float32), nd.work()
+kinds = types_of(forms_of(torch.bfloat16).layers)
+functions = nd.beginning(*kinds), multiplication(*kinds), *nd.functions_of_kv(np.float32), nd.work()
 print(json.dumps([len(said), [one.cache_hits for one in functions]]))
 """
 KERNELS = """

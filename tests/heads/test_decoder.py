@@ -77,12 +77,18 @@ def another_norm(self: HeadDecoder) -> None:
     self._arrays[nt.NORMS][-1] *= 1.1
 
 
+def words_of(self: HeadDecoder, field: int, layer: int = 0) -> Any:
+    """The words of a product's only piece in a layer."""
+    (piece,) = self.products[field].layers[layer]
+    return piece.words
+
+
 def another_weight(self: HeadDecoder) -> None:
-    self.products[nt.ENTRY].weights[0, 0, 0, 0] += 1
+    words_of(self, nt.ENTRY)[0, 0, 0] += 1
 
 
 def another_projection(self: HeadDecoder) -> None:
-    self.products[nt.PROJECTION].weights[0, 0, 0, 0] += 1
+    words_of(self, nt.PROJECTION)[0, 0, 0] += 1
 
 
 def another_norm_of_the_target_s_states(self: HeadDecoder) -> None:
@@ -102,7 +108,7 @@ def no_convolution(self: HeadDecoder) -> None:
 
 
 def kernels_that_do_not_depend_on_the_row(self: HeadDecoder) -> None:
-    self.products[nt.KERNELS].weights[-1] = 0
+    words_of(self, nt.KERNELS, -1)[:] = 0
 
 
 def smaller_blocks(self: HeadDecoder) -> None:
@@ -110,7 +116,7 @@ def smaller_blocks(self: HeadDecoder) -> None:
 
 
 def another_term(self: HeadDecoder) -> None:
-    self.products[nt.TERM].weights[0, 0, 0, 0] += 1
+    words_of(self, nt.TERM)[0, 0, 0] += 1
 
 
 WRONG = [

@@ -13,7 +13,7 @@ import pytest
 
 from engine import kernels
 
-MODULES = tuple(f"engine.models.numba_{name}" for name in ("vectors", "words", "rounding", "dot", "product"))
+MODULES = tuple(f"engine.models.numba_{name}" for name in ("vectors", "words", "scales", "rounding", "dot", "product"))
 """Modules of the products; each imports those before it."""
 
 

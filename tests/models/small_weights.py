@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from engine.models.cpu_decoder import CpuDecoder
@@ -16,7 +15,7 @@ from engine.models.probe import rows_converted
 
 def rows_rounded(model: Any, form: Form) -> AbstractContextManager[None]:
     """Let the linear layers of a model round their rows as products with weights of a form do."""
-    return rows_converted(model, partial(rounded_rows, form=form))
+    return rows_converted(model, lambda rows, _: rounded_rows(rows, form))
 
 
 def represented_by(loaded: LoadedModel, forms: Forms) -> LoadedModel:
