@@ -1,0 +1,1 @@
+"""Models in the file format of llama.cpp, GGUF, served as they are."""
