@@ -138,7 +138,7 @@ def file_fault(path: Path) -> str:
         return "the file is empty; download it again"
     if begin.startswith(_LFS):
         return "this is a git-lfs pointer, not the file itself; run in its folder: git lfs pull"
-    if begin.startswith(_GGUF):
+    if begin.startswith(_GGUF) and path.suffix.lower() != ".gguf":
         return f"this is a GGUF file; {NO_GGUF}"
     if begin.lstrip().lower().startswith((b"<!doctype", b"<html")):
         return "this is a web page (HTML), not the file itself; download it again"

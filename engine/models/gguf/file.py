@@ -1,0 +1,192 @@
+"""Opens GGUF files: their metadata, and views of their tensors' blocks in the memory-mapped file.
+
+A model may be split into parts, `NAME-00001-of-00003.gguf`, which are opened as one. Everything that a file claims is
+compared with its size first, so a damaged or hostile file costs no memory. Not for: what keys and tensors mean.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from engine.errors import LoadError
+from engine.models.files import file_fault
+from engine.models.gguf.header import Header, TensorEntry, read_header
+
+PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
+"""Mark of a part in a file's name: its number from 1, and the number of parts."""
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+_ARCHITECTURE = "general.architecture"
+_LARGEST = 2**63 - 1
+_DOWNLOAD = "download it again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor as the file has it."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """Shape in torch's order: a linear layer's weight is (outputs N, inputs K)."""
+    data: np.ndarray
+    """uint8 view of the memory-mapped file: [N, bytes of a row], or [bytes] of a tensor of one dimension."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFile:
+    """A model's GGUF file, or all of its parts."""
+
+    path: Path
+    """The file, or the first part."""
+    paths: tuple[Path, ...]
+    """All parts in their order."""
+    metadata: dict[str, Any]
+    """Key-values: numbers, texts, lists of texts, and numpy arrays of numbers."""
+    architecture: str
+    tensors: dict[str, StoredTensor]
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return the names of all parts of the model that a file belongs to, which is the file alone if it is no part."""
+    mark = PART.search(path.name)
+    if mark is None or not 1 <= int(mark[1]) <= int(mark[2]):
+        return (path,)
+    before, after = path.name[: mark.start()], path.name[mark.end() :]
+    count = int(mark[2])
+    return tuple(path.with_name(f"{before}-{number:05}-of-{mark[2]}{after}") for number in range(1, count + 1))
+
+
+def open_file(path: Path) -> GgufFile:
+    """Open a file, or all parts if it is one of several; raise LoadError for files that are missing, cut off, damaged
+    or do not belong together.
+    """
+    paths = parts_of(path)
+    missing = [one.name for one in paths if not (one.is_file() or one.is_symlink())]
+    if missing:
+        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise LoadError(
+            f"{path}: {len(missing)} of the {len(paths)} parts of this model are missing from {path.parent} ({some}); "
+            "download them into this folder, without other names"
+        )
+    headers: list[Header] = []
+    tensors: dict[str, StoredTensor] = {}
+    for number, one in enumerate(paths):
+        content = _mapped(one)
+        header = read_header(one, content)
+        _check_part(one, header.metadata, number, len(paths))
+        headers.append(header)
+        for tensor in _tensors(one, content, header):
+            if tensor.name in tensors:
+                raise LoadError(f"{one}: the tensor {tensor.name!r} is there twice, {_of_parts(len(paths))}")
+            tensors[tensor.name] = tensor
+    first = headers[0].metadata
+    _check_together(paths, headers, len(tensors))
+    architecture = first.get(_ARCHITECTURE)
+    if not isinstance(architecture, str):
+        raise LoadError(
+            f"{paths[0]}: the file has no {_ARCHITECTURE}, so it is not a model's; name a model's GGUF file"
+        )
+    return GgufFile(path=paths[0], paths=paths, metadata=first, architecture=architecture, tensors=tensors)
+
+
+def _of_parts(count: int) -> str:
+    if count == 1:
+        return f"so the file is damaged; {_DOWNLOAD}"
+    return "so its parts are of different models, or one has another's name; download all parts again"
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Return the bytes of a file that can be one, memory-mapped for reading."""
+    if fault := file_fault(path):
+        raise LoadError(f"{path}: {fault}")
+    try:
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path}: cannot be mapped into memory ({error}); copy it to a local file system") from error
+
+
+def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
+    """Raise LoadError if a file is not the part that its name says."""
+    stated = metadata.get(_NUMBER, 0), metadata.get(_COUNT, 1) or 1
+    if stated == (number, count):
+        return
+    if count == 1:
+        raise LoadError(
+            f"{path}: part {stated[0] + 1} of the {stated[1]} parts of a model, under another name; put all parts into "
+            f"one folder as NAME-{stated[0] + 1:05}-of-{stated[1]:05}.gguf and so on"
+        )
+    raise LoadError(
+        f"{path}: its name says part {number + 1} of {count}, its content part {stated[0] + 1} of {stated[1]}; "
+        "download this part again"
+    )
+
+
+def _check_together(paths: tuple[Path, ...], headers: list[Header], num_tensors: int) -> None:
+    """Raise LoadError for parts of different models."""
+    if len(paths) == 1:
+        return
+    first = headers[0].metadata
+    for path, header in zip(paths, headers, strict=True):
+        for key in (_ARCHITECTURE, _TENSORS):
+            own = header.metadata.get(key, first.get(key))
+            if own != first.get(key):
+                raise LoadError(
+                    f"{path}: {key} is {own!r} here and {first.get(key)!r} in {paths[0].name}, so the parts are of "
+                    "different models; download all parts again"
+                )
+    if num_tensors != first.get(_TENSORS, num_tensors):
+        raise LoadError(
+            f"{paths[0]}: the parts have {num_tensors} tensors of {first[_TENSORS]}, so they are of different models; "
+            "download all parts again"
+        )
+
+
+def _tensors(path: Path, content: np.ndarray, header: Header) -> Iterator[StoredTensor]:
+    """Return views of a file's tensors; raise LoadError for one that the file cannot hold."""
+    end = 0
+    for entry in sorted(header.entries, key=lambda entry: entry.offset):
+        if entry.offset < end:
+            raise _damaged(path, entry, "begins inside another tensor")
+        row, count = _row_bytes(path, entry), math.prod(entry.dimensions[1:])
+        if entry.offset % header.alignment:
+            raise _damaged(path, entry, f"begins at byte {entry.offset}, which is not aligned to {header.alignment}")
+        end = entry.offset + row * count
+        start, stop = header.data_start + entry.offset, header.data_start + end
+        if stop > content.size:
+            raise LoadError(
+                f"{path}: the file is cut off, or damaged: {entry.name!r} ends at byte {stop}, the file at "
+                f"{content.size}; {_DOWNLOAD}"
+            )
+        shape = entry.dimensions[::-1]
+        data = content[start:stop].reshape(*shape[:-1], row)
+        yield StoredTensor(name=entry.name, type=GGMLQuantizationType(entry.type), shape=shape, data=data)
+
+
+def _row_bytes(path: Path, entry: TensorEntry) -> int:
+    """Return the bytes of a tensor's row."""
+    sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}.get(entry.type)
+    if sizes is None:
+        raise LoadError(
+            f"{path}: {entry.name!r} has the tensor type {entry.type}, which is unknown here: llama.cpp has withdrawn it, "
+            "or it is newer than this version; choose a file of another type, Q4_K_M or Q8_0"
+        )
+    if not all(1 <= size <= _LARGEST for size in entry.dimensions):
+        raise _damaged(path, entry, f"has dimensions {entry.dimensions}")
+    block, size = sizes
+    length = entry.dimensions[0]
+    if length % block:
+        kind = GGMLQuantizationType(entry.type).name
+        raise _damaged(path, entry, f"has rows of {length} numbers, which are not whole blocks of {kind} ({block})")
+    return length // block * size
+
+
+def _damaged(path: Path, entry: TensorEntry, what: str) -> LoadError:
+    return LoadError(f"{path}: the file is damaged: {entry.name!r} {what}; {_DOWNLOAD}")
