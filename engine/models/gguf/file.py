@@ -175,8 +175,8 @@ def _row_bytes(path: Path, entry: TensorEntry) -> int:
     sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}.get(entry.type)
     if sizes is None:
         raise LoadError(
-            f"{path}: {entry.name!r} has the tensor type {entry.type}, which is unknown here: llama.cpp has withdrawn it, "
-            "or it is newer than this version; choose a file of another type, Q4_K_M or Q8_0"
+            f"{path}: {entry.name!r} has the tensor type {entry.type}, which is unknown here: withdrawn by llama.cpp, "
+            "or newer than this version; choose a file of another type, Q4_K_M or Q8_0"
         )
     if not all(1 <= size <= _LARGEST for size in entry.dimensions):
         raise _damaged(path, entry, f"has dimensions {entry.dimensions}")

@@ -1,0 +1,86 @@
+"""Key-values of one architecture, read with their types. Keys that nobody has read are refused: they may change what
+the model computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from engine.errors import LoadError
+from engine.models.gguf.file import GgufFile
+
+_HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
+"""Keys that change nothing: the list of tokens has their number, and how a model was trained is past."""
+
+
+class Keys:
+    """The key-values `ARCHITECTURE.*` of a file."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        prefix = f"{file.architecture}."
+        self._left = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+        for key in _HARMLESS:
+            self._left.pop(key, None)
+
+    def fault(self, key: str, what: str) -> LoadError:
+        """Return the error for a value that cannot be used."""
+        return LoadError(f"{self._file.path}: {self._file.architecture}.{key} {what}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a number of things, at least 1. A list, of a value for each layer, must have equal values."""
+        value = self._scalar(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise self.fault(key, f"is {value!r}, not a number from 1; download the file again")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0."""
+        value = self._scalar(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.fault(key, f"is {value!r}, not a number above 0; download the file again")
+        # The file has float32: 9.999999747378752e-06 was written as 1e-05.
+        return float(str(np.float32(value)))
+
+    def text(self, key: str, default: str) -> str:
+        """Return a text."""
+        value = self._scalar(key, default)
+        if not isinstance(value, str):
+            raise self.fault(key, f"is {value!r}, not a text; download the file again")
+        return value
+
+    def expect(self, key: str, values: Iterable[object], served: str) -> None:
+        """Raise LoadError for a value other than these; served: what is served, for the message."""
+        if (found := self._scalar(key, None, is_needed=False)) is not None and found not in values:
+            raise self.fault(key, f"is {found!r}, which is not served; {served}")
+
+    def end(self) -> None:
+        """Raise LoadError for keys that nobody has read."""
+        if self._left:
+            some = ", ".join(f"{self._file.architecture}.{key}" for key in sorted(self._left)[:3])
+            raise LoadError(
+                f"{self._file.path}: {len(self._left)} keys of this file are not known here and may change what the "
+                f"model computes ({some}); serve the same model in transformers format"
+            )
+
+    def skip(self, key: str) -> None:
+        """Count a key as read, because somebody else reads it."""
+        self._left.pop(key, None)
+
+    def has(self, key: str) -> bool:
+        """Whether the file has a key that has not been read."""
+        return key in self._left
+
+    def _scalar(self, key: str, default: Any, is_needed: bool = True) -> Any:
+        value = self._left.pop(key, default)
+        if value is None and is_needed:
+            raise self.fault(key, "is missing; download the file again, or convert the model again")
+        if not isinstance(value, np.ndarray | list):
+            return value
+        several = set(value.tolist() if isinstance(value, np.ndarray) else value)
+        if len(several) != 1:
+            raise self.fault(key, "differs between layers, which is not served; choose another model")
+        return several.pop()
