@@ -28,6 +28,7 @@ from engine.models.cpu_weights import (
     Form,
     Forms,
     Product,
+    form_of_type,
     forms_of,
     remark_on,
     represented,
@@ -35,7 +36,7 @@ from engine.models.cpu_weights import (
     rounds_rows,
     types_of,
 )
-from engine.models.gguf.blocks import BlockTensor, has_blocks
+from engine.models.gguf.blocks import BlockTensor
 from engine.models.kinds import window_of
 from engine.models.numba_vectors import BLOCK
 from engine.models.numba_work import ROW, TEAM
@@ -80,7 +81,6 @@ class CpuDecoder(Backend):
         self.kv_dtype = kv_dtype
         self.forms = forms = forms or forms_of(model.lm_head.weight.dtype)
         self._model = model
-        self._has_blocks = has_blocks(model)
         config, layers = model.config, model.model.layers
         attention = layers[0].self_attn
         self._num_layers, self._num_entries = len(layers), int(hasattr(layers[0], "hidden_norm"))
@@ -147,9 +147,7 @@ class CpuDecoder(Backend):
     def _form_of(self, weight: Tensor) -> Form:
         """Return the form in which a weight of the model is stored."""
         if isinstance(weight, BlockTensor):
-            return weight.form
-        if self._has_blocks:
-            return forms_of(weight.dtype).layers
+            return form_of_type(weight.type)
         is_of_vocabulary = any(weight.data_ptr() == one.data_ptr() for one in self._vocabulary)
         return self.forms.vocabulary if is_of_vocabulary else self.forms.layers
 

@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGMLQuantizationType
 from numba import from_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.models.gguf.blocks import BlockTensor, StoredNumbers, unpacked
+from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor, StoredNumbers, unpacked
 from engine.models.numba_dot import HAS_PAIRS
 from engine.models.numba_product import WIDENS_HALVES
 from engine.models.numba_rounding import best_scales
@@ -71,6 +72,11 @@ def forms_of(dtype: torch.dtype, weights: str = "auto", may_round_rows: bool = T
 
 def _alike(form: Form) -> Forms:
     return Forms(form, form)
+
+
+def form_of_type(kind: GGMLQuantizationType) -> Form:
+    """Return the form of weights of a type of GGUF files."""
+    return forms_of(FLOATS[kind]).layers if kind in FLOATS else BLOCK_TYPES[kind].form
 
 
 def types_of(form: Form) -> tuple[Any, Any]:
@@ -158,7 +164,10 @@ def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> li
     forms = [form_of(part) for part in parts]
     if len(set(forms)) > 1 and any(len(part) % BLOCK for part in parts[:-1]):
         # A piece begins with a block.
-        parts, forms = [represented(part, form) for part, form in zip(parts, forms, strict=True)], ["float32"] * len(parts)
+        parts, forms = (
+            [represented(part, form) for part, form in zip(parts, forms, strict=True)],
+            ["float32"] * len(parts),
+        )
     pieces: list[Piece] = []
     for form, group in groupby(zip(forms, parts, strict=True), key=itemgetter(0)):
         first = sum(len(piece.words) for piece in pieces)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.models.gguf.blocks import BlockTensor
 from engine.models.packing import is_plain
 from engine.models.quantising import has_scheme, is_quantised
 
@@ -31,8 +32,10 @@ def _is_like_llama(config: Any) -> bool:
 
 
 def is_decoder(model: Any) -> bool:
-    """Whether a model is a decoder like Llama with plain weights."""
-    return may_decode(model.config) and _has_linears(model, is_plain)
+    """Whether a model is a decoder like Llama with plain weights, or with those of a GGUF file."""
+    return may_decode(model.config) and _has_linears(
+        model, lambda linear: is_plain(linear) or isinstance(linear.weight, BlockTensor)
+    )
 
 
 def _has_linears(model: Any, is_known: Callable[[Any], bool]) -> bool:

@@ -23,6 +23,8 @@ from engine.config import MODEL, MTP, ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
 from engine.models.checkpoint import Source, check_vocabularies, context_length, length_remark, token_roles
 from engine.models.files import check_source
+from engine.models.gguf.file import GgufFile
+from engine.models.gguf.weights import check_types, file_behind, is_by_name, load_model
 from engine.models.heads.config import HeadConfig, check_target
 from engine.models.heads.head import Head
 from engine.models.heads.loading import head_config, load_head, mtp_config
@@ -163,6 +165,18 @@ def by_torchao(weights: str, config: Any, device: torch.device) -> bool:
     return weights in FORMATS and not (weights == "int4" and is_decoded)
 
 
+def _dtype_of_file(file: GgufFile, wanted: str, device: torch.device) -> torch.dtype | None:
+    """Return the type to which the weights of a GGUF file are dequantised; None leaves them in their blocks.
+
+    wanted: of `ModelConfig`.
+    """
+    if device.type != "cpu":
+        return _DTYPES.get(wanted, torch.bfloat16)
+    if not is_by_name(file) or find_spec("numba") is None:
+        return arithmetic_dtype(wanted, device)
+    return _DTYPES.get(wanted)
+
+
 def _torchao_format(name: str, revision: str | None, config: ModelConfig) -> str:
     """Return the format in which torchao quantises a checkpoint while it is loaded; auto if it does not."""
     stored = _read_config(name, revision)
@@ -188,6 +202,9 @@ def load(
     config = _read_config(name, revision)
     check_config(name, config)
     remark = fix_rope(name, config, context or context_length(config))
+    if (file := file_behind(name)) is not None:
+        loaded = adopt(load_model(name, file, config, _dtype_of_file(file, dtype, device), device), name)
+        return replace(loaded, remark=remark)
     renamed: dict[str, Any] = {}
     if Path(name).is_dir() and (prefix := wrapper_prefix(Path(name))):
         renamed = {"key_mapping": {f"^{re.escape(prefix)}": ""}}
@@ -321,7 +338,26 @@ def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: i
     check_quantised(name, config, wanted, num_ranks, device, by_torchao(wanted.weights, config, device))
     if Path(name).is_dir():
         check_weight_files(Path(name))
+    if (file := file_behind(name)) is not None:
+        _check_file(name, file, wanted, num_ranks)
     return _outline(name, config)
+
+
+def _check_file(name: str, file: GgufFile, wanted: ModelConfig, num_ranks: int) -> None:
+    """Raise LoadError for a GGUF file that cannot be served, ConfigError for formats that it cannot have."""
+    check_types(file)
+    if wanted.weights != "auto":
+        raise ConfigError(
+            f"--weights {wanted.weights}: the weights of {name} are quantised already, and nothing is quantised twice; "
+            "leave the flag out, or choose another of the model's files"
+        )
+    if wanted.activations == "float32" and wanted.dtype == "auto":
+        raise ConfigError(
+            f"--activations float32: rows are rounded to 8 bits for the weights of {name}; leave the flag out, or "
+            "dequantise the weights: --dtype float32"
+        )
+    if num_ranks > 1:
+        raise ConfigError(f"{name}: GGUF files are not split; leave --tensor-parallel-size out")
 
 
 def _read_config(name: str, revision: str | None) -> Any:

@@ -1,8 +1,8 @@
 """Products by the processor's own dot products, of weights in few bits or of pairs of bfloat16, in Numba.
 
 A row is rounded once, by itself (`numba_rounding.py`). Sums of a group are integers, so they are exact in any order;
-each group, or each half of one, then adds one float32 product, in the order of K. A row's result does not depend on other rows or cores.
-Layouts of weights and scales: `numba_words.py`.
+each group, or each half of one, then adds one float32 product, in the order of K. A row's result does not depend on
+other rows or cores. Layouts of weights and scales: `numba_words.py`.
 
 x86 without such dot products multiplies halves of the bytes in 16 bits, and other processors without them byte by byte:
 the sums are the same integers.

@@ -9,7 +9,20 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from engine.models.numba_vectors import BLOCK, BYTE, FEATURES, FLOAT, GROUP, INTS, LANES, SHORT, VECTOR, Emitter, ints, long
+from engine.models.numba_vectors import (
+    BLOCK,
+    BYTE,
+    FEATURES,
+    FLOAT,
+    GROUP,
+    INTS,
+    LANES,
+    SHORT,
+    VECTOR,
+    Emitter,
+    ints,
+    long,
+)
 from engine.models.numba_words import MINIMA, RECORD, num_parts_of
 
 _WIDENS_HALVES = "+f16c" in FEATURES or "+avx512f" in FEATURES

@@ -15,8 +15,8 @@ from engine.kernels import compiled_for_cpu
 from engine.models.numba_vectors import BLOCK
 from engine.models.numba_work import pointer_to
 
-# Rows of the table of a pass. Products of a model with L layers: their pieces [L, P, `PIECE`], then the bias [L, N]; the
-# products of the embedding and `lm_head` have L = 1, and that of the embedding one piece. If the first layer reads
+# Rows of the table of a pass. Products of a model with L layers: their pieces [L, P, `PIECE`], then the bias [L, N].
+# The products of the embedding and `lm_head` have L = 1, and that of the embedding one piece. If the first layer reads
 # states, `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has them of the other
 # layers.
 # Heads alone have `PROJECTION`, with L = 1, of the target's states, `KERNELS`, with 2 L, of convolutions, and `TERM`,

@@ -1,4 +1,4 @@
-"""Words and scales of weights that are multiplied by dot products (`numba_dot.py`): which numbers a word has, and where.
+"""Words and scales of weights that are multiplied by dot products (`numba_dot.py`), and what they stand for.
 
 Weights in blocks [N / B, words, B], by the numpy type of their words:
 - int8: bytes [K / 4, B, 4], stored plus 128;

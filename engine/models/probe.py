@@ -29,6 +29,8 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
 from engine.kernels import raise_if_lost
 from engine.models.backend import Backend, TransformersBackend
+from engine.models.gguf.blocks import has_blocks
+from engine.models.gguf.weights import dequantise
 from engine.models.kinds import is_decoder, is_lean
 from engine.models.lean import LeanDecoder
 from engine.models.loading import LoadedModel, arithmetic_dtype
@@ -167,6 +169,9 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
             "(docs/models.md); leave them out for this one"
         )
     dtype = arithmetic_dtype(config.dtype, device)
+    if has_blocks(loaded.model):
+        log.warning("%s: the weights of the GGUF file are dequantised to float32, four bytes each", loaded.name)
+        dequantise(loaded.model, torch.float32)
     is_narrow = loaded.model.dtype in (torch.bfloat16, torch.float16) and not has_quantised(loaded.model)
     if device.type == "cpu" and dtype is not None and is_narrow:
         loaded.model.to(dtype)

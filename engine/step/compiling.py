@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,12 @@ import torch
 from engine.config import ModelConfig
 from engine.kernels import cache_folder
 from engine.kernels.choosing import choose
+from engine.models.gguf.weights import file_behind, type_of_embeddings, types_of_matrices
 from engine.models.host import usable_cores
 from engine.models.loading import Progress, decoded_dtype
+
+if TYPE_CHECKING:
+    from engine.models.cpu_weights import Form
 
 log = logging.getLogger("polydraft")
 
@@ -44,28 +49,52 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     try:
         from engine.drafting import numba_levels
         from engine.models import numba_decoder, numba_multiply
-        from engine.models.cpu_weights import forms_of, types_of
+        from engine.models.cpu_weights import types_of
     except ImportError:  # Numba is not installed
         return
-    dtype, folder = decoded_dtype(config), cache_folder()
-    if dtype is None or folder is None:
+    used, folder = _forms_used(config), cache_folder()
+    if not used.products or folder is None:
         return
-    # A draft model inherits the format of the target, and a head does not.
-    formats = {config.weights, config.draft_model_config.weights, config.draft_weights}
-    forms = [forms_of(dtype, weights, config.activations == "auto") for weights in formats]
-    of_products = {form for one in forms for form in one}
-    of_embeddings = {one.vocabulary for one in forms}
     kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"
     # The longest job first.
     jobs: Jobs = {
         f"kv-{kv}": lambda: numba_decoder.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
-        **{f"products-{form}": partial(numba_multiply.multiplication, *types_of(form)) for form in of_products},
+        **{f"products-{form}": partial(numba_multiply.multiplication, *types_of(form)) for form in used.products},
         "work": numba_decoder.work,
-        **{f"embeddings-{form}": partial(numba_decoder.beginning, *types_of(form)) for form in of_embeddings},
+        **{f"embeddings-{form}": partial(numba_decoder.beginning, *types_of(form)) for form in used.embeddings},
         "levels": numba_levels.draw,
     }
     fill(folder, jobs, progress)
+
+
+class _Forms(NamedTuple):
+    """Forms of the weights that a start reads."""
+
+    products: frozenset[Form]
+    embeddings: frozenset[Form]
+
+
+def _forms_used(config: ModelConfig) -> _Forms:
+    """Return the forms of the weights of target and draft; none if the CPU's decoder does not run the target."""
+    from engine.models.cpu_weights import form_of_type, forms_of
+
+    products: set[Form] = set()
+    embeddings: set[Form] = set()
+    dtype = decoded_dtype(config)
+    if dtype is None:
+        return _Forms(frozenset(), frozenset())
+    files = [None if name is None else file_behind(name) for name in (config.target, config.draft)]
+    for file in filter(None, files if config.dtype == "auto" else []):
+        products |= {form_of_type(kind) for kind in types_of_matrices(file)}
+        embeddings |= {form_of_type(kind) for kind in (type_of_embeddings(file),) if kind is not None}
+    if files[0] is None or (config.draft is not None and files[1] is None) or config.dtype != "auto":
+        # A draft model inherits the format of the target, and a head does not.
+        for weights in {config.weights, config.draft_model_config.weights, config.draft_weights}:
+            forms = forms_of(dtype, weights, config.activations == "auto")
+            products |= set(forms)
+            embeddings.add(forms.vocabulary)
+    return _Forms(frozenset(products), frozenset(embeddings))
 
 
 def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from engine.models.cpu_weights import Product, represented, rounded_rows
+from engine.models.cpu_weights import Product, form_of_type, represented, rounded_rows
 from engine.models.gguf.blocks import BLOCK_TYPES, BlockTensor
 from engine.models.numba_dot import HAS_DOTS, HAS_PAIRS
 from engine.models.numba_product import product
@@ -51,7 +51,7 @@ def laid_out(weight: Tensor, form: str) -> Product:
 
 
 def form_of(weight: Tensor, form: str) -> Any:
-    return weight.form if isinstance(weight, BlockTensor) else form
+    return form_of_type(weight.type) if isinstance(weight, BlockTensor) else form
 
 
 def products(rows: Tensor, of: Product, multiply: Any = product, blocks: slice = slice(None)) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from engine.errors import LoadError
@@ -34,8 +34,12 @@ class StoredNumbers(NamedTuple):
     """[N, rows, numbers] of the scales, which follow each other in a row (`numba_words.py`)."""
 
 
+FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
+"""Types of files without blocks."""
+
+
 class BlockTensor(Tensor):
-    """A weight [N, K] in blocks of a GGUF file. Operations on it compute with its float32 numbers."""
+    """A weight [N, K] as a GGUF file has it. Operations on it compute with its float32 numbers."""
 
     raw: Tensor
     """[N, bytes of a row]"""
@@ -49,19 +53,14 @@ class BlockTensor(Tensor):
         found.raw, found.type = raw, kind
         return found  # type: ignore[no-any-return]
 
-    def __init__(self, raw: Tensor, kind: Type) -> None:
+    def __init__(self, raw: Tensor, kind: Type) -> None:  # noqa: ARG002
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"BlockTensor({self.type.name}, {tuple(self.shape)})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["raw"], self.type
-
-    @property
-    def form(self) -> Form:
-        """Return the form in which the CPU's decoder stores the weight."""
-        return BLOCK_TYPES[self.type].form
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """Return the float32 numbers [N, K]."""
@@ -85,7 +84,11 @@ class BlockTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None  # noqa: ARG003
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return BlockTensor(args[0].raw, args[0].type)
@@ -95,11 +98,9 @@ class BlockTensor(Tensor):
         return func(*given, **(kwargs or {}))
 
 
-def has_blocks(model: Any) -> bool:
-    """Whether a model has weights in blocks of a GGUF file."""
-    return any(isinstance(module.weight, BlockTensor) for module in (model.lm_head, model.model.embed_tokens)) or any(
-        isinstance(weight, BlockTensor) for layer in model.model.layers for weight in layer.parameters()
-    )
+def has_blocks(model: nn.Module) -> bool:
+    """Whether a model has weights as a GGUF file has them."""
+    return any(isinstance(weight, BlockTensor) for weight in model.parameters())
 
 
 def _multiplied(rows: Tensor, weight: BlockTensor, bias: Tensor | None = None) -> Tensor:
@@ -119,6 +120,8 @@ class BlockType(NamedTuple):
 
 def unpacked(weight: BlockTensor) -> StoredNumbers:
     """Return a weight's numbers as its form stores them; raise LoadError for scales that are not finite."""
+    if weight.type in FLOATS:
+        return StoredNumbers(weight.raw.view(FLOATS[weight.type]), [])
     size = GGML_QUANT_SIZES[weight.type][1]
     numbers, scales = BLOCK_TYPES[weight.type].unpack(weight.raw.view(len(weight), -1, size))
     factors = [one.view(torch.float16) for one in scales if one.dtype == torch.int16]
