@@ -60,6 +60,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     probe: Probe = "refuse"
     """Treatment of models whose logits differ from those of plain transformers by more than rounding explains."""
 
+    given_names: dict[str, str] = {}
+    """Names in the command line of models whose folders are derived from GGUF files, by folder."""
+
+    def shown(self, text: str) -> str:
+        """Return a text for people, with given names in place of derived folders."""
+        for folder, name in self.given_names.items():
+            text = text.replace(folder, name)
+        return text
+
     @property
     def draft_model_config(self) -> ModelConfig:
         """Return this configuration with the number format of a draft model's weights."""

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -61,3 +62,14 @@ def set_up_log(level: str, form: Literal["text", "json"]) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper())
+
+
+def show_given_names(shown: Callable[[str], str]) -> None:
+    """Pass the message of every later line through a function (`ModelConfig.shown`)."""
+
+    def pass_through(record: logging.LogRecord) -> bool:
+        record.msg, record.args = shown(record.getMessage()), ()
+        return True
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(pass_through)

@@ -33,7 +33,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import ConfigError, LoadError, RequestError
-from engine.logs import set_up_log
+from engine.logs import set_up_log, show_given_names
 from engine.step.engine import Engine, Failures, StepResult
 
 log = logging.getLogger("polydraft")
@@ -188,7 +188,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     torch.set_num_threads(cpu_threads(config.model))
 
     def progress(text: str) -> None:
-        mailbox.send(Loading(text))
+        mailbox.send(Loading(config.model.shown(text)))
 
     compile_kernels(config.model, progress)
     engine = build_engine(config, progress)
@@ -231,19 +231,20 @@ def main() -> int:
     launch = decode_launch(message)
     if launch.is_offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    mailbox = Mailbox(launch.inbox, launch.outbox)
+    mailbox, shown = Mailbox(launch.inbox, launch.outbox), launch.config.model.shown
     try:
         set_up_log("warning", launch.config.log_format)
+        show_given_names(shown)
         serve(start(launch.config, mailbox), mailbox)
     except ConfigError as error:
-        mailbox.send(Failed(str(error), 2))
+        mailbox.send(Failed(shown(str(error)), 2))
         return 2
     except LoadError as error:
-        mailbox.send(Failed(str(error), 1))
+        mailbox.send(Failed(shown(str(error)), 1))
         return 1
     except Exception as error:
         log.exception("the engine has failed and its process ends")
-        mailbox.send(Failed(f"{type(error).__name__}: {error}", 1))
+        mailbox.send(Failed(shown(f"{type(error).__name__}: {error}"), 1))
         return 1
     finally:
         mailbox.close()

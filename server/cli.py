@@ -107,9 +107,9 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
-    from engine.api import ConfigError, check_settings, set_up_log
+    from engine.api import ConfigError, LoadError, check_settings, set_up_log, show_given_names
     from server.flags import faults, parse_flags
-    from server.start_checks import bind, bind_fault, check_sources, own_socket_file, with_quantization
+    from server.start_checks import bind, bind_fault, own_socket_file, with_quantization, with_sources
 
     early = _held_back()
     try:
@@ -135,15 +135,16 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
             log.handle(record)
     with listener, own_socket_file(settings):
         try:
-            check_sources(config)
+            config = with_sources(config)
+            show_given_names(config.model.shown)
             config = with_quantization(config, settings.quantization)
             from server.daemon import run
 
             _on_signals(lambda *_: sys.exit(0))
             return run(settings, config, listener, process)
-        except ConfigError as error:
-            print(f"polydraft serve: {error}", file=sys.stderr)
-            return 2
+        except (ConfigError, LoadError) as error:
+            print(f"polydraft serve: {config.model.shown(str(error))}", file=sys.stderr)
+            return 2 if isinstance(error, ConfigError) else 1
 
 
 if __name__ == "__main__":

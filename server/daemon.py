@@ -102,12 +102,12 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {settings.chat_template}: cannot be read ({error})") from error
     plain = settings.special_tokens_in_messages == "text"
-    tokenizer = Tokenizer(
-        settings.tokenizer_source(), template, settings.tokenizer_revision(), has_plain_messages=plain
-    )
+    model = client.config.model
+    words, revision = model.tokenizer_source
+    tokenizer = Tokenizer(words, template, revision, has_plain_messages=plain)
     check_template(tokenizer)
     neutral = settings.generation_config == "neutral"
-    defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)
+    defaults = GenerationDefaults() if neutral else generation_defaults(model.target, model.revision)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     dialogue = dialogue_of(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
     unknown = UnknownFields(settings.strict_fields, BODIES, FOREIGN)

@@ -122,14 +122,6 @@ class Serve(
         """Folder or name of the target model."""
         return self.model or str(_DEMO / "target")
 
-    def tokenizer_source(self) -> str:
-        """Folder or name of the tokenizer."""
-        return self.tokenizer or self.target()
-
-    def tokenizer_revision(self) -> str | None:
-        """Hub revision of the tokenizer if it is the target's."""
-        return self.revision if self.tokenizer_source() == self.target() else None
-
     def engine_config(self) -> EngineConfig:
         """Return the configuration of the engine process."""
         draft = self.draft_model or (None if self.model else str(_DEMO / "draft"))
@@ -138,7 +130,7 @@ class Serve(
         return EngineConfig(
             model=ModelConfig(
                 target=self.target(),
-                tokenizer=self.tokenizer_source(),
+                tokenizer=self.tokenizer or self.target(),
                 draft=draft,
                 revision=self.revision,
                 draft_revision=self.draft_revision,

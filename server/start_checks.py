@@ -20,13 +20,14 @@ from msgspec.structs import replace
 from engine.api import (
     ConfigError,
     EngineConfig,
+    ModelConfig,
     Source,
     Weights,
-    check_source,
     check_vocabularies,
     model_file,
     read_object,
     warn_of_adapter,
+    with_folders,
 )
 from server.settings import Serve
 
@@ -36,22 +37,33 @@ _HTTP_CLIENTS = ("httpx", "httpx2")
 _BACKLOG = 2048
 
 
-def check_sources(config: EngineConfig) -> None:
-    """Raise ConfigError if a model does not exist, or if target and draft model have different tokens."""
+def with_sources(config: EngineConfig) -> EngineConfig:
+    """Return a configuration whose models exist, with folders in place of GGUF files. Raise ConfigError if a model does
+    not exist, or if target and draft model have different tokens; LoadError for a GGUF file that cannot be served.
+    """
     if not log.isEnabledFor(logging.DEBUG):
         for client in _HTTP_CLIENTS:
             # One log line per request to the hub would hide the important one.
             logging.getLogger(client).setLevel(logging.WARNING)
-    check_source(config.model.target, config.model.revision)
-    warn_of_adapter(config.model.target)
-    source = config.model.draft_source
-    if source is None or source[0] == config.model.target:
+    config = with_folders(config)
+    _check_draft(config.model)
+    return config
+
+
+def _check_draft(model: ModelConfig) -> None:
+    """Raise ConfigError if a draft model in a folder has other tokens than the target."""
+    warn_of_adapter(model.target)
+    source = model.draft_source
+    if source is None or source[0] == model.target:
         return
-    check_source(*source)
-    folders = Path(config.model.target), Path(source[0])
+    folders = Path(model.target), Path(source[0])
     # The engine compares models of the hub, after it has imported torch.
-    if all(folder.is_dir() for folder in folders) and _is_language_model(folders[1]):
+    if not all(folder.is_dir() for folder in folders) or not _is_language_model(folders[1]):
+        return
+    try:
         check_vocabularies(Source(str(folders[0])), Source(str(folders[1])))
+    except ConfigError as error:
+        raise ConfigError(model.shown(str(error))) from error
 
 
 def _is_language_model(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,9 @@ limit.
 """
 _GGUF = b"GGUF"
 _LFS = b"version https://git-lfs.github.com/spec/"
-_RIGHT_FOLDER = "name a folder with config.json and safetensors"
-NO_GGUF = (
-    "GGUF files are for llama.cpp and not served; name the same model in transformers format, a folder or a hub "
-    "repository with config.json and safetensors"
-)
+_RIGHT_FOLDER = "name a folder with config.json and safetensors, or a GGUF file"
+WEIGHTS_ELSEWHERE = "gguf.json"
+"""File of a derived folder that names the GGUF file with its weights (`gguf/folder.py`)."""
 _ADAPTER = "adapter_config.json"
 _FILES_READ = (
     "config.json",
@@ -35,6 +34,10 @@ _FILES_READ = (
     "chat_template.jinja",
 )
 """Files of a folder besides its weights. A git-lfs pointer in place of one may change answers without an error."""
+
+
+class MissingConfig(ConfigError):
+    """A model on the hub, or in its cache, has no config.json; it may have GGUF files."""
 
 
 def check_source(name: str, revision: str | None = None, is_model: bool = True) -> None:
@@ -55,14 +58,14 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
     if Path(name).is_file():
         raise ConfigError(f"{name}: {file_fault(Path(name)) or f'a file; {_RIGHT_FOLDER}'}")
     if _is_path(name):
-        raise ConfigError(f"{name}: no such model folder; {NO_GGUF if 'gguf' in name.lower() else _RIGHT_FOLDER}")
+        raise ConfigError(f"{name}: no such model folder; {_RIGHT_FOLDER}")
     import huggingface_hub as hub
 
     files = (file,) if is_model else (file, "config.json")
     is_cached = any(isinstance(hub.try_to_load_from_cache(name, one, revision=revision), str) for one in files)
     if hub.is_offline_mode():
         if not is_cached:
-            raise ConfigError(
+            raise MissingConfig(
                 f"{name}: no such folder here, and the hub's cache ({hub.constants.HF_HUB_CACHE}) does not have it, "
                 "which alone is asked with HF_HUB_OFFLINE; name a folder, or unset HF_HUB_OFFLINE to ask the hub"
             )
@@ -98,8 +101,6 @@ def _check_folder(folder: Path, file: str, must_exist: bool) -> None:
     inner = sorted(found.parent for pattern in ("*", "snapshots/*") for found in folder.glob(f"{pattern}/{file}"))
     if inner:
         raise ConfigError(f"{folder}: this folder has no {file}; did you mean {inner[-1]}?")
-    if any(folder.glob("*.gguf")):
-        raise ConfigError(f"{folder}: this folder has GGUF files and no {file}; {NO_GGUF}")
     raise ConfigError(f"{folder}: this folder has no {file}; {_RIGHT_FOLDER}")
 
 
@@ -138,11 +139,20 @@ def file_fault(path: Path) -> str:
         return "the file is empty; download it again"
     if begin.startswith(_LFS):
         return "this is a git-lfs pointer, not the file itself; run in its folder: git lfs pull"
-    if begin.startswith(_GGUF) and path.suffix.lower() != ".gguf":
-        return f"this is a GGUF file; {NO_GGUF}"
+    if begin.startswith(_GGUF):
+        return f"this is a GGUF file; to serve it, name it as the model: polydraft serve {path}"
     if begin.lstrip().lower().startswith((b"<!doctype", b"<html")):
         return "this is a web page (HTML), not the file itself; download it again"
     return ""
+
+
+def begins_as_gguf(path: Path) -> bool:
+    """Whether a file that can be read is a GGUF file, whatever its name."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_GGUF)) == _GGUF
+    except OSError:
+        return False
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -153,6 +163,11 @@ def read_object(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this can be the name of a repository with an owner, and is no folder here."""
+    return "/" in name and not _is_path(name)
 
 
 def _is_path(name: str) -> bool:
@@ -170,13 +185,31 @@ def _is_path(name: str) -> bool:
 def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str | None:
     """Ask for a file; return None if the hub has it, else why it did not answer. Raise ConfigError for a refusal."""
     import huggingface_hub as hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    url = hub.hf_hub_url(name, file, revision=revision)
+    answer, fault = ask_hub(name, revision, lambda: hub.get_hf_file_metadata(url, timeout=_PROBE_S))
+    if is_model and isinstance(answer, EntryNotFoundError):  # of tokenizers there are other formats
+        raise MissingConfig(
+            f"{name}: the hub ({hub.constants.ENDPOINT}) has it without {file}; choose a model in transformers format, "
+            "or one with GGUF files"
+        )
+    return fault
+
+
+def ask_hub(name: str, revision: str | None, question: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return the hub's answer to a question about a repository, and why it did not answer, which is None if it did.
+
+    That a file does not exist is an answer (EntryNotFoundError). Raise ConfigError for a refusal.
+    """
+    import huggingface_hub as hub
     from huggingface_hub import errors
 
     found: list[Any] = []
 
     def ask() -> None:
         try:
-            found.append(hub.get_hf_file_metadata(hub.hf_hub_url(name, file, revision=revision), timeout=_PROBE_S))
+            found.append(question())
         except Exception as error:  # the hub client raises exceptions of many types
             found.append(error)
 
@@ -194,12 +227,9 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
         )
     if isinstance(answer, errors.RevisionNotFoundError):
         raise ConfigError(f"{name}: {where} has no revision {revision!r} of it; check --revision, or --draft-revision")
-    if isinstance(answer, errors.EntryNotFoundError):
-        if not is_model:
-            return None  # there are other formats
-        way_out = NO_GGUF if "gguf" in name.lower() else "choose a model in transformers format"
-        raise ConfigError(f"{name}: {where} has it without {file}; {way_out}")
-    return first_line(answer) if isinstance(answer, Exception) else None
+    if isinstance(answer, Exception) and not isinstance(answer, errors.EntryNotFoundError):
+        return None, first_line(answer)
+    return answer, None
 
 
 def model_file(name: str, file: str, revision: str | None = None) -> Path | None:

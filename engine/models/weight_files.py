@@ -20,7 +20,9 @@ from safetensors import safe_open
 from torch import nn
 
 from engine.errors import LoadError, first_line
-from engine.models.files import NO_GGUF, file_fault, read_object
+from engine.models.files import file_fault, read_object
+from engine.models.gguf.file import open_file
+from engine.models.gguf.folder import file_of
 
 log = logging.getLogger("polydraft")
 
@@ -35,6 +37,9 @@ _WRAPPERS = re.compile(r"(_orig_mod\.|module\.)+")
 
 def check_weight_files(folder: Path) -> None:
     """Raise LoadError for weights that are missing or incomplete, ConfigError for an index that cannot be read."""
+    if (file := file_of(folder)) is not None:
+        open_file(file)
+        return
     found = next((folder / name for name in (*_WHOLE, *_INDEXES) if _is_there(folder / name)), None)
     if found is None:
         raise LoadError(f"{folder}: {_without_weights(folder)}")
@@ -67,7 +72,7 @@ def _without_weights(folder: Path) -> str:
         return f"this folder has no weights ({', '.join(_WHOLE)}); download the model again"
     some = _some(others)
     if all(name.endswith(".gguf") for name in others):
-        return f"this folder's weights are {some}; {NO_GGUF}"
+        return f"this folder's weights are in GGUF files; serve one by naming it: polydraft serve {folder / others[0]}"
     return (
         f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only {some}; "
         "download the model again"

@@ -55,9 +55,8 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
              "../blobs/gone, which is gone"),
     "deeper": (lambda at: into(at, "inner"), "did you mean"),
     "hub cache": (lambda at: into(at, "snapshots/5f0b"), "snapshots/5f0b?"),
-    "gguf": (lambda at: (without_config(at) / "x.gguf").write_bytes(b"GGUF"), "has GGUF files and no config.json; "
-             "GGUF files are for llama.cpp and not served; name the same model in transformers format"),
-    "nothing": (without_config, "this folder has no config.json; name a folder with"),
+    "nothing": (without_config, "this folder has no config.json; name a folder with config.json and safetensors, or a "
+                "GGUF file"),
 }  # fmt: skip
 
 
@@ -73,18 +72,12 @@ def test_a_folder_that_is_no_model_is_explained(fault: str, model: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("begin", "words"), [("GGUF", "this is a GGUF file; .* name the same model in"), ("PK", "a file; name")]
+    ("begin", "words"), [("GGUF", "this is a GGUF file; to serve it, name it as"), ("PK", "a file; name")]
 )
 def test_a_file_is_no_folder(begin: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_text(begin)
     with pytest.raises(ConfigError, match=words):
         check_source(str(tmp_path / "m.bin"))
-
-
-@pytest.mark.parametrize("name", ["./some-model-GGUF", "owner/some-model-gguf:Q4_K_M"])
-def test_a_name_of_gguf_files_is_explained(name: str) -> None:
-    with pytest.raises(ConfigError, match="no such model folder; GGUF files are for llama"):
-        check_source(name)
 
 
 def test_a_tokenizer_that_was_not_fetched_is_named(model: Path) -> None:
@@ -122,7 +115,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "other files": (lambda at: (removed(at, *SHARDS, "model.safetensors.index.json"),
                                 (at / "training_args.bin").write_bytes(b"x")), "only training_args.bin"),
     "gguf": (lambda at: (removed(at, *SHARDS, "model.safetensors.index.json"), (at / "m-q4.gguf").write_bytes(b"GGUF")),
-             "this folder's weights are m-q4.gguf; GGUF files are for llama.cpp"),
+             "this folder's weights are in GGUF files; serve one by naming it: polydraft serve "),
     "renamed gguf": (lambda at: (at / SHARDS[0]).write_bytes(b"GGUF"), f"{SHARDS[0]}: this is a GGUF file"),
     "shard": (lambda at: removed(at, SHARDS[1]), f"1 of the 2 files that model.safetensors.index.json names are "
               f"missing ({SHARDS[1]}); download the model again"),

@@ -130,7 +130,7 @@ def write_model(
     architecture: llama, qwen2 or qwen3. types: of all weights but norms and biases, or by parts of their names, of
     which the first that fits counts ("" fits all). The hidden size is 256 if a type has blocks of 256, else 64.
     biases: of q, k and v; by default qwen2 has them. changes: key-values and tensors (float32 arrays) in place of those
-    that would be written, or beside them; None leaves one out.
+    that would be written, or as further ones; None leaves one out.
     """
     types = {"": types} if isinstance(types, str) else types
     has_large_blocks = any(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 256 for kind in types.values())

@@ -92,7 +92,7 @@ def test_a_draft_has_a_revision_of_its_own(models: TinyModels) -> None:
 
 def test_a_tokenizer_that_is_the_targets_is_of_its_revision() -> None:
     def revision(tokenizer: str | None) -> str | None:
-        return Serve(model=NAME, revision="v2", tokenizer=tokenizer).tokenizer_revision()
+        return Serve(model=NAME, revision="v2", tokenizer=tokenizer).engine_config().model.tokenizer_source[1]
 
     assert [revision(tokenizer) for tokenizer in (None, NAME, "other/name")] == ["v2", "v2", None]
 

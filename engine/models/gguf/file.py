@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.errors import LoadError
-from engine.models.files import file_fault
+from engine.models.files import begins_as_gguf, file_fault
 from engine.models.gguf.header import Header, TensorEntry, read_header
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
@@ -76,25 +76,22 @@ def open_file(path: Path) -> GgufFile:
             f"{path}: {len(missing)} of the {len(paths)} parts of this model are missing from {path.parent} ({some}); "
             "download them into this folder, without other names"
         )
-    headers: list[Header] = []
+    contents = [_mapped(one) for one in paths]
+    headers = [read_header(one, content) for one, content in zip(paths, contents, strict=True)]
+    _check_parts(paths, headers)
     tensors: dict[str, StoredTensor] = {}
-    for number, one in enumerate(paths):
-        content = _mapped(one)
-        header = read_header(one, content)
-        _check_part(one, header.metadata, number, len(paths))
-        headers.append(header)
+    for one, content, header in zip(paths, contents, headers, strict=True):
         for tensor in _tensors(one, content, header):
             if tensor.name in tensors:
                 raise LoadError(f"{one}: the tensor {tensor.name!r} is there twice, {_of_parts(len(paths))}")
             tensors[tensor.name] = tensor
-    first = headers[0].metadata
-    _check_together(paths, headers, len(tensors))
-    architecture = first.get(_ARCHITECTURE)
+    metadata = headers[0].metadata
+    architecture = metadata.get(_ARCHITECTURE)
     if not isinstance(architecture, str):
         raise LoadError(
             f"{paths[0]}: the file has no {_ARCHITECTURE}, so it is not a model's; name a model's GGUF file"
         )
-    return GgufFile(path=paths[0], paths=paths, metadata=first, architecture=architecture, tensors=tensors)
+    return GgufFile(path=paths[0], paths=paths, metadata=metadata, architecture=architecture, tensors=tensors)
 
 
 def _of_parts(count: int) -> str:
@@ -105,12 +102,32 @@ def _of_parts(count: int) -> str:
 
 def _mapped(path: Path) -> np.ndarray:
     """Return the bytes of a file that can be one, memory-mapped for reading."""
-    if fault := file_fault(path):
+    if not begins_as_gguf(path) and (fault := file_fault(path)):
         raise LoadError(f"{path}: {fault}")
     try:
         return np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise LoadError(f"{path}: cannot be mapped into memory ({error}); copy it to a local file system") from error
+
+
+def _check_parts(paths: tuple[Path, ...], headers: list[Header]) -> None:
+    """Raise LoadError for files that are not the parts that their names say, or not of one model."""
+    first = headers[0].metadata
+    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        _check_part(path, header.metadata, number, len(paths))
+        for key in (_ARCHITECTURE, _TENSORS):
+            own = header.metadata.get(key, first.get(key))
+            if own != first.get(key):
+                raise LoadError(
+                    f"{path}: {key} is {own!r} here and {first.get(key)!r} in {paths[0].name}, so the parts are of "
+                    "different models; download all parts again"
+                )
+    count = sum(len(header.entries) for header in headers)
+    if len(paths) > 1 and count != first.get(_TENSORS, count):
+        raise LoadError(
+            f"{paths[0]}: the parts have {count} tensors of {first[_TENSORS]}, so they are of different models; "
+            "download all parts again"
+        )
 
 
 def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
@@ -127,26 +144,6 @@ def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -
         f"{path}: its name says part {number + 1} of {count}, its content part {stated[0] + 1} of {stated[1]}; "
         "download this part again"
     )
-
-
-def _check_together(paths: tuple[Path, ...], headers: list[Header], num_tensors: int) -> None:
-    """Raise LoadError for parts of different models."""
-    if len(paths) == 1:
-        return
-    first = headers[0].metadata
-    for path, header in zip(paths, headers, strict=True):
-        for key in (_ARCHITECTURE, _TENSORS):
-            own = header.metadata.get(key, first.get(key))
-            if own != first.get(key):
-                raise LoadError(
-                    f"{path}: {key} is {own!r} here and {first.get(key)!r} in {paths[0].name}, so the parts are of "
-                    "different models; download all parts again"
-                )
-    if num_tensors != first.get(_TENSORS, num_tensors):
-        raise LoadError(
-            f"{paths[0]}: the parts have {num_tensors} tensors of {first[_TENSORS]}, so they are of different models; "
-            "download all parts again"
-        )
 
 
 def _tensors(path: Path, content: np.ndarray, header: Header) -> Iterator[StoredTensor]:

@@ -27,6 +27,8 @@ _LONGEST_HEADER = 1 << 27
 """Bytes of the longest part before the weights; the largest vocabularies in use need 16 MB."""
 _MOST_ITEMS = 1 << 22
 """Largest number of items in all lists of a file."""
+_MOST_ENTRIES = 1 << 17
+"""Largest number of tensors, and of key-values."""
 _MOST_DIMENSIONS = 4
 _FORMATS: Mapping[int, str] = {
     GGUFValueType.UINT8: "B",
@@ -102,7 +104,10 @@ def _begin(words: _Words) -> tuple[int, int]:
             f"{words.path}: version {version} of GGUF; versions {_VERSIONS[0]} and {_VERSIONS[-1]} are served: "
             "download a newer file of the model, or convert the model again with llama.cpp"
         )
-    return words.number("Q"), words.number("Q")
+    counts = words.number("Q"), words.number("Q")
+    if max(counts) > _MOST_ENTRIES:
+        raise words.fault(f"it claims to have {counts[0]} tensors and {counts[1]} key-values")
+    return counts
 
 
 def _entry(words: _Words) -> TensorEntry:

@@ -1,0 +1,191 @@
+"""Derives the folder that transformers would have of a GGUF file: everything but the weights, which stay in the file.
+
+The rest of the daemon then works on this folder as on any model's. It is written once for a file of a name, size and
+time of change, beside the daemon's measurements in the user's cache.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, LoadError, PolydraftError, first_line
+from engine.models.files import WEIGHTS_ELSEWHERE, read_object
+from engine.models.gguf.config import ARCHITECTURES, config_of, vocab_size
+from engine.models.gguf.file import GgufFile, open_file, parts_of
+from engine.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
+
+log = logging.getLogger("polydraft")
+
+_FORMAT = 1
+"""Version of the derivation; increased if a folder of the same file would differ."""
+_SUBFOLDER = "gguf"
+_SAMPLING = {f"general.sampling.{name}": field for name, field in {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+}.items()}  # fmt: skip
+"""Sampling defaults that a file may have, by their names in generation_config.json."""
+
+
+def folder_of(path: Path, cache: str = "~/.cache/polydraft") -> Path:
+    """Return the folder of a GGUF file, or of a model in parts; raise ConfigError or LoadError if it cannot be served.
+
+    path: the file, or any of its parts. cache: folder in which it is stored, of `EngineConfig`; "off" stores it until
+    this process ends.
+    """
+    paths = [one.absolute() for one in parts_of(path)]
+    stored = _stored(cache)
+    folder = (stored or _temporary()) / _digest(paths)
+    if _is_whole(folder):
+        return folder
+    file = open_file(paths[0])
+    _check_kind(file)
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        _write(partial, file)
+        partial.chmod(0o755)
+        return _moved(partial, folder)
+    except OSError as error:
+        raise ConfigError(f"{partial}: cannot be written ({error.strerror}); make room there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def file_of(folder: Path) -> Path | None:
+    """Return the GGUF file that has a folder's weights; None if the folder has them itself."""
+    stated = folder / WEIGHTS_ELSEWHERE
+    return Path(str(read_object(stated)["file"])) if stated.is_file() else None
+
+
+def _digest(paths: list[Path]) -> str:
+    """Return a name for what these files have now."""
+    try:
+        stated = [(str(path), found.st_size, found.st_mtime_ns) for path in paths for found in [path.stat()]]
+    except OSError:
+        stated = []  # opening the file reports what is wrong
+    versions = [_FORMAT, *map(version, ("gguf", "tokenizers", "transformers"))]
+    return hashlib.sha256(json.dumps([stated, versions]).encode()).hexdigest()[:24]
+
+
+def _stored(cache: str) -> Path | None:
+    """Return the folder of all derived folders; None if there is none that can be written."""
+    if cache == "off":
+        return None
+    try:
+        folder = Path(cache).expanduser() / _SUBFOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:  # no home folder, a system of files that is only read, a full disk
+        log.warning(
+            "what is derived from GGUF files cannot be stored (%s), so the next start derives it again; name a folder "
+            "with --profile-cache",
+            error,
+        )
+        return None
+    return folder
+
+
+@functools.cache
+def _temporary() -> Path:
+    """Return a folder that is removed when this process ends."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="polydraft-gguf-"))
+    except OSError as error:
+        raise ConfigError(
+            f"what is derived from GGUF files cannot be stored ({error}); name a folder with --profile-cache"
+        ) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder still has all files that were written."""
+    try:
+        names = read_object(folder / WEIGHTS_ELSEWHERE)["files"]
+    except (PolydraftError, KeyError, OSError):
+        return False
+    return isinstance(names, list) and all((folder / str(name)).is_file() for name in names)
+
+
+def _moved(partial: Path, folder: Path) -> Path:
+    """Give a complete folder its name, unless another process was faster."""
+    if not _is_whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not _is_whole(folder):
+                raise
+    return folder
+
+
+def _check_kind(file: GgufFile) -> None:
+    """Raise LoadError for a file that is no language model."""
+    kind = file.metadata.get("general.type", "model")
+    if file.architecture == "clip" or kind == "mmproj":
+        raise LoadError(f"{file.path}: a projector of images or sounds (mmproj), not a model; name the model's file")
+    if kind == "adapter":
+        raise LoadError(
+            f"{file.path}: an adapter (LoRA), not a model; adapters are not served: merge it into its model "
+            "(llama-export-lora of llama.cpp) and name that file"
+        )
+    if kind != "model":
+        raise LoadError(f"{file.path}: a GGUF file of type {kind!r}, not a model; name the model's file")
+
+
+def _write(folder: Path, file: GgufFile) -> None:
+    """Write the files of a model's folder."""
+    config = config_of(file) if file.architecture in ARCHITECTURES else _foreign_config(folder, file)
+    tokens = _tokenizer(file)
+    roles = {"bos_token_id": tokens.begin_id, "eos_token_id": list(tokens.end_ids)}
+    config |= roles
+    generation = {**roles, **_sampling(file.metadata)}
+    contents: dict[str, object] = {
+        "config.json": config,
+        "generation_config.json": generation,
+        "tokenizer_config.json": tokens.config,
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2))
+    tokens.tokenizer.save(str(folder / "tokenizer.json"))
+    if tokens.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(tokens.chat_template)
+    names = sorted(path.name for path in folder.iterdir())
+    (folder / WEIGHTS_ELSEWHERE).write_text(json.dumps({"file": str(file.path), "files": names}))
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: metadata[key] for key, field in _SAMPLING.items() if key in metadata}
+
+
+def _tokenizer(file: GgufFile) -> TokenizerFiles:
+    """Return the tokenizer of a file; raise ConfigError or LoadError for one that cannot be used."""
+    vocab_size(file)
+    try:
+        return tokenizer_files(file.metadata)
+    except PolydraftError as error:
+        raise type(error)(f"{file.path}: {error}") from error
+    except Exception as error:  # the library has no class of its own for it
+        raise LoadError(
+            f"{file.path}: the file's tokenizer cannot be used ({first_line(error)}); convert the model again"
+        ) from error
+
+
+def _foreign_config(folder: Path, file: GgufFile) -> dict[str, Any]:
+    """Return the configuration of an architecture that transformers reads, from a process that may load torch."""
+    command = [sys.executable, "-P", "-m", "engine.models.gguf.foreign", str(file.path), str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode == 0:
+        return read_object(folder / "config.json")
+    said = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
+    raise LoadError(f"{file.path}: {said[-1]}")
