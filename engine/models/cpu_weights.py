@@ -212,7 +212,7 @@ def _laid_out(parts: Sequence[Tensor], form: Form) -> tuple[Array, Array]:
 def _whole_blocks(columns: Tensor) -> Tensor:
     """Return [blocks, B, ...] columns [N, ...], filled up with zeros."""
     padding = columns.new_zeros((-len(columns) % BLOCK, *columns.shape[1:]))
-    return torch.cat([columns, padding]).unflatten(0, (-1, BLOCK))
+    return torch.cat([columns, padding]).view(-1, BLOCK, *columns.shape[1:])
 
 
 def _stored(weight: Tensor, form: Form) -> StoredNumbers:

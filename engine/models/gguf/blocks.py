@@ -56,13 +56,13 @@ class BlockTensor(Tensor):
     def __init__(self, raw: Tensor, kind: Type) -> None:  # noqa: ARG002
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
         return f"BlockTensor({self.type.name}, {tuple(self.shape)})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["raw"], self.type
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
+    def dequantize(self) -> Tensor:
         """Return the float32 numbers [N, K]."""
         return torch.from_numpy(dequantize(self.raw.numpy(), self.type))
 
@@ -80,13 +80,14 @@ class BlockTensor(Tensor):
         if func is embedding and isinstance(args[1], BlockTensor):
             tokens, places = args[0].unique(return_inverse=True)
             return args[1].rows(tokens).dequantize()[places]
-        return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
+            return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
-        types: Any,
+        types: Any,  # noqa: ARG003
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -171,7 +172,7 @@ def _q8_0(blocks: Tensor) -> StoredNumbers:
 def _six_bits(blocks: Tensor) -> list[Tensor]:
     """Return the scales of a record: bits of the factors, the second negative; bytes of scales and of minima."""
     packed = blocks[..., 4:16]
-    low, middle, high = packed.split(4, -1)
+    low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)
     minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1)
     factors = _halves(blocks, 0, 2).clone()
