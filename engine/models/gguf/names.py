@@ -169,7 +169,7 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
             repository, revision, lambda: hub.HfApi().list_repo_files(repository, revision=revision)
         )
         if fault is None:
-            return list(answer), None
+            return ([] if isinstance(answer, Exception) else list(answer)), None
     try:
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError as error:
