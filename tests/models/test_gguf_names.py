@@ -1,4 +1,4 @@
-"""A name of GGUF files becomes a folder that says what the file says, and people see the name that they gave."""
+"""A name of GGUF files becomes a folder that says what the file says, and people see the name in the command line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def changed(folder: Path, architecture: str = "llama", **options: Any) -> dict[s
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_configuration_is_that_of_the_file(architecture: str, models: Path, cache: str) -> None:
-    """As transformers reads it, where it does, and as the engine outlines it."""
+    """Transformers reads most of it from the file itself, and the engine outlines it."""
     transformers = import_transformers()
     path = models / f"{architecture}.gguf"
     derived = folder_of(path, cache)
@@ -449,7 +449,9 @@ def test_all_parts_are_downloaded(name: str, hub_url: str, tmp_path: Path) -> No
     assert done.stdout == "None 2 20\n", done.stderr
 
 
-def test_people_see_the_names_that_they_gave(models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_people_see_the_names_of_the_command_line(
+    models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """In errors, and as the served name; the draft here has another token."""
     keys = tokenizer_keys()
     tokens, merges = [*keys["tokenizer.ggml.tokens"][:-1], "another token"], keys["tokenizer.ggml.merges"][:9]

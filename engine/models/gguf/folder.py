@@ -1,7 +1,7 @@
 """Derives the folder that transformers would have of a GGUF file: everything but the weights, which stay in the file.
 
 The rest of the daemon then works on this folder as on any model's. It is written once for a file of a name, size and
-time of change, beside the daemon's measurements in the user's cache.
+time of change, next to the daemon's measurements in the user's cache.
 """
 
 from __future__ import annotations
