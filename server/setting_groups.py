@@ -208,7 +208,7 @@ class SpeculationSettings(_Group):
     spec_observed_share: Rare[Share] = 0.01
     """share of steps on which acceptance is compared with the optimum"""
     profile_cache: Rare[str] = "~/.cache/polydraft"
-    """folder that stores measurements, and what is derived from GGUF files, for the next start; off: nothing is stored"""
+    """folder that stores measurements, and what GGUF files say, for the next start; off: nothing is stored"""
     selfcheck: Rare[bool] = False
     """check at start that outputs follow the target distribution (some seconds)"""
 
