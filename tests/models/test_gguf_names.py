@@ -31,6 +31,9 @@ from tests.models.gguf_models import CONTEXT, DEMO, head_dim_of, tokenizer_keys,
 from tests.server.test_hub_names import run_python
 from tests.wrong import calls_of
 
+# Before other tests import parts of it with packages that it is to be imported without.
+transformers = import_transformers()
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,7 +60,6 @@ def changed(folder: Path, architecture: str = "llama", **options: Any) -> dict[s
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_configuration_is_that_of_the_file(architecture: str, models: Path, cache: str) -> None:
     """Transformers reads most of it from the file itself, and the engine outlines it."""
-    transformers = import_transformers()
     path = models / f"{architecture}.gguf"
     derived = folder_of(path, cache)
     found = transformers.AutoConfig.from_pretrained(derived)
@@ -119,11 +121,11 @@ def test_a_head_of_its_own_is_no_tied_one(tmp_path: Path) -> None:
 
 def frequencies(rope: dict[str, Any], head_dim: int = 16) -> tuple[Any, float]:
     """Frequencies and factor of transformers' rotary embedding."""
-    import_transformers()
-    from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope)
+    config = transformers.LlamaConfig(
+        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope
+    )
     config.max_position_embeddings = 1 << 17
     embedding = LlamaRotaryEmbedding(config)
     return embedding.inv_freq.double().numpy(), float(embedding.attention_scaling)
