@@ -30,14 +30,17 @@ log = logging.getLogger("polydraft")
 
 _FORMAT = 1
 """Version of the derivation; increased if a folder of the same file would differ."""
-_SUBFOLDER = "gguf"
+CACHE = "~/.cache/polydraft"
+_SUBFOLDER, _PARTIAL = "gguf", ".partial-"
+_LONGEST_STEM = 100
+"""Characters of a file's name in the name of its folder, which people may see."""
 _SAMPLING = {f"general.sampling.{name}": field for name, field in {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
 }.items()}  # fmt: skip
 """Sampling defaults that a file may have, by their names in generation_config.json."""
 
 
-def folder_of(path: Path, cache: str = "~/.cache/polydraft") -> Path:
+def folder_of(path: Path, cache: str = CACHE) -> Path:
     """Return the folder of a GGUF file, or of a model in parts; raise ConfigError or LoadError if it cannot be served.
 
     path: the file, or any of its parts. cache: folder in which it is stored, of `EngineConfig`; "off" stores it until
@@ -45,12 +48,12 @@ def folder_of(path: Path, cache: str = "~/.cache/polydraft") -> Path:
     """
     paths = [one.absolute() for one in parts_of(path)]
     stored = _stored(cache)
-    folder = (stored or _temporary()) / _digest(paths)
+    folder = (stored or _temporary()) / f"{paths[0].stem[:_LONGEST_STEM]}-{_digest(paths)}"
     if _is_whole(folder):
         return folder
     file = open_file(paths[0])
     _check_kind(file)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
     try:
         _write(partial, file)
         partial.chmod(0o755)
@@ -74,7 +77,7 @@ def _digest(paths: list[Path]) -> str:
     except OSError:
         stated = []  # opening the file reports what is wrong
     versions = [_FORMAT, *map(version, ("gguf", "tokenizers", "transformers"))]
-    return hashlib.sha256(json.dumps([stated, versions]).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps([stated, versions]).encode()).hexdigest()[:16]
 
 
 def _stored(cache: str) -> Path | None:

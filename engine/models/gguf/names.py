@@ -20,7 +20,7 @@ from engine.errors import ConfigError, first_line
 from engine.models.checkpoint import Source
 from engine.models.files import MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
 from engine.models.gguf.file import parts_of
-from engine.models.gguf.folder import folder_of
+from engine.models.gguf.folder import CACHE, folder_of
 
 log = logging.getLogger("polydraft")
 
@@ -62,7 +62,7 @@ def _tokenizer_of(name: str, cache: str) -> str:
     return name if path is None else str(folder_of(path, cache))
 
 
-def source_of(name: str, revision: str | None, cache: str) -> Source:
+def source_of(name: str, revision: str | None = None, cache: str = CACHE) -> Source:
     """Return where a model's files are: the derived folder of a GGUF file, or the name itself.
 
     cache: of `folder_of`. Raise ConfigError if there is no such model, LoadError for a GGUF file that cannot be served.
@@ -93,7 +93,7 @@ def local_file(name: str) -> Path | None:
                 raise ConfigError(f"{name}: no such file; check the name")
             return None
         names = sorted(one.name for one in path.iterdir() if one.suffix.lower() == _SUFFIX)
-    except PermissionError:  # `check_source` explains it
+    except OSError:  # `check_source` explains it
         return None
     if not names:
         return None
