@@ -466,6 +466,18 @@ def test_people_see_the_names_of_the_command_line(
     assert Serve(model=target).served_names() == [target]
 
 
+def test_an_unknown_tokenizer_needs_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The refusal asks for it, and with it the model is served."""
+    name = str(write_model(tmp_path / "m.gguf", changes={"tokenizer.ggml.pre": "new"}))
+    with pytest.raises(ConfigError, match=r"; or serve the tokenizer of a folder by --tokenizer$"):
+        with_folders(EngineConfig(model=ModelConfig(target=name, tokenizer=name)))
+    config = with_folders(EngineConfig(model=ModelConfig(target=name, tokenizer=str(DEMO)))).model
+    assert (config.tokenizer, (Path(config.target) / "tokenizer.json").exists()) == (str(DEMO), False)
+    assert "its tokenizer is left out, because --tokenizer names another" in caplog.text
+    stored = json.loads((Path(config.target) / "generation_config.json").read_text())
+    assert stored == {"bos_token_id": 1, "eos_token_id": 2}
+
+
 @pytest.mark.parametrize("target", ["llama.gguf", "demo"])
 def test_pairs_of_both_formats(target: str, models: Path) -> None:
     """A GGUF draft of a model in transformers format, and the reverse, with a tokenizer by its file."""
