@@ -105,7 +105,6 @@ class LoadedModel(Outline):
                 unique[part.data_ptr()] = part.nbytes
         return sum(unique.values())
 
-
     @property
     def weight_types(self) -> str:
         """Return the type of the weights, or the types of those in blocks, such as Q4_K+Q6_K, the largest share
