@@ -15,6 +15,7 @@ from analysis import (
     contexts,
     device_model,
     drafters,
+    gguf_numbers,
     growth,
     heads,
     laws,
@@ -41,7 +42,7 @@ _EPILOG = """\
 which command helps with what:
   a pair of models that you want to serve  selfcheck, then pair; arms, contexts
   a head in place of a draft model         drafters, heads, prefixes
-  smaller weights or a smaller K/V cache   quality
+  smaller weights or a smaller K/V cache   quality; gguf-numbers for a GGUF file
   a GPU that you do not have yet           plan
   what takes the time on this machine      around, growth, times
   the numbers that answers report          reports
@@ -90,6 +91,10 @@ ANALYSES = {
     "quality": _of(
         quality,
         "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",
+    ),
+    "gguf-numbers": _of(
+        gguf_numbers,
+        "Are the numbers of a GGUF file those of transformers and llama.cpp? Compares greedy answers and perplexities.",
     ),
     "reports": _of(reports, "Is the speedup that each answer reports true? Compares it with answers without drafts."),
     "plan": _of(

@@ -1,19 +1,29 @@
-"""llama.cpp as a peer of the bench: a Llama checkpoint is written as GGUF and decoded by llama.cpp's library.
+"""llama.cpp as a peer of the bench: a GGUF file is decoded by llama.cpp's library.
 
-Optional: needs llama-cpp-python and gguf, which nothing else uses. Not for: serving.
+A Llama checkpoint in transformers format is written as GGUF first. Optional: needs llama-cpp-python, which nothing else
+uses. Not for: serving.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
+from engine.models.gguf.folder import file_of
+
+AS_IT_IS = "file"
+"""Type of the weights of a GGUF file, which is not converted."""
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 """Types of all matrices; vectors are float32. llama.cpp's own tool stores the head of a q4_0 model in more bits."""
 _ERROR = 3
@@ -31,6 +41,30 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+@contextlib.contextmanager
+def gguf_of(folder: Path, kind: str) -> Iterator[Path]:
+    """Yield the GGUF file of a model's folder.
+
+    kind: `AS_IT_IS` for a file's folder, else one of `TYPES`, as which the checkpoint is written. Raises ConfigError.
+    """
+    own = file_of(folder)
+    if (own is None) == (kind == AS_IT_IS):
+        known = ", ".join(TYPES) if own is None else AS_IT_IS
+        raise ConfigError(f"{folder.name}: llama.cpp reads this model as {known}, not {kind}; change --llama-cpp-types")
+    if own is not None:
+        yield own
+        return
+    with tempfile.TemporaryDirectory() as place:
+        write_gguf(folder, Path(place) / "model.gguf", kind)
+        yield Path(place) / "model.gguf"
+
+
+def check_library() -> None:
+    """Raise ConfigError if llama.cpp's library is not installed."""
+    if find_spec("llama_cpp") is None:
+        raise ConfigError("llama.cpp's library is not installed; run pip install llama-cpp-python, or leave it out")
 
 
 def write_gguf(folder: Path, file: Path, kind: str) -> None:
@@ -95,19 +129,16 @@ def _log(level: int, text: bytes, _: Any) -> None:
 class Context:
     """A loaded model with room for several sequences."""
 
-    def __init__(self, folder: Path, kind: str, num_sequences: int, num_tokens: int, num_threads: int) -> None:
-        """kind: type of the weights; num_tokens: most tokens of one sequence."""
+    def __init__(self, file: Path, num_sequences: int, num_tokens: int, num_threads: int) -> None:
+        """file: GGUF; num_tokens: most tokens of one sequence."""
         import llama_cpp
 
         self._api = llama_cpp
         self._log = llama_cpp.llama_log_callback(_log)  # the library holds no reference
         llama_cpp.llama_log_set(self._log, None)
-        with tempfile.TemporaryDirectory() as place:
-            file = Path(place) / "model.gguf"
-            write_gguf(folder, file, kind)
-            wanted = llama_cpp.llama_model_default_params()
-            wanted.use_mmap = False
-            self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), wanted)
+        wanted = llama_cpp.llama_model_default_params()
+        wanted.use_mmap = False
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), wanted)
         assert self._model, "llama.cpp cannot load the model"
         options = llama_cpp.llama_context_default_params()
         options.n_ctx, options.n_seq_max = num_sequences * num_tokens, num_sequences
@@ -135,6 +166,14 @@ class Context:
         status = self._api.llama_decode(self._context, batch)
         assert status == 0, f"llama_decode returned {status}"
 
+    def logits(self, text: Sequence[int]) -> Tensor:
+        """Return [T - 1, V] logits after all tokens of a text but the last."""
+        self.forget()
+        self.decode([(token, i, 0, True) for i, token in enumerate(text[:-1])])
+        size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        rows = self._api.llama_get_logits(self._context)
+        return torch.from_numpy(np.ctypeslib.as_array(rows, shape=(len(text) - 1, size)).copy())
+
     def sampler(self, temperature: float, seed: int) -> Any:
         """Return llama.cpp's own sampling chain."""
         api = self._api
@@ -152,15 +191,19 @@ class Context:
 
 
 class LlamaCpp:
-    """llama.cpp's decoding of a pair, as an arm of `peers`."""
+    """llama.cpp's decoding of a target, or of a pair, as an arm of `peers`."""
 
     def __init__(self, options: Any, kind: str) -> None:
-        """kind: type of the weights, one of `TYPES`."""
+        """kind: type of the weights, one of `TYPES` or `AS_IT_IS`."""
         room = options.prompt + options.tokens + 8
         sequences = max(NUM_CHECKED, *options.concurrency)
         self._num_tokens = options.tokens
-        self._target = Context(Path(options.target), kind, sequences, room, options.threads)
-        self._draft = Context(Path(options.draft), kind, 1, room, options.threads)
+        with gguf_of(Path(options.target), kind) as file:
+            self._target = Context(file, sequences, room, options.threads)
+        self._draft: Context | None = None
+        if options.draft is not None:
+            with gguf_of(Path(options.draft), kind) as file:
+                self._draft = Context(file, 1, room, options.threads)
         self._seed = 0
 
     def plain(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
@@ -189,6 +232,7 @@ class LlamaCpp:
 
     def _drafted(self, prompt: list[int], temperature: float, num_drafts: int) -> list[int]:
         target, draft = self._target, self._draft
+        assert draft is not None
         target.forget()
         draft.forget()
         sampler, likeliest = self._sampler(temperature), draft.sampler(0.0, 0)

@@ -13,19 +13,21 @@ from tqdm import tqdm
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
+from engine.models.gguf.names import source_of
 from engine.models.host import keep_freed_memory, usable_cores
 from engine.step.building import build_engine
 from engine.step.engine import Engine
 from loadtest import workload
 
 _CACHE_BYTES = 1 << 29
+_BOTH = "name both --target and --draft, or neither for the embedded pair"
 _FORMATS = ("weights", "draft_weights", "activations")
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the pair and the device."""
-    parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model: folder or hub name")
+    parser.add_argument("--target", help="target model: folder, GGUF file or hub name (default: the embedded pair)")
+    parser.add_argument("--draft", help="draft model: folder, GGUF file or hub name")
     add_device_arguments(parser)
 
 
@@ -44,13 +46,21 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def names_of(options: argparse.Namespace) -> tuple[str, str]:
-    """Return (target, draft); raise ConfigError if only one is named."""
-    if (options.target is None) != (options.draft is None):
-        raise ConfigError("name both --target and --draft, or neither for the embedded pair")
+    """Return (target, draft), GGUF files as folders; raise ConfigError if only one is named."""
+    target, draft = models_of(options)
+    if draft is None:
+        raise ConfigError(_BOTH)
+    return target, draft
+
+
+def models_of(options: argparse.Namespace) -> tuple[str, str | None]:
+    """Return (target, draft), GGUF files as folders; the draft is None if only a target is named."""
+    if options.target is None and options.draft is not None:
+        raise ConfigError(_BOTH)
     if options.target is None:
         demo = Path(str(files("demo")))
         return str(demo / "target"), str(demo / "draft")
-    return options.target, options.draft
+    return source_of(options.target).name, options.draft and source_of(options.draft).name
 
 
 def say(text: str) -> None:
@@ -63,12 +73,14 @@ def config_of(
     scheduler: SchedulerConfig | None = None,
     speculation: SpeculationConfig | None = None,
     cache_bytes: int = 0,
+    needs_draft: bool = True,
 ) -> EngineConfig:
     """Return the configuration of the pair that the command line names, and set `options.threads` to the number in use.
 
-    cache_bytes: size of the K/V cache on a CPU; 0 is the engine's own choice, as always on a CUDA device.
+    cache_bytes: size of the K/V cache on a CPU; 0 is the engine's own choice, as always on a CUDA device. needs_draft:
+    raise ConfigError for a target without a draft model.
     """
-    target, draft = names_of(options)
+    target, draft = names_of(options) if needs_draft else models_of(options)
     options.threads = options.threads or max(1, usable_cores() - 1)
     formats = {name: value for name, value in vars(options).items() if name in _FORMATS}
     return EngineConfig(
@@ -131,4 +143,4 @@ def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ..
     name, _, length = kind.partition(":")
     if name == "random" and length.isdigit():
         return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]
-    return read_prompts(kind, names_of(options)[0], 256, options.prompt_length)
+    return read_prompts(kind, models_of(options)[0], 256, options.prompt_length)

@@ -1,7 +1,8 @@
 """`python -m analysis.peers`: this engine compared with transformers and llama.cpp, in one process, interleaved.
 
-Same weights, same prompts of random tokens, same number of tokens and of threads, no end token. At temperature 0 every
-arm's answers are first compared with those of `generate`. `--prompt-tokens` measures prompts: the time to an answer's
+Same weights, same prompts of random tokens, same number of tokens and of threads, no end token. A GGUF file is read by
+llama.cpp as it is, and dequantised by transformers. At temperature 0 every arm's answers are first compared with those
+of `generate`. `--prompt-tokens` measures prompts: the time to an answer's
 only token. Writes one JSON document; ratios are those of paired runs.
 """
 
@@ -23,9 +24,10 @@ import torch
 from tqdm import tqdm
 
 from analysis.arms import make_arms, speculation_of
-from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
+from analysis.llama_cpp_arm import AS_IT_IS, NUM_CHECKED, TYPES, LlamaCpp, check_library
 from analysis.load import Load
-from analysis.loading import add_format_arguments, config_of, load_engine, random_prompts
+from analysis.loading import add_format_arguments, config_of, load_engine, models_of, random_prompts
+from engine.models.gguf.folder import file_of
 from engine.models.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.calibration import measure_points
@@ -49,9 +51,10 @@ class Own:
     """This engine with adaptive speculation, a fixed shape, or none."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        engine = load_engine(config_of(options))
-        points = measure_points(engine, speculation_of(ADAPTIVE))
-        self.engine = make_arms(engine, [ADAPTIVE], points, Load((), options.tokens, 0.0))[ADAPTIVE].engine
+        engine = load_engine(config_of(options, needs_draft=False))
+        name = PLAIN if options.draft is None else ADAPTIVE
+        points = measure_points(engine, speculation_of(name))
+        self.engine = make_arms(engine, [name], points, Load((), options.tokens, 0.0))[name].engine
         self.num_tokens = options.tokens
         self._threads = options.threads
         self._number = 0
@@ -90,14 +93,21 @@ class Transformers:
 
         device = torch.device(options.device)
         dtype = arithmetic_dtype(options.dtype, device) or "auto"
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        self.target, self.draft = (
-            load(path, dtype=dtype).to(device).eval() for path in (options.target, options.draft)
-        )
+
+        def load(folder: str) -> Any:
+            config = transformers.AutoConfig.from_pretrained(folder)  # of a GGUF file as long as is asked for
+            own = file_of(Path(folder))
+            place = (folder, {}) if own is None else (str(own.parent), {"gguf_file": own.name})
+            model = transformers.AutoModelForCausalLM.from_pretrained(place[0], config=config, dtype=dtype, **place[1])
+            model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+            return model.to(device).eval()
+
+        self.target = load(options.target)
         self._threads = options.threads
         self.num_tokens = options.tokens
-        for model in (self.target, self.draft):
-            model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+        if options.draft is None:
+            return
+        self.draft = load(options.draft)
         self.draft.generation_config.num_assistant_tokens = 5
         self.draft.generation_config.num_assistant_tokens_schedule = "constant"
         self.draft.generation_config.assistant_confidence_threshold = 0.0
@@ -180,7 +190,7 @@ def measure(
             name: {
                 "tokens_per_second": num_tokens / statistics.median(runs),
                 "seconds": runs,
-                **{key: median_of_ratios(runs, seconds[own])._asdict() for own, key in _RATIOS.items()},
+                **{key: median_of_ratios(runs, seconds[own])._asdict() for own, key in _RATIOS.items() if own in arms},
             }
             for name, runs in seconds.items()
         },
@@ -190,7 +200,7 @@ def measure(
 def _about(options: argparse.Namespace) -> Any:
     """Return the bench pair's description, or the names of another pair."""
     about = Path(options.target).parent / "pair.json"
-    names = {"target": Path(options.target).name, "draft": Path(options.draft).name}
+    names = {name: Path(folder).name for name in ("target", "draft") if (folder := getattr(options, name))}
     return json.loads(about.read_text()) if about.is_file() else names
 
 
@@ -211,8 +221,8 @@ def markdown(result: dict[str, Any], own: str = OWN) -> str:
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     result = argparse.ArgumentParser(prog="python -m analysis.peers", description=__doc__.splitlines()[0])
-    result.add_argument("target", help="folder of the target (demo.bench_pair writes one)")
-    result.add_argument("draft", help="folder of the draft model")
+    result.add_argument("target", help="folder of the target (demo.bench_pair writes one), or a GGUF file")
+    result.add_argument("draft", nargs="?", help="the same of the draft model (default: none, so nothing is drafted)")
     result.add_argument("--concurrency", type=integers, default=[1, 8], help="prompts at once (default 1,8)")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
     result.add_argument("--dtype", default="auto", help="type of weights, as the daemon takes it (default auto)")
@@ -236,8 +246,9 @@ def parser() -> argparse.ArgumentParser:
         "--llama-cpp-types",
         nargs="*",
         default=[],
-        choices=TYPES,
-        help="also llama.cpp, with weights of these types (needs llama-cpp-python and gguf)",
+        choices=[*TYPES, AS_IT_IS],
+        help="also llama.cpp, with weights of these types (needs llama-cpp-python); file: a GGUF file as it is, the "
+        "default for such a target",
     )
     result.add_argument(
         "--without", nargs="+", default=[], help="arms to omit, by a part of their names, e.g. assisted continuous"
@@ -249,41 +260,53 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cells."""
     options = parser().parse_args(arguments)
+    options.target, options.draft = models_of(options)
+    if file_of(Path(options.target)) is not None:
+        options.llama_cpp_types = options.llama_cpp_types or [AS_IT_IS]
     about, lengths = _about(options), options.prompt_tokens or [options.prompt]
     if options.prompt_tokens:
         options.prompt, options.tokens = max(lengths), 1
     with tempfile.TemporaryDirectory() as place:
         room, folders = max(lengths) + options.tokens, (options.target, options.draft)
         options.target, options.draft = (
-            str(lengthened(Path(folder), room, Path(place) / str(number))) for number, folder in enumerate(folders)
+            folder and str(lengthened(Path(folder), room, Path(place) / str(number)))
+            for number, folder in enumerate(folders)
         )
         found = _compared(options, lengths)
     names = vars(options).keys() - {"target", "draft", "output"}
     what = "this engine and transformers, in one process; prompts of random tokens"
     result = document(what, options, sorted(names), **found, pair=about)
     write(result, options.output)
-    for name in _RATIOS:
+    for name in _RATIOS.keys() & result["greedy_answers_equal_generate"].keys():
         print(markdown(result, name))
     print(json.dumps(result["greedy_answers_equal_generate"]))
     return 0
 
 
-def _compared(options: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
-    own, theirs = Own(options), Transformers(options)
-    arms: dict[str, Arm] = {
-        OWN: own.arm(ADAPTIVE),
-        OFF: own.arm(PLAIN),
-        **{f"polydraft {shape}": own.arm(shape) for shape in options.shapes},
-        GENERATE: theirs.generate,
-        "transformers assisted": theirs.assisted,
-        "transformers continuous batching": theirs.continuous,
-    }
-    for kind in options.llama_cpp_types:
+def _arms(options: argparse.Namespace, theirs: Transformers) -> dict[str, Arm]:
+    """Return the arms that the command line names."""
+    if options.llama_cpp_types and "llama.cpp" not in options.without:
+        check_library()
+    own, has_draft = Own(options), options.draft is not None
+    arms: dict[str, Arm] = {OWN: own.arm(ADAPTIVE)} if has_draft else {}
+    arms |= {OFF: own.arm(PLAIN), **{f"polydraft {shape}": own.arm(shape) for shape in options.shapes}}
+    arms[GENERATE] = theirs.generate
+    if has_draft:
+        arms["transformers assisted"] = theirs.assisted
+    arms["transformers continuous batching"] = theirs.continuous
+    for kind in options.llama_cpp_types if "llama.cpp" not in options.without else ():
         llama_cpp = LlamaCpp(options, kind)
-        arms |= {f"llama.cpp {kind}": llama_cpp.plain, f"llama.cpp {kind} with 3 drafts": llama_cpp.drafted}
-    for part in options.without:
-        for name in [name for name in arms if name not in _RATIOS and part in name]:
-            del arms[name]
+        name = "llama.cpp" if kind == AS_IT_IS else f"llama.cpp {kind}"
+        arms[name] = llama_cpp.plain
+        if has_draft:
+            arms[f"{name} with 3 drafts"] = llama_cpp.drafted
+    omitted = {name for name in arms if name not in _RATIOS and any(part in name for part in options.without)}
+    return {name: arm for name, arm in arms.items() if name not in omitted}
+
+
+def _compared(options: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
+    theirs = Transformers(options)
+    arms = _arms(options, theirs)
     checked = random_prompts(NUM_CHECKED, min(lengths), 0)
     expected = theirs.generate(checked, 0.0)
     equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}

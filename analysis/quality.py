@@ -1,14 +1,16 @@
 """`analyze quality`: loss of target and draft model in other number formats, on held-out text.
 
 All formats read the same tokens, one text after the other, with the passes that serve; the first one multiplies float32
-rows with the checkpoint's weights. The perplexity is over all tokens after the first of each text. The interval of the
-difference is of texts drawn again in pairs, so it says how far other texts of this kind may differ.
+rows with the checkpoint's weights, or with those of a GGUF file, dequantised. The perplexity is over all tokens after
+the first of each text. The interval of the difference is of texts drawn again in pairs, so it says how far other texts
+of this kind may differ.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +21,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analysis.draft_logits import draft_logits, drafts_by_head
-from analysis.loading import add_pair_arguments, config_of, load_engine, names_of, prompts_of
+from analysis.loading import add_pair_arguments, config_of, load_engine, models_of, prompts_of
 from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.errors import ConfigError
+from engine.models.gguf.folder import file_of
 from engine.step.engine import Engine
 from loadtest.results import document, table
 from loadtest.statistics import interval
 
 Texts = Sequence[tuple[int, ...]]
+Reader = Callable[[Sequence[int]], Mapping[str, Tensor]]
+"""Returns [T - 1, V] logits after all tokens of a text but the last, by model."""
 _CACHE_BYTES = 1 << 29
 
 
@@ -49,19 +54,19 @@ def logits_of(engine: Engine, text: Sequence[int]) -> dict[str, Tensor]:
     """
     blocks = tuple(range(-(-len(text) // engine.facts.block_size)))
     found = {"target": engine.target.forward([SequenceInput(text[:-1], 0, blocks, NO_NODES, slice(0, None))])}
-    if not drafts_by_head(engine):
+    if engine.drafter is not None and not drafts_by_head(engine):
         found["draft"] = draft_logits(engine, text[:-1], 0)
     return found
 
 
 @torch.inference_mode()
-def losses_of(plain: Engine, others: Mapping[str, Engine], texts: Texts, what: str) -> dict[tuple[str, str], Loss]:
+def losses_of(plain: Reader, others: Mapping[str, Reader], texts: Texts, what: str) -> dict[tuple[str, str], Loss]:
     """Return the losses by (format, model)."""
     found: dict[tuple[str, str], Loss] = {}
     for text in tqdm(texts, desc=what, unit="text"):
-        before, following = logits_of(plain, text), torch.tensor(text[1:])
-        for name, engine in others.items():
-            for model, logits in logits_of(engine, text).items():
+        before, following = plain(text), torch.tensor(text[1:])
+        for name, read in others.items():
+            for model, logits in read(text).items():
                 loss = found.setdefault((name, model), Loss([], [], [], []))
                 loss.nats_before.append(_nats(before[model], following))
                 loss.nats.append(_nats(logits, following))
@@ -117,9 +122,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="formats",
         action="append",
         choices=["auto", "int8", "int4"],
-        help="as of `serve`, may be repeated (default int8); auto: the checkpoint's, with the processor's dot products",
+        help="as of `serve`, may be repeated (default int8, auto for a GGUF file); auto: the checkpoint's, with the "
+        "processor's dot products",
     )
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of `serve`, e.g. bfloat16 (default auto)")
+    add_text_arguments(parser)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the texts, and how much of them is read."""
     parser.add_argument(
         "--texts",
         action="append",
@@ -129,22 +140,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=512, help="last tokens of a text that are read (default 512)")
 
 
-def analyze(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare each format with the checkpoint's weights and float32 rows."""
+def texts_of(options: argparse.Namespace) -> dict[str, Texts]:
+    """Return the texts of each kind that the command line names; raise ConfigError for a kind without any."""
     options.texts = options.texts or ["dialogues", "gutenberg"]
-    options.formats = options.formats or ["int8"]
     options.prompt_length = options.length
     texts = {Path(kind).stem: [text for text in prompts_of(kind, options) if len(text) > 1] for kind in options.texts}
     if empty := [kind for kind, of_kind in texts.items() if not of_kind]:
         raise ConfigError(f"--texts {empty[0]}: no text has two tokens")
-    config = config_of(options, cache_bytes=_CACHE_BYTES)
+    return texts
 
-    def engine_with(**changed: Any) -> Engine:
-        return load_engine(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **changed)))
 
-    plain = engine_with(activations="float32")
-    kv_dtype = options.kv_cache_dtype
-    others = {weights: engine_with(weights=weights, kv_dtype=kv_dtype) for weights in options.formats}
+def cells_of(plain: Reader, others: Mapping[str, Reader], texts: Mapping[str, Texts]) -> list[dict[str, Any]]:
+    """Return the comparisons of all formats with the plain one, by kind of texts and model."""
     cells = []
     for kind, of_kind in texts.items():
         num_tokens = [len(text) - 1 for text in of_kind]
@@ -155,7 +162,26 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
             }
             found = compared(loss.nats_before, loss.nats, num_tokens)
             cells.append({"texts": kind, "model": model, "format": name, **found, **shares})
-    options.target, options.draft = (Path(name).name for name in names_of(options))
+    return cells
+
+
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare each format with the checkpoint's weights and float32 rows."""
+    texts = texts_of(options)
+    config = config_of(options, cache_bytes=_CACHE_BYTES, needs_draft=False)
+    names = [name for name in models_of(options) if name is not None]
+    is_gguf = any(Path(name).is_dir() and file_of(Path(name)) is not None for name in names)
+    options.formats = options.formats or ["auto" if is_gguf else "int8"]
+
+    def reader(**changed: Any) -> Reader:
+        changes = msgspec.structs.replace(config.model, **changed)
+        return partial(logits_of, load_engine(msgspec.structs.replace(config, model=changes)))
+
+    plain = reader(dtype="float32") if is_gguf else reader(activations="float32")
+    kv_dtype = options.kv_cache_dtype
+    others = {weights: reader(weights=weights, kv_dtype=kv_dtype) for weights in options.formats}
+    cells = cells_of(plain, others, texts)
+    options.target, options.draft = (name and Path(name).name for name in models_of(options))
     what = "perplexity of all tokens after the first of each text, with float32 rows and in other formats"
-    names = ("target", "draft", "dtype", "formats", "kv_cache_dtype", "texts", "length", "threads")
-    return document(what, options, names, cells=cells)
+    fields = ("target", "draft", "dtype", "formats", "kv_cache_dtype", "texts", "length", "threads")
+    return document(what, options, fields, cells=cells)

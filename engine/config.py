@@ -222,6 +222,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     device: str
     dtype: str
+    """Type of the weights, or the types in a GGUF file, the largest share first."""
     architecture: str
     drafters: dict[str, DraftFacts]
     """Facts about the drafters (`DRAFTERS`) by name; `model` is missing without a draft model."""

@@ -80,9 +80,7 @@ def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
     """
     if wanted is None:
         return config
-    path = model_file(config.model.target, "config.json", config.model.revision)
-    stored = {} if path is None else read_object(path).get("quantization_config")
-    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    method = _method_of(config.model)
     formats = [name for name in get_args(Weights) if name != "auto"]
     if method is None:
         if wanted in formats and config.model.weights in ("auto", wanted):
@@ -94,12 +92,22 @@ def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
             f"they are loaded only by one of {', '.join(formats)} (--weights); name a checkpoint that is, or leave the "
             "flag out"
         )
-    if _method(str(method)) != _method(wanted):
+    if _method(method) != _method(wanted):
         raise ConfigError(
             f"--quantization {wanted}: {config.model.target} is quantised by {method}; leave the flag out, the "
             "checkpoint decides"
         )
     return config
+
+
+def _method_of(model: ModelConfig) -> str | None:
+    """Return the method that the target's checkpoint names; None if it is plain."""
+    if model.target in model.given_names:
+        return "gguf"
+    path = model_file(model.target, "config.json", model.revision)
+    stored = {} if path is None else read_object(path).get("quantization_config")
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    return None if method is None else str(method)
 
 
 def _method(name: str) -> str:

@@ -17,6 +17,8 @@ def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
         f"{facts.num_blocks} blocks of {facts.block_size} tokens",
         f"memory plan: {plan}",
     ]
+    if server.dialogue.tools_refusal:
+        lines.append(f"requests with tools are refused: {server.dialogue.tools_refusal}")
     if not server.settings.uds:
         here = reachable(address)
         page = f"page: {here}/; " if server.settings.dashboard else ""

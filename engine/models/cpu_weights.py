@@ -91,9 +91,8 @@ def rounds_rows(form: Form) -> bool:
 
 def remark_on(forms: Collection[Form]) -> str:
     """Return the remark of a start on a model whose weights have these forms; "" if no rows are rounded."""
-    of_files = sorted(form.upper() for form in forms if form.startswith("q"))
-    if of_files:
-        return f"weights as in the file ({', '.join(of_files)}), rows of products are rounded to 8 bits"
+    if any(form.startswith("q") for form in forms):
+        return "weights as in the file, rows of products are rounded to 8 bits"
     if "int4" in forms:
         return "4-bit weights (8 bits in embeddings and output head), rows of products are rounded to 8 bits"
     if "int8" in forms:

@@ -52,6 +52,8 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
         is_folder = Path(name).is_dir()
     except PermissionError as error:
         raise ConfigError(f"{name}: this process's user may not look into a folder above it; grant access") from error
+    except OSError as error:
+        raise ConfigError(f"{name}: no such model folder ({error.strerror}); {_RIGHT_FOLDER}") from error
     if is_folder:
         _check_folder(Path(name), file, is_model)
         return

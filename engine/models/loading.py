@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from engine.config import MODEL, MTP, ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
 from engine.models.checkpoint import Source, check_vocabularies, context_length, length_remark, token_roles
 from engine.models.files import check_source
+from engine.models.gguf.blocks import BlockTensor
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.weights import check_types, file_behind, is_by_name, load_model
 from engine.models.heads.config import HeadConfig, check_target
@@ -102,6 +104,17 @@ class LoadedModel(Outline):
             for part in _stored(tensor):
                 unique[part.data_ptr()] = part.nbytes
         return sum(unique.values())
+
+    @property
+    def weight_types(self) -> str:
+        """Return the type of the weights, or the types of those in blocks, such as Q4_K+Q6_K, the largest share
+        first.
+        """
+        sizes: Counter[str] = Counter()
+        for weight in self.model.parameters():
+            if isinstance(weight, BlockTensor):
+                sizes[weight.type.name] += weight.numel()
+        return "+".join(name for name, _ in sizes.most_common()) or str(self.model.dtype).removeprefix("torch.")
 
 
 def _stored(tensor: Any) -> list[torch.Tensor]:

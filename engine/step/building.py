@@ -131,7 +131,7 @@ def assemble(
     if all(part.choice.backend.reads_pages for part in parts):
         # Torch computes little then, and its waiting threads would take cores from the passes.
         torch.set_num_threads(1)
-    facts = _completed(facts, target, memory, [part.weight_bytes for part in parts])
+    facts = _completed(facts, target, memory, parts)
     check_defaults(facts, config.speculation)
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
     tokens = target.vocab_size, facts.eos_token_ids
@@ -144,7 +144,7 @@ def assemble(
     return engine
 
 
-def _completed(facts: EngineFacts, target: LoadedModel, memory: MemoryPlan, weight_bytes: Sequence[int]) -> EngineFacts:
+def _completed(facts: EngineFacts, target: LoadedModel, memory: MemoryPlan, parts: Sequence[_Part]) -> EngineFacts:
     """Return the facts with those that follow from the loaded models and the plan of memory."""
     return msgspec.structs.replace(
         facts,
@@ -152,10 +152,10 @@ def _completed(facts: EngineFacts, target: LoadedModel, memory: MemoryPlan, weig
         max_model_len=memory.max_model_len,
         eos_token_ids=sorted(target.eos_token_ids),
         device=str(target.model.device),
-        dtype=str(target.model.dtype).removeprefix("torch."),
+        dtype=parts[0].weight_types,
         memory_plan={
-            "weights": weight_bytes[0],
-            "draft_weights": sum(weight_bytes[1:]),
+            "weights": parts[0].weight_bytes,
+            "draft_weights": sum(part.weight_bytes for part in parts[1:]),
             "kv_cache": memory.pool_bytes[0],
             "draft_kv_cache": sum(memory.pool_bytes[1:]),
             **memory.kept_back,
@@ -202,6 +202,7 @@ class _Part(NamedTuple):
     shape: KVShape
     choice: BackendChoice
     weight_bytes: int
+    weight_types: str
     num_spare: int = 0
     """Blocks outside the pool, for the masks that a head of the DFlash types computes after texts and never reads
     again.
@@ -305,16 +306,16 @@ def _prepare(
         block = loaded.model.config.block
         num_spare = 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // block_size)
         choice = BackendChoice(backend, has_kernel(device))
-        return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, num_spare)
+        return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, loaded.weight_types, num_spare)
     progress(f"probing {loaded.name}")
     wanted = config.model.draft_model_config if earlier else config.model
     choice = choose_backend(loaded, shape, block_size, wanted, longest)
-    laid_out_bytes = 0
+    laid_out_bytes, weight_types = 0, loaded.weight_types
     if loaded.ranks is None and is_owner:  # a part of a split model cannot be tried on this rank alone
         remark = choice.backend.remark
         progress(f"laying out the weights of {loaded.name}{remark and f' ({remark})'}")
         laid_out_bytes = choice.backend.prepare(partial(runs, loaded, shape, choice, block_size))
-    return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes)
+    return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, weight_types)
 
 
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:

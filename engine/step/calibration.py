@@ -87,9 +87,9 @@ def _say_every(seconds: float, progress: Progress) -> Tell:
 
     def tell(share: float) -> None:
         nonlocal said_s
-        if time.monotonic() - said_s > seconds:
+        if time.monotonic() - said_s > seconds and share < 1:
             said_s = time.monotonic()
-            progress(f"measuring steps: {share:.0%}")
+            progress(f"measuring steps: {int(100 * share)} %")
 
     return tell
 
@@ -271,12 +271,13 @@ def middle_steps(
     The plans take turns, so other load on the machine affects all of them.
     """
     runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
-    for turn in range(_MOST_TURNS):
+    num_done, num_turns = 0, _MOST_TURNS * len(plans)
+    for _ in range(_MOST_TURNS):
         for plan, of_plan in zip(plans, runs, strict=True):
             if len(of_plan) < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
                 of_plan += _turn(engine, plan, is_first=not of_plan)
-        done_s = [_BUDGET_S if turn + 1 == _MOST_TURNS else sum(wall_s for wall_s, _ in of_plan) for of_plan in runs]
-        tell(sum(min(1.0, one_s / _BUDGET_S) for one_s in done_s) / len(plans))
+            num_done += 1
+            tell(num_done / num_turns)
     return [_middle(of_plan) for of_plan in runs]
 
 

@@ -154,14 +154,29 @@ def _taken(render: Render, forms: Iterable[Messages], tools: Objects, documents:
     refused = next((one for one in errors if _failed_line(one) is None), None)
     if refused is not None:
         raise RequestError(f"the chat template refuses these messages: {refused}", "messages") from refused
-    # The message may quote the conversation.
-    fault = f"{type(errors[0]).__name__} on line {_failed_line(errors[0])}"
-    log.warning("the chat template fails (%s); correct it, or choose another by --chat-template", fault)
-    told = f"the chat template of this model fails ({fault}); the operator has to correct it"
+    told = f"the chat template of this model fails ({_fault(errors[0])}); the operator has to correct it"
     raise RequestError(told, "messages", TEMPLATE_FAILED) from errors[0]
 
 
-def _failed_line(error: Exception) -> int | None:
+def log_failure(error: BaseException | None, messages: Objects, tools: Objects) -> None:
+    """Log a mistake in the template, and the conversations that it refuses, without their texts."""
+    kinds = dict.fromkeys(f"{one['role']}{' with calls' if 'tool_calls' in one else ''}" for one in messages)
+    with_tools = ", with tools" if tools else ""
+    log.warning(
+        "the chat template fails (%s) for messages of %s%s, and such chats are refused; correct it, or choose another "
+        "by --chat-template",
+        _fault(error),
+        ", ".join(kinds),
+        with_tools,
+    )
+
+
+def _fault(error: BaseException | None) -> str:
+    """Return the type and place of a mistake. Its message may quote the conversation."""
+    return f"{type(error).__name__} on line {_failed_line(error)}"
+
+
+def _failed_line(error: BaseException | None) -> int | None:
     """Return the line of a mistake in the template. None for errors that it raises on purpose or that come from
     elsewhere.
     """
@@ -169,6 +184,8 @@ def _failed_line(error: Exception) -> int | None:
         return None
     if isinstance(error, TemplateSyntaxError):
         return error.lineno
+    if error is None:
+        return None
     frames = traceback.walk_tb(error.__traceback__)
     return next((line for frame, line in [*frames][::-1] if frame.f_code.co_filename == "<template>"), None)
 

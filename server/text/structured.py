@@ -51,6 +51,9 @@ _SCHEMAS = frozenset(
 
 _NULL_VALUES = frozenset({"const", "default"})
 """Keywords with null as a value."""
+_LARGEST_INTEGER = 92 * 10**17
+"""Bound of integers without one: all of 64 bits but the last per cent, where the grammar library's own bounds are."""
+_BOUNDS = (("minimum", "exclusiveMinimum", -_LARGEST_INTEGER), ("maximum", "exclusiveMaximum", _LARGEST_INTEGER))
 # Keys with which an object may have properties that are not listed.
 _PARTS = frozenset(
     {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "dependentSchemas"}
@@ -171,7 +174,7 @@ def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
 
 def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema without keywords that are null, which generators write for absent ones, and without formats that
-    the grammar library does not support, as JSON schema ignores unknown formats.
+    the grammar library does not support, as JSON schema ignores unknown formats. Its integers have bounds.
     """
     result: dict[str, Any] = _cleaned(schema)
     return result
@@ -218,7 +221,7 @@ def _has_parts(schema: Any) -> bool:
     )
 
 
-def _cleaned(schema: Any) -> Any:
+def _cleaned(schema: Any, is_negated: bool = False) -> Any:
     if not isinstance(schema, dict):
         return schema
     kept = {
@@ -228,10 +231,24 @@ def _cleaned(schema: Any) -> Any:
     }
     for key, value in kept.items():
         if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            kept[key] = {name: _cleaned(one) for name, one in value.items()}
+            kept[key] = {name: _cleaned(one, is_negated) for name, one in value.items()}
         elif key in _SCHEMAS:
-            kept[key] = [_cleaned(one) for one in value] if isinstance(value, list) else _cleaned(value)
-    return kept
+            of_key = is_negated or key in ("not", "if")
+            kept[key] = [_cleaned(one, of_key) for one in value] if isinstance(value, list) else _cleaned(value, of_key)
+    return kept if is_negated else _with_bounds(kept)
+
+
+def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose integers have bounds: a small model that repeats a digit would never end its answer."""
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" not in kinds or "number" in kinds or not schema.keys().isdisjoint(("enum", "const")):
+        return schema
+    stated = [schema[key] for keys in _BOUNDS for key in keys[:2] if key in schema]
+    if not all(isinstance(one, int | float) and abs(one) < _LARGEST_INTEGER for one in stated):
+        return schema
+    missing = {key: bound for key, exclusive, bound in _BOUNDS if schema.keys().isdisjoint((key, exclusive))}
+    return {**schema, **missing}
 
 
 def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:

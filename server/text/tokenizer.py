@@ -18,7 +18,7 @@ from tokenizers.decoders import DecodeStream
 from engine.api import TEMPLATE_FAILED, ConfigError, RequestError, check_source
 from server.text.lanes import Lanes, size_of_chat
 from server.text.plain_messages import PlainMessages
-from server.text.rendering import render_conversation
+from server.text.rendering import log_failure, render_conversation
 from server.text.text_bounds import byte_characters, longest_token
 from server.text.time_limit import TookTooLong, run_limited
 
@@ -193,7 +193,10 @@ class Tokenizer:
         try:
             return render_conversation(render, messages, tools, documents, call_marks)
         except RequestError as error:
-            if error.code != TEMPLATE_FAILED or not variables:
+            if error.code != TEMPLATE_FAILED:
+                raise
+            if not variables:
+                log_failure(error.__cause__, messages, tools)
                 raise
             self.render_chat(
                 messages, add_generation_prompt, continue_final_message, None, tools, documents, call_marks

@@ -382,6 +382,17 @@ class FakeSteps:
         return self.elapsed, {"draft": self.elapsed / 2}
 
 
+def test_shares_grow_with_every_plan() -> None:
+    """Turns of a large model take seconds; none of the shares is there twice, and only the last one is all."""
+    engine: Any = FakeSteps(range(0))
+    plans: Any = [0.001, 0.2, 3.0]
+    shares: list[float] = []
+    middle_steps(engine, plans, shares.append)
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 1
+    assert len(shares) == 4 * len(plans)
+
+
 def test_plans_are_measured_in_turns() -> None:
     """A busy time meets a part of every plan's runs, which their middle halves leave out."""
     plans: Any = [0.001, 0.002, 0.003]

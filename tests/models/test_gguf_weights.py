@@ -105,6 +105,14 @@ def test_every_type_is_served(kind: str, architecture: str, tmp_path: Path) -> N
     assert share_of_tolerance(model) < 1
 
 
+def test_the_types_of_the_file_are_named(tmp_path: Path) -> None:
+    """The largest share first; they are gone if the weights are dequantised."""
+    file = write_model(tmp_path / "model.gguf", "llama", MIXED)
+    first, *others = loaded(file, tmp_path / "cache").weight_types.split("+")
+    assert (first, set(others)) == ("Q6_K", {"Q4_K", "Q5_0", "Q5_K", "Q8_0"})
+    assert loaded(file, tmp_path / "cache", "bfloat16").weight_types == "bfloat16"
+
+
 def test_a_model_in_parts_is_whole(tmp_path: Path) -> None:
     whole = loaded(write_model(tmp_path / "whole.gguf", "llama", "Q8_0"), tmp_path / "cache")
     parts = loaded(write_model(tmp_path / "parts.gguf", "llama", "Q8_0", parts=3), tmp_path / "cache")

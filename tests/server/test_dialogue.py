@@ -142,6 +142,15 @@ def test_thoughts_that_are_not_separated_are_said(
     assert any("thoughts" in warning for warning in found(models, template, thoughts=setting).warnings) == is_said
 
 
+def test_a_variant_that_a_template_cannot_render_is_no_fault(
+    models: TinyModels, rendering_log: pytest.LogCaptureFixture
+) -> None:
+    """SmolLM2's template adds texts, so a content of None is a mistake; calls without a text are only a variant."""
+    template = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
+    assert "no place for tools" in found(models, template).tools_refusal
+    assert not rendering_log.records
+
+
 def test_a_template_that_fails_is_reported_once(models: TinyModels, rendering_log: pytest.LogCaptureFixture) -> None:
     assert "fails" in refused(found(models, "{% for m in messages %}{{ m.missing.part }}{% endfor %}"))
     assert len(rendering_log.records) == 1

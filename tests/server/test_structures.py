@@ -11,11 +11,11 @@ import pytest
 from engine.api import RequestError
 from server.openai.fields import CompletionRequest
 from server.openai.unsupported_fields import UNKNOWN
-from server.text.structured import LONGEST_GRAMMAR, Structure, closed, structure_of
+from server.text.structured import LONGEST_GRAMMAR, Structure, cleaned, closed, structure_of
 
 COMPACT = {"whitespace_flexible": False}
 FLEXIBLE = {"whitespace_flexible": True}
-OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OBJECT = {"type": "object", "properties": {"a": {"type": "boolean"}}}
 
 
 def structure(**fields: Any) -> Structure:
@@ -103,6 +103,40 @@ def test_schemas_become_json_of_the_grammar_library(fields: dict[str, Any], sche
 )
 def test_other_kinds_become_lark(fields: dict[str, Any], expected: Structure) -> None:
     assert structure(**fields) == expected
+
+
+LARGEST = 92 * 10**17
+
+
+@pytest.mark.parametrize(
+    ("schema", "bounds"),
+    [
+        ({"type": "integer"}, {"minimum": -LARGEST, "maximum": LARGEST}),
+        ({"type": ["integer", "null"]}, {"minimum": -LARGEST, "maximum": LARGEST}),
+        ({"type": "integer", "minimum": 0}, {"maximum": LARGEST}),
+        ({"type": "integer", "exclusiveMaximum": 9}, {"minimum": -LARGEST}),
+        ({"type": "integer", "minimum": 1, "maximum": 2}, {}),
+        ({"type": "integer", "minimum": 10**19}, {}),
+        ({"type": "integer", "enum": [10**20]}, {}),
+        ({"type": ["integer", "number"]}, {}),
+        ({"type": "number"}, {}),
+        ({"type": "string"}, {}),
+    ],
+)
+def test_integers_have_bounds(schema: dict[str, Any], bounds: dict[str, int]) -> None:
+    """Wherever they stand, but not where a bound would allow more."""
+    expected = {**schema, **bounds}
+    for around in ("items", "additionalProperties", "contains"):
+        assert cleaned({"properties": {"a": {around: schema}}}) == {"properties": {"a": {around: expected}}}
+    assert cleaned({"not": schema, "anyOf": [schema]}) == {"not": schema, "anyOf": [expected]}
+
+
+def test_an_answer_of_one_digit_for_ever_ends() -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokenizer = LLTokenizer("byte")
+    matcher = LLMatcher(tokenizer, structure(guided_json={"type": "integer"}).grammar)
+    assert matcher.validate_tokens(tokenizer.tokenize_str("1" * 40)) == len(str(LARGEST))
 
 
 def test_formats_that_are_not_known_are_left_out_wherever_schemas_stand() -> None:

@@ -9,7 +9,8 @@ import jinja2
 import pytest
 
 from engine.api import TEMPLATE_FAILED
-from tests.server.test_rendering import USER, refused, says
+from server.text.rendering import log_failure
+from tests.server.test_rendering import SHORT, USER, called, refused, says
 
 
 def jinja(text: str) -> Any:
@@ -44,7 +45,12 @@ def test_a_mistake_in_a_template_is_the_operators(text: str, line: int, caplog: 
     assert str(error) == f"the chat template of this model fails ({fault}); the operator has to correct it"
     assert (error.param, error.code) == ("messages", TEMPLATE_FAILED)
     assert isinstance(error.__cause__, jinja2.UndefinedError)
-    told = f"the chat template fails ({fault}); correct it, or choose another by --chat-template"
+    assert not caplog.records  # the server reports it if no conversation of this type can be rendered
+    log_failure(error.__cause__, [USER, says("user", "secret"), called(SHORT)], [{"type": "function"}])
+    told = (
+        f"the chat template fails ({fault}) for messages of user, assistant with calls, with tools, and such chats are "
+        "refused; correct it, or choose another by --chat-template"
+    )
     assert caplog.record_tuples == [("polydraft.rendering", logging.WARNING, told)]
 
 

@@ -182,7 +182,8 @@ def _row_bytes(path: Path, entry: TensorEntry) -> int:
     if length % block:
         kind = GGMLQuantizationType(entry.type).name
         raise _damaged(path, entry, f"has rows of {length} numbers, which are not whole blocks of {kind} ({block})")
-    return length // block * size
+    num_bytes: int = length // block * size
+    return num_bytes
 
 
 def _damaged(path: Path, entry: TensorEntry, what: str) -> LoadError:

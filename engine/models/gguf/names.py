@@ -20,7 +20,7 @@ from engine.errors import ConfigError, first_line
 from engine.models.checkpoint import Source
 from engine.models.files import MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
 from engine.models.gguf.file import parts_of
-from engine.models.gguf.folder import folder_of
+from engine.models.gguf.folder import CACHE, folder_of
 
 log = logging.getLogger("polydraft")
 
@@ -41,12 +41,13 @@ def with_folders(config: EngineConfig) -> EngineConfig:
     Checks that target and draft model exist: raise ConfigError, or LoadError for a file that cannot be served.
     """
     model, cache = config.model, config.profile_cache
-    target = source_of(model.target, model.revision, cache)
+    has_other_tokenizer = model.tokenizer not in (None, model.target)
+    target = source_of(model.target, model.revision, cache, has_other_tokenizer)
     changes: dict[str, Any] = {"target": target.name, "revision": target.revision}
     given = {target.name: model.target}
     if model.draft is not None and model.draft != MTP:
         is_target = model.draft_source == (model.target, model.revision)
-        draft = target if is_target else source_of(model.draft, model.draft_revision, cache)
+        draft = target if is_target else source_of(model.draft, model.draft_revision, cache, has_other_tokenizer)
         changes |= {"draft": draft.name, "draft_revision": draft.revision}
         given.setdefault(draft.name, model.draft)
     if model.tokenizer is not None:
@@ -62,10 +63,11 @@ def _tokenizer_of(name: str, cache: str) -> str:
     return name if path is None else str(folder_of(path, cache))
 
 
-def source_of(name: str, revision: str | None, cache: str) -> Source:
+def source_of(name: str, revision: str | None = None, cache: str = CACHE, has_other_tokenizer: bool = False) -> Source:
     """Return where a model's files are: the derived folder of a GGUF file, or the name itself.
 
-    cache: of `folder_of`. Raise ConfigError if there is no such model, LoadError for a GGUF file that cannot be served.
+    cache: of `folder_of`; has_other_tokenizer: whether the model's own is not served. Raise ConfigError if there is no
+    such model, LoadError for a GGUF file that cannot be served.
     """
     path = local_file(name) or hub_file(name, revision)
     if path is None:
@@ -76,7 +78,7 @@ def source_of(name: str, revision: str | None, cache: str) -> Source:
                 path = hub_file(name, revision, has_type=False)
             if path is None:
                 raise
-    return Source(name, revision) if path is None else Source(str(folder_of(path, cache)))
+    return Source(name, revision) if path is None else Source(str(folder_of(path, cache, not has_other_tokenizer)))
 
 
 def local_file(name: str) -> Path | None:
@@ -93,7 +95,7 @@ def local_file(name: str) -> Path | None:
                 raise ConfigError(f"{name}: no such file; check the name")
             return None
         names = sorted(one.name for one in path.iterdir() if one.suffix.lower() == _SUFFIX)
-    except PermissionError:  # `check_source` explains it
+    except OSError:  # `check_source` explains it
         return None
     if not names:
         return None
@@ -169,7 +171,7 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
             repository, revision, lambda: hub.HfApi().list_repo_files(repository, revision=revision)
         )
         if fault is None:
-            return list(answer), None
+            return ([] if isinstance(answer, Exception) else list(answer)), None
     try:
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError as error:

@@ -1,0 +1,138 @@
+"""`analyze gguf-numbers`: a GGUF file's answers and perplexity next to those of transformers and llama.cpp.
+
+Greedy answers of the dequantised file in float32 must be those that transformers generates from the same file, which it
+reads by itself. The perplexity of the file as it is served, with its blocks and with rows rounded to 8 bits, must be
+llama.cpp's on the same tokens, up to half a per cent. All arms read the same tokens; without llama-cpp-python that
+comparison is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from analysis import quality
+from analysis.llama_cpp_arm import AS_IT_IS, Context, gguf_of
+from analysis.loading import add_device_arguments, config_of, load_engine, models_of, prompts_of, say
+from analysis.peers import sampled
+from engine.errors import ConfigError
+from engine.models.gguf.folder import file_of
+from engine.models.importing import import_transformers
+from engine.request import Limits, Request, Sampling
+from engine.step.engine import Engine
+from loadtest.results import document
+
+SERVED, LLAMA_CPP = "as served", "llama.cpp"
+_CACHE_BYTES = 1 << 29
+_ALLOWED = 0.005
+"""Largest relative difference of perplexities."""
+_TIE = 1e-3
+"""Logits that differ by no more are a tie, which rounding decides."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="GGUF file")
+    parser.add_argument("--prompts", type=int, default=20, help="prompts of the greedy answers (default 20)")
+    parser.add_argument("--tokens", type=int, default=60, help="tokens of a greedy answer (default 60)")
+    quality.add_text_arguments(parser)
+    add_device_arguments(parser)
+
+
+def answer(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the engine's greedy answer."""
+    request = Request(
+        request_id="answer",
+        prompt_token_ids=tuple(prompt),
+        sampling=Sampling(temperature=0.0),
+        limits=Limits(max_tokens=num_tokens, ignore_eos=True),
+    )
+    engine.submit(request)
+    tokens: list[int] = []
+    while engine.scheduler.has_work:
+        for outcome in engine.run_step().outcomes:
+            tokens += outcome.token_ids
+    return tokens
+
+
+def by_transformers(file: Path) -> Any:
+    """Return the model that transformers reads from a file, dequantised."""
+    load = import_transformers().AutoModelForCausalLM.from_pretrained
+    return load(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def greedy(engine: Engine, model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
+    """Compare greedy answers, and report where and by how much the logits of the first different tokens differ."""
+    differences = []
+    for number, prompt in enumerate(tqdm(prompts, desc="greedy answers", unit="prompt")):
+        found = answer(engine, prompt, num_tokens)
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=sampled(num_tokens, temperature=0.0)
+        )
+        expected = output[0, len(prompt) :].tolist()
+        if found == expected:
+            continue
+        place = next(place for place, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+        text = torch.tensor([[*prompt, *expected[:place]]])
+        logits_V = model(input_ids=text).logits[0, -1].float()
+        margin = float(logits_V[expected[place]] - logits_V[found[place]])
+        differences.append({"prompt": number, "token": place, "margin": margin})
+    return {"prompts": len(prompts), "tokens": num_tokens, "differences": differences}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return a line about greedy answers, and the table of perplexities."""
+    found = result["greedy"]
+    line = f"{found['prompts'] - len(found['differences'])} of {found['prompts']} greedy answers equal generate's"
+    ties = "".join(
+        f"; prompt {one['prompt']} differs at token {one['token']}, by {one['margin']:.2g}"
+        for one in found["differences"]
+    )
+    return f"{line}{ties}\n\n{quality.markdown(result)}"
+
+
+def analyze(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare greedy answers and perplexities."""
+    options.draft = None
+    target, _ = models_of(options)
+    file = file_of(Path(target)) if Path(target).is_dir() else None
+    if file is None:
+        raise ConfigError(f"{options.target}: not a GGUF file; `analyze quality` compares formats of other models")
+    texts = quality.texts_of(options)
+    prompts = [prompt for kind in options.texts for prompt in prompts_of(kind, options)][: options.prompts]
+    config = config_of(options, cache_bytes=_CACHE_BYTES, needs_draft=False)
+    dequantised = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float32"))
+    plain = load_engine(dequantised)
+    answers = greedy(plain, by_transformers(file), prompts, options.tokens)
+    readers: dict[str, quality.Reader] = {SERVED: partial(quality.logits_of, load_engine(config))}
+    if find_spec("llama_cpp") is None:
+        say("llama-cpp-python is not installed, so llama.cpp is left out")
+    else:
+        with gguf_of(Path(target), AS_IT_IS) as path:
+            context = Context(path, 1, options.length, options.threads)
+        readers[LLAMA_CPP] = lambda text: {"target": context.logits(text)}
+    cells = quality.cells_of(partial(quality.logits_of, plain), readers, texts)
+    perplexities = {(cell["texts"], cell["format"]): cell["perplexity"] for cell in cells}
+    differences = {
+        kind: perplexities[kind, SERVED] / perplexities[kind, LLAMA_CPP] - 1
+        for kind in texts
+        if (kind, LLAMA_CPP) in perplexities
+    }
+    has_passed = all(abs(one["margin"]) <= _TIE for one in answers["differences"]) and all(
+        abs(one) <= _ALLOWED for one in differences.values()
+    )
+    options.target = file.name
+    what = "greedy answers of the dequantised file and of transformers; perplexities next to that of float32 numbers"
+    fields = ("target", "prompts", "tokens", "texts", "length", "threads")
+    return document(
+        what, options, fields, greedy=answers, cells=cells, served_to_llama_cpp=differences, passed=has_passed
+    )
