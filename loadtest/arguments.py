@@ -16,6 +16,14 @@ def integers(text: str) -> list[int]:
     return values
 
 
+def numbers(text: str) -> list[float]:
+    """Parse comma-separated numbers from 0 on."""
+    values = [float(part) for part in text.split(",")]
+    if not min(values) >= 0:
+        raise argparse.ArgumentTypeError("must be numbers from 0 on")
+    return values
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser that accepts full names only, and suggests one for an unknown flag."""
 
