@@ -28,7 +28,9 @@ from engine.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 from loadtest.results import document, table
 
-_MOST_SHOWN = 10
+_MOST_SHOWN = 5
+_SHOWN = 6
+"""Tokens, or characters, from the first difference on."""
 _BATCH = 500
 _NEWER = (
     "897 1b4e-1b4f 1b7f 1c89-1c8a 2427-2429 2ffc-2fff 31e4-31e5 31ef a7cb-a7cd a7da-a7dc 105c0-105f3 10d40-10d8f "
@@ -74,9 +76,13 @@ class Comparison:
     differences: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     """Differences by how the line was compared: `tokens`, `tokens as text` or `text back`."""
 
-    def note(self, compared: str, line: Line, ours: object, theirs: object) -> None:
-        """Note a line whose tokens or text differ."""
-        shown = {"kind": line.kind, "line": line.text, "ours": ours, "llama.cpp": theirs}
+    def note(self, compared: str, line: Line, ours: Sequence[int] | str, theirs: Sequence[int] | str) -> None:
+        """Note a line whose tokens or text differ, with what follows the first difference."""
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        begin = next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+        end = begin + _SHOWN
+        shown: dict[str, Any] = {"kind": line.kind, "line": line.text, "place": begin}
+        shown |= {"ours": ours[begin:end], "llama.cpp": theirs[begin:end]}
         self.differences[compared].append({**shown, "explanation": explanation(line.text)})
 
     def summary(self) -> dict[str, Any]:
