@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata as packages
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -67,6 +67,14 @@ _SENTENCE_PIECE = {
 }
 
 
+class TokenReference(Protocol):
+    """Tokenizer that others are compared with; `LlamaCppVocabulary` explains its methods."""
+
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
 @dataclass(kw_only=True)
 class Comparison:
     """Lines of one file by the kind of their content."""
@@ -114,9 +122,7 @@ def _is_newer(number: int) -> bool:
     return False
 
 
-def compare(
-    files: TokenizerFiles, reference: LlamaCppVocabulary, compared: Sequence[Line], progress: Any
-) -> Comparison:
+def compare(files: TokenizerFiles, reference: TokenReference, compared: Sequence[Line], progress: Any) -> Comparison:
     """Compare all lines."""
     result = Comparison()
     for begin in range(0, len(compared), _BATCH):

@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf import TokenType
+from tqdm import tqdm
 
 from analysis.__main__ import main
-from analysis.gguf_tokens import END_TEXTS, GOLDEN_LINES, explanation, small_vocabularies
+from analysis.gguf_lines import lines
+from analysis.gguf_tokens import END_TEXTS, GOLDEN_LINES, compare, explanation, small_vocabularies
 from analysis.gguf_vocabularies import byte_level, with_texts, write_vocabulary
 from engine.errors import ConfigError
 from engine.models.gguf import pre_tokenizers
@@ -250,6 +252,33 @@ def test_types_of_tokens_decide_which_are_special() -> None:
 def test_newer_characters_explain_a_difference_and_others_do_not() -> None:
     assert explanation("a\u1c89b") is not None
     assert explanation("aéb 中 😀") is None
+
+
+class OtherTokenizer:
+    """The tokenizer of another vocabulary, in the place of llama.cpp."""
+
+    def __init__(self, name: str) -> None:
+        self._tokenizer = tokenizer_files(small()[name]).tokenizer
+
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        self._tokenizer.encode_special_tokens = not parse_special
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def test_comparison_counts_each_differing_line() -> None:
+    compared = lines(120, 3, ["<|im_end|>"], None)
+    files = tokenizer_files(small()["smollm"])
+    with tqdm(disable=True) as progress:
+        equal = compare(files, OtherTokenizer("smollm"), compared, progress).summary()
+        other = compare(files, OtherTokenizer("gpt-2"), compared, progress).summary()
+    assert equal["lines"] == sum(equal["lines_by_kind"].values()) == len(compared)
+    assert not equal["differences"]
+    assert other["differences"]["tokens"] == other["differences"]["tokens as text"] > 5
+    assert other["unexplained"] > 5
+    assert {one["kind"] for one in other["examples"]} <= set(other["lines_by_kind"])
 
 
 def test_comparison_needs_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
