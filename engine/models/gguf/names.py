@@ -18,7 +18,7 @@ import msgspec
 from engine.config import MTP, EngineConfig
 from engine.errors import ConfigError, first_line
 from engine.models.checkpoint import Source
-from engine.models.files import MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
+from engine.models.files import PROBE_S, MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
 from engine.models.gguf.file import parts_of
 from engine.models.gguf.folder import CACHE, folder_of
 
@@ -167,11 +167,13 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
 
     fault: str | None = "HF_HUB_OFFLINE"
     if not hub.is_offline_mode():
+        api = hub.HfApi()
+        # Unlike `list_repo_files` it asks once, without waits between attempts.
         answer, fault = ask_hub(
-            repository, revision, lambda: hub.HfApi().list_repo_files(repository, revision=revision)
+            repository, revision, lambda: api.model_info(repository, revision=revision, timeout=PROBE_S)
         )
         if fault is None:
-            return ([] if isinstance(answer, Exception) else list(answer)), None
+            return [one.rfilename for one in getattr(answer, "siblings", None) or []], None
     try:
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError as error:
