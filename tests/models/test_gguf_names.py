@@ -209,6 +209,9 @@ def test_people_see_the_names_of_the_command_line(
     assert main(["serve", target, "--draft-model", str(other), "--profile-cache", "off"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"polydraft serve: {other} and {target} have different vocabularies (4096 and 4096 tokens, ")
+    assert main(["serve", target, "--quantization", "awq", "--profile-cache", "off"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"polydraft serve: --quantization awq: {target} is quantised by gguf; leave the flag out")
     assert Serve(model=target).served_names() == [target]
 
 
