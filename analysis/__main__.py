@@ -15,6 +15,7 @@ from analysis import (
     contexts,
     device_model,
     drafters,
+    gguf_tokens,
     growth,
     heads,
     laws,
@@ -45,6 +46,7 @@ which command helps with what:
   a GPU that you do not have yet           plan
   what takes the time on this machine      around, growth, times
   the numbers that answers report          reports
+  the tokens of a GGUF file                gguf-tokens
   rules of verification on paper           laws, blocks, papers
 
 `polydraft analyze COMMAND --help` lists the flags of a command. Words such as
@@ -90,6 +92,9 @@ ANALYSES = {
     "quality": _of(
         quality,
         "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",
+    ),
+    "gguf-tokens": _of(
+        gguf_tokens, "Has a GGUF file the same tokens here as in llama.cpp? Needs llama-cpp-python, and no weights."
     ),
     "reports": _of(reports, "Is the speedup that each answer reports true? Compares it with answers without drafts."),
     "plan": _of(
