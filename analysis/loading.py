@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
+from engine.models.gguf.folder import CACHE
+from engine.models.gguf.names import source_of
 from engine.models.host import keep_freed_memory, usable_cores
 from engine.step.building import build_engine
 from engine.step.engine import Engine
@@ -24,8 +26,8 @@ _FORMATS = ("weights", "draft_weights", "activations")
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the pair and the device."""
-    parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model: folder or hub name")
+    parser.add_argument("--target", help="target model: folder, GGUF file or hub name (default: the embedded pair)")
+    parser.add_argument("--draft", help="draft model: folder, GGUF file or hub name")
     add_device_arguments(parser)
 
 
@@ -44,13 +46,13 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def names_of(options: argparse.Namespace) -> tuple[str, str]:
-    """Return (target, draft); raise ConfigError if only one is named."""
+    """Return (target, draft), GGUF files as folders; raise ConfigError if only one is named."""
     if (options.target is None) != (options.draft is None):
         raise ConfigError("name both --target and --draft, or neither for the embedded pair")
     if options.target is None:
         demo = Path(str(files("demo")))
         return str(demo / "target"), str(demo / "draft")
-    return options.target, options.draft
+    return source_of(options.target, None, CACHE).name, source_of(options.draft, None, CACHE).name
 
 
 def say(text: str) -> None:

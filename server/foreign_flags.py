@@ -19,7 +19,10 @@ log = logging.getLogger("polydraft")
 
 SAME = {
     **dict.fromkeys(("m", "model_path", "hf", "hf_repo"), "model"),
-    **dict.fromkeys(("md", "model_draft", "speculative_model", "speculative_draft_model_path"), "draft_model"),
+    **dict.fromkeys(
+        ("md", "model_draft", "hfd", "hf_repo_draft", "speculative_model", "speculative_draft_model_path"),
+        "draft_model",
+    ),
     **dict.fromkeys(
         ("num_speculative_tokens", "speculative_num_steps", "draft", "draft_max", "draft_n"), "draft_length"
     ),
@@ -127,7 +130,12 @@ FOREIGN: dict[str, Foreign] = {
         values="ctk ctv cache_type_k cache_type_v",
         accepts=("auto",),
     ),
-    **_refused("name a folder with safetensors", values="load_format", accepts=("auto", "safetensors", "hf")),
+    **_refused(
+        "name a folder with safetensors or a GGUF file",
+        values="load_format",
+        accepts=("auto", "safetensors", "hf", "gguf"),
+    ),
+    **_refused("name the file with the repository: OWNER/REPOSITORY:FILE", values="hff hf_file"),
     **_refused("the tokenizer is the model's tokenizer.json", values="tokenizer_mode", accepts=("auto", "hf")),
     **_refused("the tokenizer is of --revision; give a folder by --tokenizer", values="tokenizer_revision"),
     **_refused("the chat template decides", values="chat_template_content_format", accepts=("auto",)),

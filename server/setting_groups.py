@@ -117,9 +117,9 @@ class ModelSettings(_Group):
     """model"""
 
     model: str = ""
-    """target model: a folder or a hub name"""
+    """target model: a folder, a GGUF file, or a hub name (GGUF: OWNER/REPOSITORY:TYPE)"""
     tokenizer: str | None = None
-    """folder of the tokenizer; default: the target's"""
+    """folder or GGUF file of the tokenizer; default: the target's"""
     revision: str | None = None
     """hub revision of the target and its tokenizer"""
     quantization: str | None = None
@@ -170,7 +170,7 @@ class SpeculationSettings(_Group):
     """speculation"""
 
     draft_model: str | None = None
-    """draft model: a folder, a hub name, or mtp; default: plain decoding"""
+    """draft model: a folder, a GGUF file, a hub name, or mtp; default: plain decoding"""
     draft_revision: Rare[str | None] = None
     """hub revision of the draft model"""
     spec_drafters: Words = ["model"]
@@ -208,7 +208,7 @@ class SpeculationSettings(_Group):
     spec_observed_share: Rare[Share] = 0.01
     """share of steps on which acceptance is compared with the optimum"""
     profile_cache: Rare[str] = "~/.cache/polydraft"
-    """folder that stores measurements for the next start; off: always measure"""
+    """folder that stores measurements, and what GGUF files say, for the next start; off: nothing is stored"""
     selfcheck: Rare[bool] = False
     """check at start that outputs follow the target distribution (some seconds)"""
 

@@ -38,32 +38,27 @@ _BACKLOG = 2048
 
 
 def with_sources(config: EngineConfig) -> EngineConfig:
-    """Return a configuration whose models exist, with folders in place of GGUF files. Raise ConfigError if a model does
-    not exist, or if target and draft model have different tokens; LoadError for a GGUF file that cannot be served.
+    """Return a configuration whose models exist, with folders in place of GGUF files.
+
+    Raise ConfigError if a model does not exist, LoadError for a GGUF file that cannot be served.
     """
     if not log.isEnabledFor(logging.DEBUG):
         for client in _HTTP_CLIENTS:
             # One log line per request to the hub would hide the important one.
             logging.getLogger(client).setLevel(logging.WARNING)
-    config = with_folders(config)
-    _check_draft(config.model)
-    return config
+    return with_folders(config)
 
 
-def _check_draft(model: ModelConfig) -> None:
-    """Raise ConfigError if a draft model in a folder has other tokens than the target."""
+def check_pair(model: ModelConfig) -> None:
+    """Raise ConfigError if a draft model in a folder has other tokens than the target; warn of an unused adapter."""
     warn_of_adapter(model.target)
     source = model.draft_source
     if source is None or source[0] == model.target:
         return
     folders = Path(model.target), Path(source[0])
     # The engine compares models of the hub, after it has imported torch.
-    if not all(folder.is_dir() for folder in folders) or not _is_language_model(folders[1]):
-        return
-    try:
+    if all(folder.is_dir() for folder in folders) and _is_language_model(folders[1]):
         check_vocabularies(Source(str(folders[0])), Source(str(folders[1])))
-    except ConfigError as error:
-        raise ConfigError(model.shown(str(error))) from error
 
 
 def _is_language_model(folder: Path) -> bool:
@@ -80,9 +75,7 @@ def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
     """
     if wanted is None:
         return config
-    path = model_file(config.model.target, "config.json", config.model.revision)
-    stored = {} if path is None else read_object(path).get("quantization_config")
-    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    method = _method_of(config.model)
     formats = [name for name in get_args(Weights) if name != "auto"]
     if method is None:
         if wanted in formats and config.model.weights in ("auto", wanted):
@@ -94,12 +87,22 @@ def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
             f"they are loaded only by one of {', '.join(formats)} (--weights); name a checkpoint that is, or leave the "
             "flag out"
         )
-    if _method(str(method)) != _method(wanted):
+    if _method(method) != _method(wanted):
         raise ConfigError(
             f"--quantization {wanted}: {config.model.target} is quantised by {method}; leave the flag out, the "
             "checkpoint decides"
         )
     return config
+
+
+def _method_of(model: ModelConfig) -> str | None:
+    """Return the method that the target's checkpoint names; None if it is plain."""
+    if model.target in model.given_names:
+        return "gguf"
+    path = model_file(model.target, "config.json", model.revision)
+    stored = {} if path is None else read_object(path).get("quantization_config")
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    return None if method is None else str(method)
 
 
 def _method(name: str) -> str:

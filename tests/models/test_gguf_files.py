@@ -221,7 +221,7 @@ def test_damaged_bytes_never_end_in_another_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_has_bounds(value: bytes, size: int, words: str, tmp_path: Path) -> None:
-    """Of a file that is as long as it claims."""
+    """The file is as long as it claims."""
     path = tmp_path / "model.gguf"
     header = content((value,), data=0)
     with path.open("wb") as file:

@@ -78,6 +78,7 @@ def error_line(daemon: Daemon) -> str:
         (["--draft-tree", "2,2"], "--draft-tree 2,2: rule 'bv_race' would be biased with chains that share"),
         (["--config", "no/such/file.toml"], "no/such/file.toml: cannot be read"),
         (["./no/such/model"], "./no/such/model: no such model folder"),
+        (["a" * 300], "no such model folder (File name too long); name a folder with"),
         (["/no/such/model"], "/no/such/model: no such model folder"),
         (["--draft-model", "/no/such/draft"], "/no/such/draft: no such model folder"),
         (["--tokenizer", "/no/such/words"], "/no/such/words: no such model folder"),

@@ -1,7 +1,7 @@
 """Derives the folder that transformers would have of a GGUF file: everything but the weights, which stay in the file.
 
 The rest of the daemon then works on this folder as on any model's. It is written once for a file of a name, size and
-time of change, beside the daemon's measurements in the user's cache.
+time of change, next to the daemon's measurements in the user's cache.
 """
 
 from __future__ import annotations
@@ -23,36 +23,40 @@ from typing import Any
 from engine.errors import ConfigError, LoadError, PolydraftError, first_line
 from engine.models.files import WEIGHTS_ELSEWHERE, read_object
 from engine.models.gguf.config import ARCHITECTURES, config_of, vocab_size
-from engine.models.gguf.file import GgufFile, open_file, parts_of
+from engine.models.gguf.file import GgufFile, open_file
+from engine.models.gguf.parts import parts_of
 from engine.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 
 log = logging.getLogger("polydraft")
 
 _FORMAT = 1
 """Version of the derivation; increased if a folder of the same file would differ."""
-_SUBFOLDER = "gguf"
+CACHE = "~/.cache/polydraft"
+_SUBFOLDER, _PARTIAL = "gguf", ".partial-"
+_LONGEST_STEM = 100
+"""Characters of a file's name in the name of its folder, which people may see."""
 _SAMPLING = {f"general.sampling.{name}": field for name, field in {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
 }.items()}  # fmt: skip
 """Sampling defaults that a file may have, by their names in generation_config.json."""
 
 
-def folder_of(path: Path, cache: str = "~/.cache/polydraft") -> Path:
+def folder_of(path: Path, cache: str = CACHE, needs_tokenizer: bool = True) -> Path:
     """Return the folder of a GGUF file, or of a model in parts; raise ConfigError or LoadError if it cannot be served.
 
     path: the file, or any of its parts. cache: folder in which it is stored, of `EngineConfig`; "off" stores it until
-    this process ends.
+    this process ends. needs_tokenizer: else a tokenizer that cannot be used is left out, because another one is served.
     """
     paths = [one.absolute() for one in parts_of(path)]
     stored = _stored(cache)
-    folder = (stored or _temporary()) / _digest(paths)
+    folder = (stored or _temporary()) / f"{paths[0].stem[:_LONGEST_STEM]}-{_digest(paths, needs_tokenizer)}"
     if _is_whole(folder):
         return folder
     file = open_file(paths[0])
     _check_kind(file)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
     try:
-        _write(partial, file)
+        _write(partial, file, needs_tokenizer)
         partial.chmod(0o755)
         return _moved(partial, folder)
     except OSError as error:
@@ -67,14 +71,14 @@ def file_of(folder: Path) -> Path | None:
     return Path(str(read_object(stated)["file"])) if stated.is_file() else None
 
 
-def _digest(paths: list[Path]) -> str:
+def _digest(paths: list[Path], needs_tokenizer: bool) -> str:
     """Return a name for what these files have now."""
     try:
         stated = [(str(path), found.st_size, found.st_mtime_ns) for path in paths for found in [path.stat()]]
     except OSError:
         stated = []  # opening the file reports what is wrong
     versions = [_FORMAT, *map(version, ("gguf", "tokenizers", "transformers"))]
-    return hashlib.sha256(json.dumps([stated, versions]).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps([stated, versions, needs_tokenizer]).encode()).hexdigest()[:16]
 
 
 def _stored(cache: str) -> Path | None:
@@ -143,25 +147,33 @@ def _check_kind(file: GgufFile) -> None:
         raise LoadError(f"{file.path}: a GGUF file of type {kind!r}, not a model; name the model's file")
 
 
-def _write(folder: Path, file: GgufFile) -> None:
+def _write(folder: Path, file: GgufFile, needs_tokenizer: bool) -> None:
     """Write the files of a model's folder."""
     config = config_of(file) if file.architecture in ARCHITECTURES else _foreign_config(folder, file)
-    tokens = _tokenizer(file)
-    roles = {"bos_token_id": tokens.begin_id, "eos_token_id": list(tokens.end_ids)}
+    roles = _write_tokenizer(folder, file, needs_tokenizer)
     config |= roles
     generation = {**roles, **_sampling(file.metadata)}
-    contents: dict[str, object] = {
-        "config.json": config,
-        "generation_config.json": generation,
-        "tokenizer_config.json": tokens.config,
-    }
-    for name, content in contents.items():
+    for name, content in {"config.json": config, "generation_config.json": generation}.items():
         (folder / name).write_text(json.dumps(content, indent=2))
-    tokens.tokenizer.save(str(folder / "tokenizer.json"))
-    if tokens.chat_template is not None:
-        (folder / "chat_template.jinja").write_text(tokens.chat_template)
     names = sorted(path.name for path in folder.iterdir())
     (folder / WEIGHTS_ELSEWHERE).write_text(json.dumps({"file": str(file.path), "files": names}))
+
+
+def _write_tokenizer(folder: Path, file: GgufFile, is_needed: bool) -> dict[str, Any]:
+    """Write the tokenizer's files, and return the tokens with a role."""
+    try:
+        tokens = _tokenizer(file)
+    except PolydraftError as error:
+        if is_needed:
+            raise
+        log.warning("%s; its tokenizer is left out, because --tokenizer names another", error)
+        named = {role: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")}
+        return {f"{role}_token_id": token for role, token in named.items()}
+    tokens.tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens.config, indent=2))
+    if tokens.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(tokens.chat_template)
+    return {"bos_token_id": tokens.begin_id, "eos_token_id": list(tokens.end_ids)}
 
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,8 +185,9 @@ def _tokenizer(file: GgufFile) -> TokenizerFiles:
     vocab_size(file)
     try:
         return tokenizer_files(file.metadata)
-    except PolydraftError as error:
-        raise type(error)(f"{file.path}: {error}") from error
+    except ConfigError as error:
+        way_out = "" if "--tokenizer" in str(error) else "; or serve the tokenizer of a folder by --tokenizer"
+        raise ConfigError(f"{file.path}: {error}{way_out}") from error
     except Exception as error:  # the library has no class of its own for it
         raise LoadError(
             f"{file.path}: the file's tokenizer cannot be used ({first_line(error)}); convert the model again"

@@ -2,7 +2,7 @@
 table here, as transformers reads it from a GGUF file.
 
 Transformers ignores keys that it does not know. Here they are read by a second table or refused, because they may
-change what the model computes. A process of its own, because it loads torch.
+change what the model computes. It is a separate process, because it loads torch.
 """
 
 from __future__ import annotations

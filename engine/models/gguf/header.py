@@ -133,7 +133,7 @@ class _Words:
         self.path = path
         self.position = 0
         self.section = "its first bytes"
-        self._content = memoryview(content[:_LONGEST_HEADER])
+        self._content = content[:_LONGEST_HEADER].data
         self._is_whole = content.size <= _LONGEST_HEADER
         self._num_items = 0
 
