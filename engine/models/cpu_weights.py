@@ -110,9 +110,9 @@ class WeightPiece(NamedTuple):
     scales: Array
     """[blocks, rows, width], see `numba_words.py`"""
     first: int
-    """The block of the result that the first block has."""
+    """Number of the block of the result that the first block has."""
     step: int
-    """Number of blocks apart the others are."""
+    """Distance to the next one, in blocks of the result."""
 
 
 class Product:
