@@ -32,7 +32,7 @@ from loadtest.arguments import integers, numbers
 from loadtest.results import add_output_argument, document, shown_ratio, table, write
 from loadtest.statistics import median_of_ratios
 
-PROMPTS = Path(__file__).parent / "prompts" / "spec_bench.jsonl"
+PROMPTS = Path(__file__).parent / "task_prompts" / "spec_bench.jsonl"
 LLAMA_CPP = "llama.cpp"
 
 

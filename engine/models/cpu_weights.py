@@ -109,9 +109,9 @@ class WeightPiece(NamedTuple):
     scales: Array
     """[blocks, rows, width], see `numba_words.py`"""
     first: int
-    """The block of the result that the first block has."""
+    """Number of the block of the result that the first block has."""
     step: int
-    """How many blocks apart the others are."""
+    """Distance to the next one, in blocks of the result."""
 
 
 class Product:
@@ -179,7 +179,9 @@ def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> 
     forms = [form_of(part) for part in parts]
     laid_out = [_laid_out([part], form) for part, form in zip(parts, forms, strict=True)]
     if forms[0] != forms[1]:
-        return [WeightPiece(form, *one, number, 2) for number, (form, one) in enumerate(zip(forms, laid_out, strict=True))]
+        return [
+            WeightPiece(form, *one, number, 2) for number, (form, one) in enumerate(zip(forms, laid_out, strict=True))
+        ]
     words, scales = (_alternated(first, second) for first, second in zip(*laid_out, strict=True))
     return [WeightPiece(forms[0], words, scales, 0, 1)]
 
