@@ -372,9 +372,10 @@ def of_draft_model(config: ModelConfig) -> ModelConfig:
     """
     if config.draft_weights != "auto":
         return msgspec.structs.replace(config, weights=config.draft_weights)
-    if config.draft is None or not _is_quantised_already(config.draft, config.draft_revision):
+    if config.weights == "auto" or config.draft is None:
         return config
-    return msgspec.structs.replace(config, weights="auto")
+    is_stored = _is_quantised_already(config.draft, config.draft_revision)
+    return msgspec.structs.replace(config, weights="auto") if is_stored else config
 
 
 def _is_quantised_already(name: str, revision: str | None) -> bool:
