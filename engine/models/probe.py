@@ -97,7 +97,13 @@ BACKENDS = (
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
-    """Return the shape of the K and V that the model passes to the hook, found by calling it once."""
+    """Return the shape of the K and V that the model passes to the hook, found by calling it once.
+
+    Weights of a GGUF file would be dequantised for it, so their models' shape is that of the configuration.
+    """
+    if has_blocks(loaded.model):
+        config = loaded.model.config
+        return KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim)
     seen: dict[int, tuple[int, int, int]] = {}
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -108,7 +114,7 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
 
     AttentionInterface.register(f"{HOOK}_shape", record)
     with _attention(loaded.model, f"{HOOK}_shape"), torch.inference_mode():
-        _plain_forward(loaded.model, [1, 2])
+        _plain_forward(loaded.model, [[1, 2]])
     shapes = set(seen.values())
     if len(shapes) != 1 or sorted(seen) != list(range(len(seen))):
         raise LoadError(
@@ -243,12 +249,12 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
 
     def plain() -> Tensor:
         """Return the untouched model's logits at the same tokens [N, V]."""
-        return torch.cat(
-            [
-                _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size]
-                for path, logits_NV in zip(paths, of_paths, strict=True)
-            ]
-        )
+        logits = _plain_forward(loaded.model, paths)
+        parts = [
+            logits[number, len(path) - len(logits_NV) : len(path), : loaded.vocab_size]
+            for number, (path, logits_NV) in enumerate(zip(paths, of_paths, strict=True))
+        ]
+        return torch.cat(parts)
 
     with (
         _attention(loaded.model, "eager"),
@@ -317,10 +323,12 @@ def _paged_logits(
     return [*results, ([*text, last], after_NV)]
 
 
-def _plain_forward(model: Any, tokens: list[int]) -> Tensor:
-    ids = torch.tensor([tokens], device=model.device)
-    positions = torch.arange(len(tokens), device=model.device).unsqueeze(0)
-    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+def _plain_forward(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Return logits [texts, T, V] of one pass; shorter texts are filled up at their ends, which no other token sees."""
+    length = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts], device=model.device)
+    positions = torch.arange(length, device=model.device).unsqueeze(0)
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
     return logits
 
 

@@ -28,6 +28,8 @@ from tests.models.gguf_models import DEMO, head_dim_of, stored_weight, write_mod
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 
+transformers = import_transformers()  # before other tests import it whole
+
 PROMPT = [5, 17, 230, 8, 99, 1]
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "ffn_up": "Q5_0", "token_embd": "Q6_K", "output": "Q8_0", "": "Q4_K"}
 """The types of some files of Q4_K_M, and gate and up of two types."""
@@ -48,7 +50,6 @@ def plain_logits(model: Any) -> Tensor:
 
 def by_transformers(file: Path) -> Any:
     """The same file, read and dequantised by transformers, which does not read the width of a head."""
-    transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
     config.head_dim = head_dim_of(config.model_type, config.hidden_size)
     place = {"gguf_file": file.name, "config": config, "dtype": torch.float32}
@@ -76,6 +77,7 @@ def test_numbers_are_those_of_the_blocks(kind: str) -> None:
     for number, row in enumerate(stored):
         embed(number, piece.words, piece.scales, row)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert np.allclose(weight.dequantize(), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     assert np.allclose(stored, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 

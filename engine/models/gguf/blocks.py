@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
-from gguf.quants import dequantize
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
@@ -29,7 +28,7 @@ class StoredNumbers(NamedTuple):
     """Numbers of a weight [N, K] as a form of `cpu_weights.py` stores them."""
 
     numbers: Tensor
-    """[N, K] numbers in float32 or 16 bits; or bytes, each a number plus the form's offset."""
+    """[N, K] numbers in float32 or 16 bits; or bytes, each a number plus an offset."""
     scales: Sequence[Tensor]
     """[N, rows, numbers] of the scales, which follow each other in a row (`numba_words.py`)."""
 
@@ -64,7 +63,10 @@ class BlockTensor(Tensor):
 
     def dequantize(self) -> Tensor:
         """Return the float32 numbers [N, K]."""
-        return torch.from_numpy(dequantize(self.raw.numpy(), self.type))
+        numbers, scales = unpacked(self)
+        if not scales:
+            return numbers.float()
+        return _scaled(numbers, scales, BLOCK_TYPES[self.type].offset).view(self.shape)
 
     def rows(self, chosen: Any) -> BlockTensor:
         """Return some rows, by a slice or by indices."""
@@ -117,6 +119,8 @@ class BlockType(NamedTuple):
     form: Form
     unpack: Callable[[Tensor], StoredNumbers]
     """Unpacks blocks [N, blocks of a row, bytes]."""
+    offset: int
+    """Number that is added to stored numbers; 0 if they have minima."""
 
 
 def unpacked(weight: BlockTensor) -> StoredNumbers:
@@ -129,6 +133,18 @@ def unpacked(weight: BlockTensor) -> StoredNumbers:
     if not all(bool(one.isfinite().all()) for one in factors):
         raise LoadError(f"a tensor of type {weight.type.name} has scales that are not finite; download the file again")
     return StoredNumbers(numbers.flatten(1), scales)
+
+
+def _scaled(numbers: Tensor, scales: Sequence[Tensor], offset: int) -> Tensor:
+    """Return [N, groups, numbers] what stored numbers [N, K] stand for."""
+    factors = scales[0].view(torch.float16).float()
+    if len(scales) > 1:  # records: each factor has a byte for every group of the record
+        bytes_of = scales[1:] if offset == 0 else [scales[1].view(torch.int8)]
+        factors = torch.stack([(factors[..., place, None] * one).flatten(1) for place, one in enumerate(bytes_of)], -1)
+    grouped = numbers.view(len(numbers), factors.shape[1], -1)
+    if offset == 0:
+        return grouped * factors[..., :1] + factors[..., 1:]
+    return (grouped - float(offset)) * factors
 
 
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
@@ -199,13 +215,13 @@ def _q6_k(blocks: Tensor) -> StoredNumbers:
 
 
 BLOCK_TYPES: dict[Type, BlockType] = {
-    Type.Q4_0: BlockType("q4_0", _q4_0),
-    Type.Q4_1: BlockType("q4_1", _q4_1),
-    Type.Q5_0: BlockType("q8_0", _q5_0),
-    Type.Q5_1: BlockType("q5_1", _q5_1),
-    Type.Q8_0: BlockType("q8_0", _q8_0),
-    Type.Q4_K: BlockType("q4_k", _q4_k),
-    Type.Q5_K: BlockType("q5_k", _q5_k),
-    Type.Q6_K: BlockType("q6_k", _q6_k),
+    Type.Q4_0: BlockType("q4_0", _q4_0, 8),
+    Type.Q4_1: BlockType("q4_1", _q4_1, 0),
+    Type.Q5_0: BlockType("q8_0", _q5_0, 128),
+    Type.Q5_1: BlockType("q5_1", _q5_1, 0),
+    Type.Q8_0: BlockType("q8_0", _q8_0, 128),
+    Type.Q4_K: BlockType("q4_k", _q4_k, 0),
+    Type.Q5_K: BlockType("q5_k", _q5_k, 0),
+    Type.Q6_K: BlockType("q6_k", _q6_k, 128),
 }
 """Types by their names in ggml."""
