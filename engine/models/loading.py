@@ -379,7 +379,12 @@ def of_draft_model(config: ModelConfig) -> ModelConfig:
 
 
 def _is_quantised_already(name: str, revision: str | None) -> bool:
-    return file_behind(name) is not None or stored_method(_read_config(name, revision)) is not None
+    if file_behind(name) is not None:
+        return True
+    try:
+        return stored_method(_read_config(name, revision)) is not None
+    except ConfigError:  # loading the model reports it
+        return False
 
 
 def _check_file(name: str, file: GgufFile, wanted: ModelConfig, num_ranks: int) -> None:
