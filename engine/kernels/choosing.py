@@ -26,6 +26,11 @@ log = logging.getLogger("polydraft")
 _WIDTHS = (4096, 9005)
 """Widths of synthetic rows: a multiple of 16, which compilers treat separately, and another."""
 _NUM_ROWS = 6
+_NEEDED = {
+    "by_tiles": {"draw", "draw_residual", "race"},
+    "reads_no_filter": {"distribution", "truncated", "nucleus"},
+}
+"""Operations that have each property of `Kernels`, which torch's do not have."""
 
 
 @cache
@@ -43,10 +48,11 @@ def choose(device: torch.device) -> Kernels:
 
 def without(kernels: Kernels, names: Iterable[str]) -> Kernels:
     """Return kernels with torch's operations in place of the named ones."""
-    own = {name: staticmethod(getattr(TORCH, name)) for name in names}
+    own: dict[str, Any] = {name: staticmethod(getattr(TORCH, name)) for name in names}
     if "decide" in own:
         own["takes_logits"] = staticmethod(TORCH.takes_logits)
-    mixed: type[Any] = type(f"Some{type(kernels).__name__}", (type(kernels),), {**own, "by_tiles": False})
+    own |= {name: False for name, needed in _NEEDED.items() if needed & own.keys()}
+    mixed: type[Any] = type(f"Some{type(kernels).__name__}", (type(kernels),), own)
     result: Kernels = mixed()
     return result
 
