@@ -76,7 +76,7 @@ def _check(findings: SectionResults, name: str, model: Any, on_cuda: bool) -> No
 def engine_of(model: Any, cache_bytes: int) -> Engine:
     """Return an engine around a copy of a model that drafts for another copy."""
     config = EngineConfig(
-        model=ModelConfig(target="target", draft="draft", device=str(model.device)),
+        model=ModelConfig(target="target", draft="draft", device=model.device.type),
         cache=CacheConfig(memory_bytes=cache_bytes),
         scheduler=SchedulerConfig(max_num_seqs=2),
         speculation=SpeculationConfig(

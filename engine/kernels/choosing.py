@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -39,8 +40,13 @@ def choose(device: torch.device) -> Kernels:
     kernels = _compiled(device.type)
     if kernels is TORCH:
         return kernels
-    checked = {name: find_fault(kernels, name, operands) for name, operands in cases(device).items()}
-    faults = {name: fault for name, fault in checked.items() if fault is not None}
+    operands = cases(device)
+
+    def fault_of(name: str) -> str | None:
+        return find_fault(kernels, name, operands[name])
+
+    checked = (in_threads if device.type == "cuda" else map)(fault_of, operands)
+    faults = {name: fault for name, fault in zip(operands, checked, strict=True) if fault is not None}
     for name, fault in faults.items():
         log.warning("%s without %s: %s", name, type(kernels).__name__, fault)
     return without(kernels, faults) if faults else kernels
@@ -55,6 +61,19 @@ def without(kernels: Kernels, names: Iterable[str]) -> Kernels:
     mixed: type[Any] = type(f"Some{type(kernels).__name__}", (type(kernels),), own)
     result: Kernels = mixed()
     return result
+
+
+def in_threads(work: Callable[[str], str | None], names: Iterable[str]) -> list[str | None]:
+    """Do work for all names at the same time, on this thread's CUDA device, because each compiles on one core."""
+    device, is_inference = torch.cuda.current_device(), torch.is_inference_mode_enabled()
+
+    def work_there(name: str) -> str | None:
+        torch.cuda.set_device(device)
+        with torch.inference_mode(is_inference):
+            return work(name)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(work_there, names))
 
 
 def _compiled(device_type: str) -> Kernels:

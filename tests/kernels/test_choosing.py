@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -136,6 +137,21 @@ def test_a_wrong_operation_is_replaced(fails: bool, caplog: pytest.LogCaptureFix
     logits_NV, one_N = torch.randn(2, 9, device=DEVICE), torch.ones(2, device=DEVICE)
     assert torch.equal(found.softmax(logits_NV, one_N), TORCH.softmax(logits_NV, one_N))
     assert type(found).draw is Some.draw
+
+
+def test_operations_of_a_device_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    everyone = threading.Barrier(3)
+
+    def work(name: str) -> str:
+        everyone.wait(60)
+        return f"{name} {torch.is_inference_mode_enabled()}"
+
+    with torch.inference_mode():
+        assert choosing.in_threads(work, "abc") == ["a True", "b True", "c True"]
+    assert chosen == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
