@@ -131,7 +131,7 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
     for num_rows in (1, 4, 16, 64) if on_cuda else (1, 2):
         plan = plan_of(engine, "off", num_rows, 300)
         needed = 2 * shape.weights + num_rows * 300 * shape.token_bytes
-        reached = needed / _step_s(findings, engine, plan, options.scale / 2, on_cuda)
+        reached = needed / _step_s(findings, engine, plan, options.scale / 3, on_cuda)
         shares[str(num_rows)], of_copy[str(num_rows)] = reached / bandwidth, reached / copied_bytes_per_s
         findings.add("plain_share_of_roofline", shares)
         findings.add("plain_share_of_measured_copy", of_copy)
@@ -139,7 +139,7 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
     for context in (300, 1000):
         for name in ("off", "block:1x5", "bv_race:4x5", "bv_race:8x4"):
             plan = plan_of(engine, name, context=context)
-            times[f"{name} after {context}"] = _step_s(findings, engine, plan, options.scale / 2, on_cuda)
+            times[f"{name} after {context}"] = _step_s(findings, engine, plan, options.scale / 3, on_cuda)
         findings.add("step_s", times)
     wait(device)
 

@@ -9,6 +9,7 @@ wrong K/V shows in the share of accepted drafts.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 from collections.abc import Sequence
 from copy import deepcopy
@@ -46,14 +47,17 @@ _SPREAD = 3.0
 
 
 def check_exactness(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Compare engines around models of both sizes, in float32 and in the type that is measured."""
+    """Compare engines around models of the target's size in float32 and, on a device, of both sizes in bfloat16."""
     register()
     on_cuda = options.device == "cuda"
-    for size in dict.fromkeys((options.target, options.draft)):
-        model = make_model(size, _NUM_LAYERS, options.vocabulary, options.device)
-        for dtype in (torch.float32, torch.bfloat16) if on_cuda else (torch.float32,):
-            name = f"{size} in {str(dtype).removeprefix('torch.')}"
-            findings.attempt(f"exactness of {name}", partial(_check, findings, name, model.to(dtype), on_cuda))
+    cases = [(options.target, torch.float32)]
+    if on_cuda:
+        cases += [(options.target, torch.bfloat16), (options.draft, torch.bfloat16)]
+    for size, dtype in cases:
+        gc.collect()  # the engine before
+        model = make_model(size, _NUM_LAYERS, options.vocabulary, options.device).to(dtype)
+        name = f"{size} in {str(dtype).removeprefix('torch.')}"
+        findings.attempt(f"exactness of {name}", partial(_check, findings, name, model, on_cuda))
 
 
 def make_model(size: str, num_layers: int, vocabulary: int, device: str) -> Any:

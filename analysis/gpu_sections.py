@@ -75,7 +75,7 @@ def engine(options: argparse.Namespace, findings: SectionResults) -> None:
 
     def speeds() -> None:
         points = measure_points(built, arms.speculation_of("adaptive"))
-        cells(options, findings, built, points, _FEW_SHAPES, loads, 2.0)
+        cells(options, findings, built, points, _FEW_SHAPES, loads, 1.4)
 
     findings.attempt("speeds", speeds)
     for name in ("off", "bv_race:4x5"):
