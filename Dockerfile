@@ -39,6 +39,7 @@ RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin polydraft \
 COPY --from=build /opt/polydraft /opt/polydraft
 ENV PATH=/opt/polydraft/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    TRITON_CACHE_DIR=/home/polydraft/.cache/triton \
     POLYDRAFT_HOST=0.0.0.0 \
     POLYDRAFT_PORT=8000
 USER 10001

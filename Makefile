@@ -5,7 +5,7 @@
 # make test-all   the tests that `make test` leaves out, those marked `slow` (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
-# make gpu-check  35 minutes on a CUDA device, the first eight alone with ARGS="--part 1" (CONTRIBUTING.md), by a Python that
+# make gpu-check  23 minutes on a CUDA device, the first ten alone with ARGS="--part 1" (CONTRIBUTING.md), by a Python that
 #              has one (GPU_PYTHON=python3); it installs nothing and names all missing modules at once
 # make mutants  change the code one place at a time: which changes does no test notice? (a minute to half an hour for a module;
 #              goes on where it stopped; ARGS="engine/sampling/edits.py" or "server/text/*.py --part 3/8 --minutes 20")

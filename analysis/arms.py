@@ -195,6 +195,8 @@ def measure(
     """
     # The warm-up uses other arms, because the measured ones would learn from another temperature.
     others = make()
+    if others[OFF].engine.works_meanwhile:  # a device computes in 16 bits, where equal answers prove nothing
+        others = {OFF: others[OFF]}
     equal = same_greedy_answers(others, load, concurrency)
     if not all(equal.values()):
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)

@@ -7,10 +7,9 @@ room for the longest text; prompts as eager steps do.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -184,51 +183,3 @@ def prompts(group: KernelGroup) -> None:
     query, keys = (group.randn(1, heads, 2048, 128) for heads in (32, 8))
     work = partial(scaled_dot_product_attention, query, keys, keys, is_causal=True, enable_gqa=True)
     group.add("torch's attention, 2048 of a prompt", {"us": device_us([work], group.device)})
-
-
-def flashinfer_too(group: KernelGroup) -> None:
-    """Measure FlashInfer on the same passes; its kernels for all devices, which are compiled soonest."""
-    flashinfer = import_module("flashinfer")
-
-    for name, texts in (
-        ("1 tokens after 1000", [Text(1000, 1)]),
-        ("1 tokens after 32000", [Text(32_000, 1)]),
-        ("16 tokens after 1000", [Text(1000, 1)] * 16),
-        ("64 tokens after 1000", [Text(1000, 1)] * 64),
-        ("2048 of a prompt after 0", [Text(0, 2048)]),
-        ("2048 of a prompt after 30000", [Text(30_000, 2048)]),
-    ):
-        group.case(f"FlashInfer, {name}", partial(_by_flashinfer, group, flashinfer, name, texts))
-
-
-def _by_flashinfer(group: KernelGroup, flashinfer: Any, name: str, texts: Sequence[Text]) -> None:
-    one = make_pass(group, texts, as_recorded=False)
-    num_layers, num_slots, num_kv_heads, dim = one.storage.keys.shape
-
-    def numbers(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=group.device)
-
-    room = torch.empty(256 << 20, dtype=torch.uint8, device=group.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(room, "NHD", backend="fa2")
-    wrapper.plan(
-        numbers(np.cumsum([0, *(text.num_tokens for text in texts)]).tolist()),
-        numbers(np.cumsum([0, *map(len, one.blocks)]).tolist()),
-        numbers([block for own in one.blocks for block in own]),
-        numbers([(text.num_keys - 1) % _PAGE + 1 for text in texts]),
-        *(one.query.shape[1], num_kv_heads, dim, _PAGE),
-        causal=True,
-        q_data_type=group.dtype,
-        kv_data_type=group.dtype,
-    )
-    query = one.query[0].transpose(0, 1).contiguous()
-
-    def run(layer: int) -> Tensor:
-        pages = (num_slots // _PAGE, _PAGE, num_kv_heads, dim)
-        result: Tensor = wrapper.run(
-            query, (one.storage.keys[layer].view(pages), one.storage.values[layer].view(pages))
-        )
-        return result
-
-    num_bytes = sum(text.num_keys for text in texts) * 2 * num_kv_heads * dim * group.dtype.itemsize
-    runs: list[Callable[[], Tensor]] = [partial(run, layer) for layer in range(num_layers)]
-    group.kernel(f"FlashInfer, {name}", runs, num_bytes, error_of_pass(one, runs[0]()))

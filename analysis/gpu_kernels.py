@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -107,20 +107,14 @@ def _rotation(group: KernelGroup, count: int, num_heads: int, num_kv_heads: int,
 
 
 def products(group: KernelGroup) -> None:
-    """Measure the products of both models, which read the weights: torch's, for the share of a step they take."""
-    sizes = (
-        *((6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (_VOCABULARY, 4096)),
-        *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (_VOCABULARY, 1024)),
-    )
-    for width, depth in sizes if group.on_cuda else ((48, 40),):
+    """Measure torch's largest product of each model, which reads its weights, for the share of the bandwidth."""
+    for width, depth in ((24_576, 4096), (6144, 1024)) if group.on_cuda else ((48, 40),):
         num_bytes = width * depth * group.dtype.itemsize
         weights = [group.randn(width, depth) for _ in range(rotations(num_bytes))]
-        for count in (1, 21, 64):
-            rows = group.randn(count, depth)
-            runs = [partial(linear, rows, weight) for weight in weights]
-            error = error_of(runs[0](), rows.float() @ weights[0].float().t())
-            operations = 2.0 * width * depth * count
-            group.kernel(f"product, {count} x {width} x {depth}", runs, num_bytes, error, operations=operations)
+        rows = group.randn(1, depth)
+        runs = [partial(linear, rows, weight) for weight in weights]
+        error = error_of(runs[0](), rows.float() @ weights[0].float().t())
+        group.kernel(f"product, 1 x {width} x {depth}", runs, num_bytes, error)
 
 
 def distributions(group: KernelGroup) -> None:
@@ -233,7 +227,6 @@ GROUPS: Sequence[tuple[Callable[[KernelGroup], None], float]] = (
     (moves, 15),
     (gpu_attention.prompts, 25),
     (products, 25),
-    (gpu_attention.flashinfer_too, 60),
 )
 """Groups and their time limits in seconds, most telling first; together they take less than their limits."""
 _DRY_LIMIT_S = 300
@@ -255,11 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings = SectionResults(options.output)
     for work, limit_s in GROUPS:
         name = work.__name__.replace("_", " ")
-        if work is gpu_attention.flashinfer_too and importlib.util.find_spec("flashinfer") is None:
-            findings.add(name, "FlashInfer is not installed")
-        else:
-            limit_s = _DRY_LIMIT_S if options.device == "cpu" else limit_s
-            run_group(name, work, torch.device(options.device), findings, limit_s)
+        limit_s = _DRY_LIMIT_S if options.device == "cpu" else limit_s
+        run_group(name, work, torch.device(options.device), findings, limit_s)
     return 0
 
 

@@ -21,28 +21,34 @@ import torch
 
 from demo import bench_pair
 
-_LONGEST_ERROR = 600
+_LONGEST_ERROR, _LONGEST_LINE = 600, 300
 
 
 class SectionResults:
-    """Results of a section, written to disk after every item."""
+    """Results of a section: written to disk after every item, and printed as soon as they are known."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, continues: bool = False) -> None:
+        """continues: whether the file has results of an earlier process, which stay."""
         self._file = file
-        self._found: dict[str, Any] = {"failures": []}
+        self._found: dict[str, Any] = json.loads(file.read_text()) if continues else {"failures": []}
 
-    def add(self, name: str, value: Any) -> None:
-        """Add an item."""
+    def add(self, name: str, value: Any, is_shown: bool = True) -> None:
+        """Add an item. is_shown: whether it is printed."""
         self._found[name] = value
         self._write()
-        print(f"{name}: {json.dumps(value)[:400]}", flush=True)
+        if is_shown:
+            self.show(f"{name}: {json.dumps(_rounded(value))}")
+
+    def show(self, line: str) -> None:
+        """Print a line."""
+        print(line[:_LONGEST_LINE], flush=True)
 
     def require(self, holds: bool, otherwise: str) -> None:
         """Record a failure if a condition does not hold."""
         if not holds:
             self._found["failures"].append(otherwise)
             self._write()
-            print(f"FAILED: {otherwise}", flush=True)
+            self.show(f"FAILED: {otherwise}")
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
         """Do some work, and return whether it raised nothing; an exception is a failure, and the section goes on."""
@@ -63,6 +69,15 @@ class SectionResults:
 
     def _write(self) -> None:
         self._file.write_text(json.dumps(self._found, indent=1) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Return a value with three digits of its numbers."""
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def write_stacks() -> None:
@@ -131,4 +146,5 @@ def add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default="8b", choices=bench_pair.SIZES, help="size of the made target (default 8b)")
     parser.add_argument("--draft", default="0.6b", choices=bench_pair.SIZES, help="of the draft model (default 0.6b)")
     parser.add_argument("--vocabulary", type=int, default=151_936, help="tokens (default 151936)")
+    parser.add_argument("--acceptance", type=float, default=0.75, help="of a single draft (default 0.75)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all durations; small for a dry run")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import tempfile
@@ -21,23 +22,31 @@ from typing import Any
 import torch
 
 from analysis import arms
-from analysis.fast_paths import without
-from analysis.gpu_engine import ACCEPTANCE, QWEN3_SAMPLING, build, cells, check_output, load_of, plan_of, profile, steps
+from analysis.gpu_engine import (
+    QWEN3_SAMPLING,
+    NotRecorded,
+    build,
+    cells,
+    check_output,
+    load_of,
+    make_pair,
+    plan_of,
+    profile,
+    steps,
+)
+from analysis.gpu_exactness import check_exactness
 from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
 from analysis.load import Load
 from analysis.peers import sampled
-from demo import bench_pair
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
 from engine.control.step_time import Point
 from engine.models.loading import adopt, load_pair
 from engine.models.probe import find_kv_shape, probe
 from engine.models.quantising import FORMATS
-from engine.plan import Plan
 from engine.step.building import assemble
 from engine.step.calibration import measure_points
 from engine.step.distribution_check import check_distribution
 from engine.step.engine import Engine
-from loadtest.statistics import median_of_ratios
 
 _FEW_SHAPES = ("off", "block:1x5", "bv_race:4x5", "adaptive")
 _SHAPES = ("off", "block:1x3", "block:1x5", "bv_race:2x5", "bv_race:4x5", "adaptive")
@@ -45,20 +54,28 @@ _DRY_LOADS = ((1, 40), (2, 40))
 
 
 def engine(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Build an engine; measure steps, distributions of its output, and speeds, each shortly; profile a step."""
+    """Check that steps are exact; measure steps, distributions of the output, and speeds, each shortly; profile a
+    step.
+    """
     device = torch.device(options.device)
     on_cuda = options.device == "cuda"
+    if on_cuda:
+        free_bytes, num_bytes = torch.cuda.mem_get_info()
+        findings.add("device", [torch.cuda.get_device_name(), free_bytes, num_bytes])
     found = ceilings(device, options.scale / 2)
     findings.add("ceilings", found)
-    built = build(options, findings)
+    if not options.eager:  # else an earlier process has checked it
+        findings.attempt("exactness", partial(check_exactness, options, findings))
+        _free(options)
+    built = build(options, findings, 32 << 30, options.eager)
     findings.attempt("steps", partial(steps, options, findings, built, found["copied_bytes_per_s"]))
-    checked = [("off", "recorded", {}), ("bv_race:4x5", "recorded", {}), ("bv_race:4x5", "recorded", QWEN3_SAMPLING)]
-    findings.attempt("distributions", partial(check_output, options, findings, built, checked, 3000))
+    checked = [("off", {}), ("bv_race:4x5", {}), ("bv_race:4x5", QWEN3_SAMPLING)]
+    findings.attempt("distributions", partial(check_output, options, findings, built, checked, 375))
     loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
 
     def speeds() -> None:
         points = measure_points(built, arms.speculation_of("adaptive"))
-        cells(options, findings, built, points, _FEW_SHAPES, loads, 2.0)
+        cells(options, findings, built, points, _FEW_SHAPES, loads, 1.4)
 
     findings.attempt("speeds", speeds)
     for name in ("off", "bv_race:4x5"):
@@ -66,65 +83,51 @@ def engine(options: argparse.Namespace, findings: SectionResults) -> None:
 
 
 def _profile(findings: SectionResults, built: Engine, name: str) -> None:
-    findings.add(f"profile {name}", profile(built, plan_of(built, name)))
+    findings.add(f"profile {name}", found := profile(built, plan_of(built, name)), is_shown=False)
+    largest = ", ".join(f"{one['name'][:30]} {one['us']:.0f} us" for one in found["operations"][:5])
+    findings.show(f"profile {name}: {1e3 * found['wall_s']:.2f} ms, {found['idle_share']:.0%} idle; {largest}")
 
 
-def variants(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Measure how much longer a step takes without each fast path, in turns.
+def _free(options: argparse.Namespace) -> None:
+    """Free the memory of models and engines that have ended."""
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
 
-    A fast path cannot be removed from a recorded step, so it is compared without recording.
+
+def generate(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Measure decoded tokens per second of transformers' `generate` on the same pair: plain, and assisted by the draft
+    model.
     """
-    engine = build(options, findings)
-    device = engine.target.device
-    num_turns = max(5, round(60 * options.scale))
-    apart = "whole steps"
-    names = ("kernels for verification", "kernels for rows", "equal nodes apart", "kernels for layers")
-    cases = [(apart,), *((apart, name) for name in names)]
-    result = {}
-    for name in ("off", "bv_race:4x5"):
-        for num_rows in (1, 16 if device.type == "cuda" else 2):
-            plan = plan_of(engine, name, num_rows)
-            for case in cases:
-                base = case[:-1]
-                taken: dict[bool, list[float]] = {True: [], False: []}
-                for number in range(2 * num_turns + 4):
-                    is_without = number % 4 in (1, 2)
-                    seconds = _timed(engine, plan, [*base, *(case[-1:] if is_without else ())])
-                    if number >= 4:  # the first run compiles and allocates
-                        taken[is_without].append(seconds)
-                found = median_of_ratios(taken[True], taken[False])._asdict()
-                also = f" (nor {', '.join(base)})" if base else ""
-                result[f"{name}, {num_rows} requests, without {case[-1]}{also}"] = found
-                findings.add("times_as_long", result)
+    target, draft = make_pair(options, findings)
+    on_cuda = options.device == "cuda"
+    num_prompt, counts = (300, (1, 4, 16, 64)) if on_cuda else (40, (1, 2))
+    cases: list[tuple[str, int, dict[str, Any]]] = [("plain", count, {}) for count in counts]
+    cases.append(("assisted", 1, {"assistant_model": draft}))
+    for name, count, more in cases:
+        ids = torch.randint(3, options.vocabulary, (count, num_prompt), device=target.device)
 
+        def seconds(num_tokens: int, ids: Any = ids, more: dict[str, Any] = more) -> float:
+            began = time.perf_counter()
+            lengths = {"min_new_tokens": num_tokens, "max_new_tokens": num_tokens}
+            sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+            mask = torch.ones_like(ids)
+            target.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **lengths, **sampling, **more)
+            wait(target.device)
+            return time.perf_counter() - began
 
-def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
-    """Return the synchronised duration of a step without some fast paths."""
-    if missing:
-        with without(engine, missing[0]):
-            return _timed(engine, plan, missing[1:])
-    began = time.perf_counter()
-    engine.carry_out(plan)
-    wait(engine.target.device)
-    return time.perf_counter() - began
+        def measured(name: str = name, count: int = count, seconds: Callable[[int], float] = seconds) -> None:
+            few, many = (4, 64) if on_cuda else (2, 10)
+            seconds(few)  # it allocates
+            decoding_s = -seconds(few) + seconds(many)
+            findings.add(f"generate, {name}, {count} requests, tokens per second", count * (many - few) / decoding_s)
 
-
-def law(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Compare the first tokens of many answers with the target's distribution, in steps of every kind."""
-    # Steps of few rows are recorded, or leave equal nodes separate; those of many rows do not.
-    kinds = ("equal nodes merged", "equal nodes apart", "recorded")
-    cases: list[tuple[str, str, dict[str, Any]]] = [
-        (name, kind, {}) for name in ("off", "block:1x5", "bv_race:4x5") for kind in kinds
-    ]
-    filters = ({"top_p": 0.8}, {"top_k": 20, "min_p": 0.01, "top_p": 0.9}, QWEN3_SAMPLING)
-    cases += [("bv_race:2x3", "recorded", {**one}) for one in filters]
-    num_answers = max(200, round(4000 * options.scale))
-    check_output(options, findings, build(options, findings), cases, num_answers)
+        findings.attempt(f"generate, {name}, {count} requests", measured)
 
 
 def record(options: argparse.Namespace, findings: SectionResults) -> None:
     """Measure tokens per second of every shape, then of transformers' continuous batching."""
-    built = build(options, findings)
+    built = build(options, findings, 48 << 30, options.eager)
     points = measure_points(built, arms.speculation_of("adaptive"))
     on_cuda = options.device == "cuda"
     measure = partial(cells, options, findings, built, points, _SHAPES, seconds=4.0)
@@ -134,9 +137,7 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
     findings.attempt("batches", partial(batches, options, findings, built, points, counts))
     target = built.target.model
     del measure, built
-    gc.collect()
-    if on_cuda:
-        torch.cuda.empty_cache()
+    _free(options)
     findings.attempt("transformers", partial(continuous, options, findings, target, counts))
 
 
@@ -209,12 +210,9 @@ def weights(options: argparse.Namespace, findings: SectionResults) -> None:
     speculation = SpeculationConfig(rule="block", num_drafts=1, draft_length=5, observed_share=0.0)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        dtype = torch.bfloat16 if on_cuda else torch.float32
-        sizes = options.target, options.draft, options.vocabulary
-        target, draft, about = bench_pair.make(*sizes, ACCEPTANCE, 4096, device=options.device, dtype=dtype)
+        target, draft = make_pair(options, findings)
         target.save_pretrained(f"{folder}/target")
         draft.save_pretrained(f"{folder}/draft")
-        findings.add("pair", about)
         del target, draft
         names: tuple[Weights, ...] = ("auto", *FORMATS)
         for name in names:
@@ -257,19 +255,24 @@ def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     }
 
 
-_SECTIONS = {"engine": engine, "variants": variants, "law": law, "record": record, "weights": weights}
+_SECTIONS = {"engine": engine, "generate": generate, "record": record, "weights": weights}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one section."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     what = __doc__.split("\n\n")[0]
     parser = argparse.ArgumentParser(prog="python -m analysis.gpu_sections", description=what)
     parser.add_argument("section", choices=_SECTIONS)
     parser.add_argument("output", type=Path, help="the JSON document")
+    parser.add_argument("--eager", action="store_true", help="steps are not recorded; go on with the document")
     add_setting(parser)
     options = parser.parse_args(arguments)
-    with torch.inference_mode():
-        _SECTIONS[options.section](options, SectionResults(options.output))
+    try:
+        with torch.inference_mode():
+            _SECTIONS[options.section](options, SectionResults(options.output, continues=options.eager))
+    except NotRecorded:
+        os.execv(sys.executable, [sys.executable, "-m", "analysis.gpu_sections", *arguments, "--eager"])
     return 0
 
 

@@ -1,10 +1,11 @@
-"""`make gpu-check`: 35 minutes on a CUDA device, in five parts. The first finds the most in at most eight minutes:
-imports, every kernel, an engine, tests. The others: speeds for the record, the benefit of each fast path with the
-distribution of the output, quantised weights (which need torchao), and other tests.
+"""`make gpu-check`: 23 minutes on a CUDA device, in three parts. The first finds the most in at most ten minutes: an
+engine (does it run, is it exact, tokens per second), every kernel, transformers' `generate`, tests. The others: speeds
+for the record, and quantised weights (which need torchao).
 
-Every section runs in a separate process with a time limit. Results are written after every item, so a section that
-hangs, crashes or exceeds its limit leaves its results so far. A fall-back (plain operations instead of kernels, steps
-that are not recorded) is a failure. Needs no git, no network and no checkpoint: the pair is created on the device.
+Every section runs in a separate process with a time limit. Facts are printed and written as soon as they are known, so
+a section that hangs, crashes or exceeds its limit leaves its results so far. A fall-back (plain operations instead of
+kernels, steps that are not recorded) is a failure. Needs no git, no network and no checkpoint: the models are created
+on the device.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ from typing import Any
 
 from loadtest.environment import environment
 
-NEEDED = ("msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "pytest")
-"""Modules that a machine with a device must have; the others that Polydraft depends on are not imported."""
-_LONGEST_LINE = 400
-_SHOWN = (
-    *("seconds_until", "recorded_shapes", "warnings", "ceilings", "plain_share_of_roofline", "step_s", "goals"),
-    *("batches, tokens per second", "transformers' continuous batching, tokens per second"),
+NEEDED = (
+    *("msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "pytest"),
+    "pytest_timeout",
 )
-"""Items that are printed at the end of a part."""
-_LAST_LINES = 25
+"""Modules that a machine with a device must have; the others that Polydraft depends on are not imported."""
+_LONGEST_LINE = 200
+_LAST_LINES = 15
 """Lines of output that are kept of a section that failed or was stopped."""
 _STACK_S = 3
 """Seconds for a stopped section to write its stacks."""
@@ -52,35 +51,32 @@ class Section:
 
 PARTS: dict[int, Sequence[Section]] = {
     1: (
-        Section("imports", 40, "every module of the engine, and the device"),
-        Section("kernels", 115, "every kernel at the shapes of Qwen3-8B and Qwen3-0.6B: its error, its time"),
-        Section("engine", 215, "its start, fall-backs, steps, the distribution of its output, speeds, and a profile"),
-        Section("tests", 110, "tests of kernels and graphs"),
+        Section(
+            "engine", 300, "exactness, start, fall-backs, steps, the distribution of its output, speeds, a profile"
+        ),
+        Section("kernels", 110, "every kernel at the shapes of Qwen3-8B and Qwen3-0.6B: its error, its time"),
+        Section("generate", 60, "tokens a second of transformers' generate on the same pair"),
+        Section("tests", 95, "tests of kernels and graphs"),
     ),
     2: (Section("record", 290, "tokens a second of every shape at 1, 4, 16 and 64 requests, and transformers'"),),
     3: (
-        Section("variants", 370, "kernels, graphs and shapes against the same without them, in turns"),
-        Section("law", 160, "the distribution of the output, drawn by the build that is measured"),
+        Section("weights", 525, "the checkpoint's weights, fp8 and int4: the probe, the distribution, times of steps"),
     ),
-    4: (
-        Section("weights", 530, "the checkpoint's weights, fp8 and int4: the probe, the distribution, times of steps"),
-    ),
-    5: (Section("other-tests", 270, "the other tests of kernels"),),
 }
 
 
 def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Path) -> dict[str, Any]:
-    """Run a section to its end or its time limit; its output is appended to the log, its results are returned.
+    """Run a section to its end or its time limit; its errors are appended to the log, its results are returned.
 
     setting: values of the arguments of all sections (`gpu_results.add_setting`), by name.
     """
     found = folder / f"{section.name}.json"
     found.unlink(missing_ok=True)
     arguments = [word for name, value in setting.items() for word in (f"--{name}", str(value))]
-    if section.name.endswith("tests"):
-        command = ["-m", "analysis.gpu_tests", section.name, str(found), str(section.limit_s - _LEFT_S)]
-    elif section.name in ("imports", "kernels"):
-        command = ["-m", f"analysis.gpu_{section.name}", str(found), *arguments]
+    if section.name == "tests":
+        command = ["-m", "analysis.gpu_tests", str(found), str(section.limit_s - _LEFT_S)]
+    elif section.name == "kernels":
+        command = ["-m", "analysis.gpu_kernels", str(found), *arguments]
     else:
         command = ["-m", "analysis.gpu_sections", section.name, str(found), *arguments]
     surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
@@ -94,8 +90,7 @@ def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Pa
         process = subprocess.Popen(
             [sys.executable, *command],
             env=surroundings,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=output,
             start_new_session=True,
         )
         try:
@@ -118,24 +113,6 @@ def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Pa
     return result
 
 
-def report(name: str, result: dict[str, Any]) -> None:
-    """Print what a section found: its end, its failures, times of kernels, goals."""
-    found = result.get("found", {})
-    print(f"{name}: {result['ended']}, {result['seconds']} s; {len(found.get('failures', []))} failures", flush=True)
-    for line in result.get("last_lines", ()):
-        print(f"  | {line}")
-    for failure in found.get("failures", []):
-        print(f"  FAILED {failure[:_LONGEST_LINE]}")
-    if "missing" in found:
-        print(f"  device: {found['device']}; missing: {found['missing']}")
-    for item, value in found.items():
-        if isinstance(value, dict) and "us" in value:
-            print(f"  {item}: " + ", ".join(f"{key} {number:.4g}" for key, number in value.items()))
-    for item in _SHOWN:
-        if item in found:
-            print(f"  {item}: {json.dumps(found[item])}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; return 0 if every section succeeded without a fall-back, 1 if not, 2 without the device or the
     modules.
@@ -155,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in options.part or sorted(PARTS):
         log = options.output / f"gpu-part-{number}.log"
         log.unlink(missing_ok=True)
+        seconds: dict[str, float] = {}
         document: dict[str, Any] = {
             "what": "a session on a device, by analysis.gpu_session",
             "part": number,
@@ -163,15 +141,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "sections": {},
         }
         for section in PARTS[number]:
-            print(f"part {number}, {section.name}: {section.what} ...", flush=True)
+            print(f"== part {number}, {section.name}: {section.what}", flush=True)
             result = run_section(section, setting, options.output, log)
+            seconds[section.name] = result["seconds"]
+            print(f"== {section.name} {result['ended']}, {result['seconds']} s", flush=True)
+            for line in result.get("last_lines", ()):
+                print(f"  | {line}")
             all_well &= result["ended"] == "ended" and not result.get("found", {}).get("failures")
             document["sections"][section.name] = result
             (options.output / f"gpu-part-{number}.json").write_text(json.dumps(document, indent=1) + "\n")
             (options.output / f"{section.name}.json").unlink(missing_ok=True)
-        print(f"\npart {number}:")
         for name, result in document["sections"].items():
-            report(name, result)
+            for failure in result.get("found", {}).get("failures", []):
+                print(f"FAILED {name}: {failure[:_LONGEST_LINE]}")
+        print(f"part {number}: {json.dumps(seconds)}", flush=True)
     return 0 if all_well else 1
 
 

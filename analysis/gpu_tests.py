@@ -6,7 +6,6 @@ on another. Results are written after every file: which tests failed, and which 
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -14,11 +13,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FIRST = (
+from analysis.gpu_results import SectionResults
+
+FILES = (
     "engine/test_recorded_steps",
     "heads/test_recorded",
     "attention/test_paged_attention",
@@ -29,22 +29,13 @@ FIRST = (
     "attention/test_parts",
 )
 """Files that say most of the kernels and graphs; those that take longest come first."""
-OTHERS = (
-    "engine/test_host_reads",
-    "kernels/test_triton_nucleus",
-    "kernels/test_choosing",
-    "speculation/test_longest_match",
-    "kernels/test_triton_keep",
-    "engine/test_draft_window",
-    *(("models/test_products",) if find_spec("torchao") else ()),  # all of its weights are quantised
-)
 _AT_ONCE = 8
 _ROOT = Path(__file__).parents[1]
 
 
-def run_file(name: str, marks: str, limit_s: float, root: Path = _ROOT) -> dict[str, Any]:
-    """Run a file's tests to their end or their time limit. marks: as of pytest's `-m`; root: the checkout."""
-    options = ["-v", "--color=no", "-p", "no:cacheprovider", "-m", marks]
+def run_file(name: str, limit_s: float, root: Path = _ROOT) -> dict[str, Any]:
+    """Run a file's tests to their end or their time limit. root: the checkout."""
+    options = ["-v", "--color=no", "-p", "no:cacheprovider", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", *options, f"tests/{name}.py"]
     began = time.monotonic()
     # A file and no pipe: processes that a stopped test has started would keep a pipe open.
@@ -56,8 +47,10 @@ def run_file(name: str, marks: str, limit_s: float, root: Path = _ROOT) -> dict[
             ended = f"stopped after {limit_s:.0f} s"
         file.seek(0)
         output = file.read().decode(errors="replace")
-    print(f"== {name}: {ended}\n{output}", flush=True)
-    return {"ended": ended, "seconds": round(time.monotonic() - began, 1), **outcomes(output)}
+    print(f"== {name}: {ended}\n{output}", file=sys.stderr, flush=True)
+    lines = output.strip().splitlines() or [""]
+    seconds = round(time.monotonic() - began, 1)
+    return {"ended": ended, "seconds": seconds, "last_line": lines[-1], **outcomes(output)}
 
 
 def outcomes(output: str) -> dict[str, Any]:
@@ -72,30 +65,28 @@ def outcomes(output: str) -> dict[str, Any]:
     }
 
 
-def run_files(files: Sequence[tuple[str, str]], document: Path, limit_s: float, root: Path = _ROOT) -> None:
-    """Run the tests of files of a checkout, and write the results as JSON after each file. files: (name, marks)."""
+def run_files(files: Sequence[str], findings: SectionResults, limit_s: float, root: Path = _ROOT) -> None:
+    """Run the tests of files of a checkout; a test that fails, and a file without passed tests, are failures."""
     deadline = time.monotonic() + limit_s
-    found: dict[str, Any] = {"failures": [], "files": {}}
+    found: dict[str, Any] = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         started = {
-            pool.submit(lambda one: run_file(*one, max(1.0, deadline - time.monotonic()), root), one): one
-            for one in files
+            pool.submit(lambda name: run_file(name, max(1.0, deadline - time.monotonic()), root), name): name
+            for name in files
         }
         for one in as_completed(started):
-            (name, marks), result = started[one], one.result()
-            found["files"][name] = result
-            has_none = marks == "slow" and result["ended"] == "ended with 5"
-            if not has_none and (result["ended"] != "ended with 0" or not result["passed"]):
-                which = [*result["failed"], *(f"{test} (running)" for test in result["running"])]
-                found["failures"].append(f"{name} {result['ended']}: {', '.join(which) or 'no test is to blame'}")
-            document.write_text(json.dumps(found, indent=1) + "\n")
+            name, result = started[one], one.result()
+            found[name] = result
+            findings.add("files", found, is_shown=False)
+            findings.show(f"{name}: {result['passed']} passed, {result['seconds']:g} s")
+            which = [*result["failed"], *(f"{test} (running)" for test in result["running"])]
+            is_well = result["ended"] == "ended with 0" and result["passed"]
+            findings.require(is_well, f"{name} {result['ended']}: {', '.join(which) or result['last_line']}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run files; the arguments: `tests` or `other-tests`, the JSON document to write, the time limit in seconds."""
-    first = [(name, "not slow") for name in FIRST]
-    others = [*((name, "slow") for name in FIRST), *((name, "slow or not slow") for name in OTHERS)]
-    run_files(first if arguments[0] == "tests" else others, Path(arguments[1]), float(arguments[2]))
+    """Run files; the arguments: the JSON document to write, the time limit in seconds."""
+    run_files(FILES, SectionResults(Path(arguments[0])), float(arguments[1]))
     return 0
 
 

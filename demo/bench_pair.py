@@ -68,17 +68,15 @@ def disturbed(below_VS: Tensor, amount: float, seed: int) -> Tensor:
     return below_VS + amount * torch.randn(below_VS.shape, generator=generator)
 
 
-def build(
+def random_model(
     size: Size,
     vocabulary: int,
-    tokens_VS: Tensor,
-    below_VS: Tensor,
     positions: int,
     seed: int,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return a model whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
+    """Return a model with random weights, whose layers have full strength."""
     import transformers
 
     torch.manual_seed(seed)
@@ -93,7 +91,21 @@ def build(
     )
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
+
+
+def build(
+    size: Size,
+    vocabulary: int,
+    tokens_VS: Tensor,
+    below_VS: Tensor,
+    positions: int,
+    seed: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Return a model whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
+    model = random_model(size, vocabulary, positions, seed, device, dtype)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight *= _SMALL
         layer.mlp.down_proj.weight *= _SMALL

@@ -132,7 +132,7 @@ class ModelSettings(_Group):
     num_threads: NotNegative = 0
     """most CPU cores of the engine; 0: all"""
     tensor_parallel_size: Positive = 1
-    """devices (on a CPU: processes) over which the target is split"""
+    """devices (on a CPU: processes) over which the target is split; experimental, never run on CUDA devices"""
     max_model_len: Annotated[NotNegativeAmount, BeforeValidator(_automatic)] = 0
     """maximum tokens of prompt plus answer; 0: the model's limit, or the K/V cache's capacity"""
     served_model_name: Words = []

@@ -1,10 +1,16 @@
-"""Compiles every Triton kernel for compute capability 9.0, where there need not be a device; prints their names."""
+"""Compiles every Triton kernel for compute capability 9.0, where there need not be a device; prints their names.
+
+Threads compile at the same time, as they do at the first start on a device.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +37,6 @@ from engine.models.triton_layer import (
 
 _ATTENTION = {
     "page_size": 16,
-    "groups": 4,
     "has_softcap": False,
     "has_window": False,
 }
@@ -89,20 +94,34 @@ def reads_wide(code: Any) -> bool:
     return bool(re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", code.asm["ptx"]))
 
 
-def compile_attention(types: dict[str, str], dtype: str, num_queries: int, head_dim: int = 128, **more: Any) -> Any:
+def compile_attention(
+    types: dict[str, str], dtype: str, num_queries: int, groups: int = 4, head_dim: int = 128, **more: Any
+) -> Any:
     """Compile attention as it is served, its arguments as aligned as those of a model are.
 
-    num_queries: of each sequence, which choose a tile.
+    num_queries: of each sequence, which choose a tile; groups: query heads of each K/V head.
     """
     served = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[dtype]
-    tile_queries = tile_queries_of(num_queries, _ATTENTION["groups"], served)
-    tile_keys, num_warps = tile_keys_of(served, head_dim, more.get("has_window", False), interpreted=False)
-    constants = _ATTENTION | {"tile_queries": tile_queries, "rows": max(16, _ATTENTION["groups"] * tile_queries)}
-    constants |= {"tile_keys": tile_keys, "upcast": dtype == "*fp32", "key_dim": head_dim, "value_dim": head_dim}
+    tile_queries = tile_queries_of(num_queries, groups, served)
+    tile = tile_keys_of(served, head_dim, tile_queries, more.get("has_window", False), interpreted=False)
+    constants = _ATTENTION | {"groups": groups, "tile_queries": tile_queries, "tile_keys": tile[0]}
+    constants |= {"rows": max(16, triton.next_power_of_2(groups * tile_queries))}
+    constants |= {"upcast": dtype == "*fp32", "key_dim": head_dim, "value_dim": head_dim}
     block = triton.next_power_of_2(head_dim)
     constants |= {"key_block": block, "value_block": block, **more}
     types = dict.fromkeys(("query", "keys", "values"), dtype) | types
-    return compiled(_attend, types, constants, _ALIGNED, num_warps)
+    return compiled(_attend, types, constants, _ALIGNED, tile[1])
+
+
+def compile_wide_attention(types: dict[str, str], dtype: str, num_queries: int) -> None:
+    """Compile attention, which reads 16 bytes a thread."""
+    code = compile_attention(types, dtype, num_queries)
+    assert dtype == "*fp32" or reads_wide(code)
+
+
+def compile_moves(types: dict[str, str], aligned: tuple[str, ...]) -> None:
+    """Compile moves, which are read before they are written."""
+    assert reads_before_it_writes(compiled(_keep, types, {"most": 32, "columns": 128}, aligned))
 
 
 def compile_layer(dtype: str) -> None:
@@ -119,38 +138,50 @@ def compile_layer(dtype: str) -> None:
         compiled(_round_rows, rounding, {"tile": _ROUNDED_TILE}, ("rows", "rounded", "width"), num_warps=8)
 
 
-def main() -> None:
-    """All kernels in the kinds that are served; attention also with what some models add."""
+def of_models() -> Iterator[Callable[[], object]]:
+    """Yield compilations of the kernels of layers and K/V in the kinds that are served; attention also with what some
+    models add.
+    """
     own = dict.fromkeys(_INTEGERS, "*i32") | {"words": "*i64", "output": "*fp32", "lse": "*fp32"}
     own |= {"scale": "fp32", "softcap": "fp32"}
     for dtype in ("*bf16", "*fp16", "*fp32"):
         # A layer of a large pool has more numbers than 32 bits count.
         moved = {"storage": dtype, "moves": "*i64", "layer_stride": "i64"}
         for aligned in ((), ("storage", "moves", "layer_stride", "width")):
-            assert reads_before_it_writes(compiled(_keep, moved, {"most": 32, "columns": 128}, aligned))
+            yield partial(compile_moves, moved, aligned)
         # A step's first tokens, one of its chains, and a chunk of a prompt; in float32 the last two have one tile.
         for num_queries in (1, 6, 200) if dtype == "*bf16" else (1, 200):
-            code = compile_attention(own, dtype, num_queries)
-            assert dtype == "*fp32" or reads_wide(code)
+            yield partial(compile_wide_attention, own, dtype, num_queries)
         added = {"has_softcap": True, "has_window": True}
-        compile_attention(own | {"output": dtype}, dtype, 200, 80, **added)
-        compile_attention(own, dtype, 200, 256, **added)
+        yield partial(compile_attention, own | {"output": dtype}, dtype, 200, head_dim=80, **added)
+        yield partial(compile_attention, own, dtype, 200, head_dim=256, **added)
         merging = {"output": "*fp32", "lse": "*fp32", "sinks": dtype, "result": dtype}
-        compile_layer(dtype)
+        yield partial(compile_layer, dtype)
         for has_sinks in (False, True):
-            compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "most_parts": 16, "has_sinks": has_sinks})
+            constants = {"value_dim": 80, "value_block": 128, "most_parts": 16, "has_sinks": has_sinks}
+            yield partial(compiled, _merge, merging, constants)
+    # Prompts in one part, and trees in parts, of models with other numbers of query heads for each K/V head.
+    for groups in (1, 2, 5, 7, 8):
+        yield partial(compile_attention, own | {"output": "*bf16"}, "*bf16", 200, groups)
+        yield partial(compile_attention, own, "*bf16", 6, groups)
+
+
+def of_distributions() -> Iterator[Callable[[], object]]:
+    """Yield compilations of the kernels of distributions and verdicts."""
     rows = dict.fromkeys(("logits", "temperatures", "probs", "largest", "totals", "edges"), "*fp32")
     for has_edges in (False, True):
         constants = {"tile": 4096, "tiles": 64, "has_edges": has_edges}
         for kernel in (_sum_exponentials, _softmax):
-            compiled(kernel, rows, constants)
+            yield partial(compiled, kernel, rows, constants)
     nucleus = dict.fromkeys(("probs", "numbers", "top_ps", "kept", "largest", "temperatures", "edges"), "*fp32")
     nucleus |= {"lowest": "*i64", "sums": "*fp64", "top_ks": "*i64"}
     for by_count in (False, True):
         wanted = {"wanted": "*i64" if by_count else "*fp32"}
-        compiled(_narrow, nucleus | wanted, {"tile": 2048, "tiles": 128, "parts": 64, "by_count": by_count})
-    compiled(_keep_nucleus, nucleus, {"tile": 2048, "tiles": 128})
-    compiled(_edge, nucleus, {"tiles": 128})
+        yield partial(
+            compiled, _narrow, nucleus | wanted, {"tile": 2048, "tiles": 128, "parts": 64, "by_count": by_count}
+        )
+    yield partial(compiled, _keep_nucleus, nucleus, {"tile": 2048, "tiles": 128})
+    yield partial(compiled, _edge, nucleus, {"tiles": 128})
     distributions = {
         "target": "*fp32",
         "target_rows": "*i64",
@@ -161,17 +192,24 @@ def main() -> None:
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
     draws = {"wanted": "*i8", "uniforms": "*fp64", "tokens": "*i64"}
     for has_draft in (True, False):
-        compiled(sum_tiles, distributions | sums, {"tile": 1024, "has_draft": has_draft})
+        yield partial(compiled, sum_tiles, distributions | sums, {"tile": 1024, "has_draft": has_draft})
         constants = {"tile": 1024, "tiles": 256, "has_draft": has_draft}
-        compiled(_draw, distributions | sums | draws, constants)
+        yield partial(compiled, _draw, distributions | sums | draws, constants)
     verified = dict.fromkeys(("tokens", "target_rows", "draft_rows", "lengths"), "*i64") | sums
     verified |= dict.fromkeys(("accepted", "requests", "verdict"), "*i64")
     verified |= dict.fromkeys(("log_ratios", "log_ceilings", "weights", "scores"), "*fp64")
     verified |= dict.fromkeys(("accept_numbers", "residual_numbers", "score_numbers"), "*fp64")
     verified |= dict.fromkeys(("target", "draft"), "*fp32")
-    compiled(_walk, verified, {"block": 16})
-    compiled(_decide, verified, {"block": 16, "tile": 1024, "tiles": 256})
-    compiled(_race, verified, {"block": 1024})
+    yield partial(compiled, _walk, verified, {"block": 16})
+    yield partial(compiled, _decide, verified, {"block": 16, "tile": 1024, "tiles": 256})
+    yield partial(compiled, _race, verified, {"block": 1024})
+
+
+def main() -> None:
+    """Compile all kernels."""
+    with ThreadPoolExecutor() as pool:
+        for one in [pool.submit(job) for job in (*of_models(), *of_distributions())]:
+            one.result()
 
 
 if __name__ == "__main__":

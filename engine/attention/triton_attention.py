@@ -248,7 +248,7 @@ def attend_paged(
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
     groups = num_heads // num_kv_heads
     tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)
-    tile_keys, num_warps = tile_keys_of(query.dtype, max(key_dim, value_dim), window is not None)
+    tile_keys, num_warps = tile_keys_of(query.dtype, max(key_dim, value_dim), tile_queries, window is not None)
     padded_queries = paged.most_queries if paged.is_padded else 0
     num_tiles = tiles_of(len(paged.starts), num_tokens, padded_queries, tile_queries)
     part_bytes = num_tokens * num_heads * value_dim * torch.float32.itemsize
@@ -296,7 +296,7 @@ def tiles_of(num_sequences: int, num_tokens: int, padded_queries: int, tile_quer
 
 
 def tile_keys_of(
-    dtype: torch.dtype, head_dim: int, has_window: bool, interpreted: bool = _INTERPRETED
+    dtype: torch.dtype, head_dim: int, tile_queries: int, has_window: bool, interpreted: bool = _INTERPRETED
 ) -> tuple[int, int]:
     """Return (keys of a tile, warps of a program) with which no tile of queries needs more registers than there are.
 
@@ -304,7 +304,8 @@ def tile_keys_of(
     """
     if dtype.itemsize == 4 and not interpreted:
         return 16, 8
-    return (32, 8) if head_dim > 128 else (64, 8 if has_window else 4)
+    # Tiles of 32 or more queries: prompts of models whose K/V heads have one or two query heads, such as Qwen3-0.6B.
+    return (32, 8) if head_dim > 128 else (64, 8 if has_window or tile_queries >= 32 else 4)
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_parts"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -26,6 +27,11 @@ log = logging.getLogger("polydraft")
 _WIDTHS = (4096, 9005)
 """Widths of synthetic rows: a multiple of 16, which compilers treat separately, and another."""
 _NUM_ROWS = 6
+_NEEDED = {
+    "by_tiles": {"draw", "draw_residual", "race"},
+    "reads_no_filter": {"distribution", "truncated", "nucleus"},
+}
+"""Operations that have each property of `Kernels`, which torch's do not have."""
 
 
 @cache
@@ -34,8 +40,13 @@ def choose(device: torch.device) -> Kernels:
     kernels = _compiled(device.type)
     if kernels is TORCH:
         return kernels
-    checked = {name: find_fault(kernels, name, operands) for name, operands in cases(device).items()}
-    faults = {name: fault for name, fault in checked.items() if fault is not None}
+    operands = cases(device)
+
+    def fault_of(name: str) -> str | None:
+        return find_fault(kernels, name, operands[name])
+
+    checked = (in_threads if device.type == "cuda" else map)(fault_of, operands)
+    faults = {name: fault for name, fault in zip(operands, checked, strict=True) if fault is not None}
     for name, fault in faults.items():
         log.warning("%s without %s: %s", name, type(kernels).__name__, fault)
     return without(kernels, faults) if faults else kernels
@@ -43,12 +54,26 @@ def choose(device: torch.device) -> Kernels:
 
 def without(kernels: Kernels, names: Iterable[str]) -> Kernels:
     """Return kernels with torch's operations in place of the named ones."""
-    own = {name: staticmethod(getattr(TORCH, name)) for name in names}
+    own: dict[str, Any] = {name: staticmethod(getattr(TORCH, name)) for name in names}
     if "decide" in own:
         own["takes_logits"] = staticmethod(TORCH.takes_logits)
-    mixed: type[Any] = type(f"Some{type(kernels).__name__}", (type(kernels),), {**own, "by_tiles": False})
+    own |= {name: False for name, needed in _NEEDED.items() if needed & own.keys()}
+    mixed: type[Any] = type(f"Some{type(kernels).__name__}", (type(kernels),), own)
     result: Kernels = mixed()
     return result
+
+
+def in_threads(work: Callable[[str], str | None], names: Iterable[str]) -> list[str | None]:
+    """Do work for all names at the same time, on this thread's CUDA device, because each compiles on one core."""
+    device, is_inference = torch.cuda.current_device(), torch.is_inference_mode_enabled()
+
+    def work_there(name: str) -> str | None:
+        torch.cuda.set_device(device)
+        with torch.inference_mode(is_inference):
+            return work(name)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(work_there, names))
 
 
 def _compiled(device_type: str) -> Kernels:

@@ -38,8 +38,10 @@ class Kernels:
 
     by_tiles = False
     """Whether operations work on tiles of a row. The rules `token`, `block` and `bv_race` then store a sum for each
-    tile instead of whole rows. Filters read no number on the host, so CUDA graphs can record them, and sort no row.
+    tile instead of whole rows.
     """
+    reads_no_filter = False
+    """Whether filters read no number on the host, so that CUDA graphs can record them, and sort no row."""
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
         """Return [N, V] float32 distributions at positive temperatures; `probs_NV` (contiguous) is the output, if

@@ -23,7 +23,7 @@ compiled kernel.
 class TritonKernels(Kernels):
     """Compiled operations."""
 
-    by_tiles = True
+    by_tiles = reads_no_filter = True
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
         return triton_rows.softmax(logits_NV, temperature_N, probs_NV)

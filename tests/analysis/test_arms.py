@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from analysis.__main__ import main
 from analysis.arms import (
@@ -16,6 +17,7 @@ from analysis.arms import (
     check_room,
     compared,
     make_arms,
+    measure,
     same_greedy_answers,
     speculation_of,
 )
@@ -170,6 +172,21 @@ def test_greedy_answers_of_a_wrong_engine_are_found_out() -> None:
     assert same_greedy_answers(arms, load, 3) == dict.fromkeys(NAMES[1:], True)
     arms["block:1x3"] = arms_of(tiny.build(tiny.llama(3), tiny.llama(2), num_blocks=320), load)["block:1x3"]
     assert same_greedy_answers(arms, load, 3) == dict.fromkeys(NAMES[1:], True) | {"block:1x3": False}
+
+
+def test_on_a_device_plain_decoding_alone_answers_greedily() -> None:
+    """Other arms take time there, and in 16 bits their answers may differ."""
+    load, engine = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 17])], 4, 1.0), engine_of()
+
+    def on_device() -> dict[str, Arm]:
+        arms = arms_of(engine, load)
+        for arm in arms.values():
+            arm.engine.works_meanwhile = True
+        return {name: arms[name] for name in (OFF, "block:1x3")}
+
+    found = measure(on_device, load, 1, 0.1, tqdm(total=1, disable=True), 0.02, 0.01)
+    assert found["greedy_answers_equal_off"] == {}
+    assert found["arms"]["block:1x3"]["tokens_per_second"] > 0
 
 
 def test_a_load_that_an_arms_blocks_do_not_hold_is_refused() -> None:

@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("triton")
 
@@ -103,38 +101,6 @@ def test_a_kernel_that_is_wrong_fails_its_section(wrong: str) -> None:
         failures = found_by(work).failures
     assert failures
     assert all("differs from plain operations by" in failure for failure in failures)
-
-
-class Wrapper:
-    """FlashInfer's wrapper, by its documentation: pages of a sequence by `indptr`, the tokens of its last page."""
-
-    def __init__(self, _room: Any, layout: str, backend: str) -> None:
-        assert (layout, backend) == ("NHD", "fa2")
-
-    def plan(self, *numbers: Any, causal: bool, **_: Any) -> None:
-        assert causal
-        self.queries, self.pages, self.indices, self.last = (one.tolist() for one in numbers[:4])
-        self.page_size = numbers[7]
-
-    def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        results = []
-        for number, tokens in enumerate(self.last):
-            own = self.indices[self.pages[number] : self.pages[number + 1]]
-            count = (len(own) - 1) * self.page_size + tokens
-            keys, values = (kept[own].flatten(0, 1)[:count].transpose(0, 1) for kept in cache)
-            rows = query[self.queries[number] : self.queries[number + 1]].transpose(0, 1)
-            mask = torch.ones(rows.shape[1], count, dtype=torch.bool).tril(count - rows.shape[1])
-            attended = scaled_dot_product_attention(rows[None], keys[None], values[None], mask, enable_gqa=True)
-            results.append(attended[0].transpose(0, 1))
-        return torch.cat(results)
-
-
-def test_flashinfer_computes_the_same_passes() -> None:
-    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
-    texts = [Text(50, 1), Text(10, 22)]
-    sent = found_by(lambda group: gpu_attention._by_flashinfer(group, library, "two texts", texts))
-    assert sent.failures == []
-    assert sent.items["FlashInfer, two texts"]["error"] < 1e-5
 
 
 def test_numbers_that_are_not_finite_are_a_failure() -> None:

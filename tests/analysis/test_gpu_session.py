@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from analysis import arms, gpu_engine, gpu_imports, gpu_results, gpu_sections, gpu_session, gpu_tests
+from analysis import arms, gpu_engine, gpu_results, gpu_sections, gpu_session, gpu_tests
 from analysis.gpu_results import SectionResults
 from analysis.gpu_session import PARTS, Section, run_section
 from analysis.load import Load
@@ -27,7 +27,7 @@ from tests.engine import tiny
 from tests.scheduling.machine import Machine
 from tests.wrong import instead
 
-DRY = {"device": "cpu", "target": "tiny", "draft": "tiny", "vocabulary": 256, "scale": 0.01}
+DRY = {"device": "cpu", "target": "tiny", "draft": "tiny", "vocabulary": 256, "acceptance": 0.75, "scale": 0.01}
 TINY = ["--device", "cpu", "--target", "tiny", "--draft", "tiny", "--vocabulary", "256"]
 
 
@@ -62,8 +62,8 @@ def test_a_session_imports_only_what_it_names() -> None:
     sections = "import analysis.gpu_kernels, analysis.gpu_sections, analysis.gpu_tests, analysis.gpu_session"
     subprocess.run([sys.executable, "-c", program + sections, *missing], check=True, cwd=ROOT)
     tests = (
-        "from analysis.gpu_tests import FIRST, OTHERS\n"
-        "for name in (*FIRST, *OTHERS): importlib.import_module('tests.' + name.replace('/', '.'))"
+        "from analysis.gpu_tests import FILES\n"
+        "for name in FILES: importlib.import_module('tests.' + name.replace('/', '.'))"
     )
     # What kernels are compared with needs these.
     without = [name for name in missing if name not in ("accelerate", "jinja2", "numba")]
@@ -76,26 +76,6 @@ def test_all_missing_modules_are_named_at_once(capsys: Any) -> None:
     assert "has no msgspec, tqdm;" in capsys.readouterr().err
 
 
-def test_imports_name_what_fails_and_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "of_a_test"
-    package.mkdir()
-    for name, text in (
-        ("__init__", ""),
-        ("good", ""),
-        ("bad", "1 / 0"),
-        ("apart", "import nowhere.at.all"),
-        ("__main__", "1 / 0"),
-    ):
-        (package / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    found = gpu_imports.imported([*gpu_imports.names_in(["of_a_test"]), "engine.no_such_module"])
-    assert found["imported"] == 1
-    assert found["missing"] == {"nowhere": ["of_a_test.apart"]}
-    of_bad, of_own = found["failures"]
-    assert of_bad.startswith("of_a_test.bad: ZeroDivisionError")
-    assert of_own.startswith("engine.no_such_module: No module named")
-
-
 def test_the_tests_of_a_session_name_what_failed_and_what_was_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,14 +85,18 @@ def test_the_tests_of_a_session_name_what_failed_and_what_was_running(
     )
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "tests" / "test_none.py").write_text("import pytest\n@pytest.mark.skip\ndef test_one(): pass")
-    files = [("test_bad", "not slow"), ("test_none", "not slow")]
-    gpu_tests.run_files(files, tmp_path / "tests.json", 500, tmp_path)
+    (tmp_path / "tests" / "test_usage.py").write_text("def test_one(): pass")
+    findings = SectionResults(tmp_path / "tests.json")
+    gpu_tests.run_files(["test_bad", "test_none"], findings, 500, tmp_path)
     found = json.loads((tmp_path / "tests.json").read_text())
-    assert sorted(found["failures"]) == [
-        "test_bad ended with 3: tests/test_bad.py::test_bad, tests/test_bad.py::test_dies (running)",
-        "test_none ended with 0: no test is to blame",
-    ]
     assert found["files"]["test_bad"]["passed"] == 1
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-config\ntimeout = 600\n")
+    gpu_tests.run_files(["test_usage"], findings, 500, tmp_path)
+    failures = sorted(json.loads((tmp_path / "tests.json").read_text())["failures"])
+    assert failures[0] == "test_bad ended with 3: tests/test_bad.py::test_bad, tests/test_bad.py::test_dies (running)"
+    assert failures[1].startswith("test_none ended with 0: ")
+    assert "1 skipped" in failures[1]
+    assert failures[2] == "test_usage ended with 4: ERROR: Unknown config option: timeout"
 
 
 def test_tests_that_are_stopped_leave_what_they_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,22 +109,20 @@ def test_tests_that_are_stopped_leave_what_they_had(tmp_path: Path, monkeypatch:
     )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    found = gpu_tests.run_file("a", "slow", 4, tmp_path)
+    found = gpu_tests.run_file("a", 4, tmp_path)
     assert not (tmp_path / "late").exists()
     assert (found["ended"], found["passed"], found["running"]) == ("stopped after 4 s", 1, ["a.py::test_two[x y]"])
 
 
 def test_each_part_fits_a_call_of_ten_minutes_and_its_tests_are_there() -> None:
     limits = {number: sum(section.limit_s for section in sections) for number, sections in PARTS.items()}
-    assert max(limits.values()) <= 540
-    assert limits[1] <= 480
+    assert max(limits.values()) <= 590, "a command has ten minutes"
     assert limits[2] <= 300
     pages = [ROOT / "Makefile", ROOT / "docs" / "tuning.md", ROOT / "analysis" / "gpu_session.py"]
     assert all(f"{sum(limits.values()) / 60:g} minutes" in page.read_text() for page in pages)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"| {section.name} | {section.limit_s:g} |" in page for section in PARTS[1])
-    files = (*gpu_tests.FIRST, *gpu_tests.OTHERS)
-    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in files)
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in gpu_tests.FILES)
     assert "analysis.gpu_session" in (ROOT / "Makefile").read_text()
 
 
@@ -160,7 +142,8 @@ def test_a_section_that_ends_badly_leaves_what_it_had(
     found = tmp_path / "engine.json"
     script.write_text(
         f"#!{sys.executable}\n"
-        f"open({str(found)!r}, 'w').write('{left_text}')\nprint('first: 1', flush=True)\n{program}\n"
+        f"import sys\nopen({str(found)!r}, 'w').write('{left_text}')\n"
+        f"print('first: 1', file=sys.stderr, flush=True)\n{program}\n"
     )
     script.chmod(0o755)
     found.write_text("of an earlier run")
@@ -201,25 +184,25 @@ def test_recorded_steps_serve_the_arms() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["engine", "variants", "law"])
+@pytest.mark.parametrize("name", ["engine", "generate"])
 def test_sections_run_dry(name: str, tmp_path: Path) -> None:
     result = run(Section(name, 300, ""), tmp_path)
     assert result["ended"] == "ended", (tmp_path / "log").read_text()[-2000:]
     found = result["found"]
     assert found["failures"] == []
-    assert found["ways"].keys() >= {"whole steps", "draft: kernels for layers", "kernels for rows and verification"}
     assert found["pair"]["single_draft_acceptance"] == pytest.approx(0.75, abs=0.1)
-    if name == "engine":
-        assert found["step_s"]["bv_race:8x4 after 1000"] > 0
-        assert 0 < found["plain_share_of_roofline"]["1"] < 1
-        assert found["bv_race:4x5, recorded, temperature, top_k, top_p"]["num_answers"] == 375
-        assert found["seconds_until"]["the engine is built"] >= found["seconds_until"]["the pair"]
-        assert [cell["concurrency"] for cell in found["cells"]] == [1, 2]
-        assert "several drafts over the best chain, one request" in found["goals"]
-        assert found["profile off"]["operations"][0]["us"] > 0
-    if name == "law":
-        assert found["bv_race:4x5, equal nodes apart"]["num_answers"] == 200
-        assert found["bv_race:2x3, recorded, top_p"]["recorded_steps"] == 0, "nothing is recorded on a CPU"
+    if name == "generate":
+        assert found["generate, assisted, 1 requests, tokens per second"] > 0
+        return
+    assert found["ways"].keys() >= {"whole steps", "draft: kernels for layers", "kernels for filters"}
+    assert found["exactness of tiny in float32, bv_race:4x5, recorded"]["error"] < 1e-5
+    assert found["step_s"]["bv_race:8x4 after 1000"] > 0
+    assert 0 < found["plain_share_of_roofline"]["1"] < 1
+    assert found["bv_race:4x5, temperature, top_k, top_p"]["num_answers"] == 375
+    assert found["seconds_until"]["the engine is built"] >= found["seconds_until"]["the pair"]
+    assert [cell["concurrency"] for cell in found["cells"]] == [1, 2]
+    assert "several drafts over the best chain, one request" in found["goals"]
+    assert found["profile off"]["operations"][0]["us"] > 0
 
 
 @pytest.mark.slow
@@ -251,12 +234,12 @@ def test_an_engine_of_a_format_ends_before_the_next_is_built(tmp_path: Path) -> 
         return {"check": {"rejected": False}, "recorded_shapes": 0}
 
     pair = SimpleNamespace(save_pretrained=lambda _: None)
-    options = argparse.Namespace(device="cpu", target="t", draft="d", vocabulary=9, scale=0.1)
+    options = argparse.Namespace(device="cpu", target="t", draft="d", vocabulary=9, acceptance=0.75, scale=0.1)
     with (
         instead(gpu_sections, "assemble", assembled),
         instead(gpu_sections, "load_pair", lambda *_: ()),
         instead(gpu_sections, "_of_weights", measured),
-        instead(gpu_sections.bench_pair, "make", lambda *_, **__: (pair, pair, {})),
+        instead(gpu_sections, "make_pair", lambda *_: (pair, pair)),
     ):
         gpu_sections.weights(options, SectionResults(tmp_path / "weights.json"))
     found = json.loads((tmp_path / "weights.json").read_text())
@@ -275,7 +258,7 @@ def test_a_record_is_written_cell_by_cell(tmp_path: Path) -> None:
             raise ValueError("of the test")
         return {
             "concurrency": concurrency,
-            "arms": {"off": {"share_of_recorded_steps": 0.1, "ratio_to_off": {"ratio": 1}}},
+            "arms": {"off": {"share_of_recorded_steps": 0.1, "tokens_per_second": 9, "ratio_to_off": {"ratio": 1}}},
         }
 
     output = tmp_path / "record.json"
@@ -303,13 +286,13 @@ def test_goals_say_what_is_met() -> None:
     found = gpu_engine.goals(
         [
             cell(1, **{"off": 1.0, "block:1x3": 1.8, "block:1x5": 2.0, "bv_race:4x5": 2.2, "adaptive": 2.1}),
-            cell(16, off=1.0, adaptive=1.2),
+            cell(16, off=1.0, adaptive=1.1),
             cell(1, **{"off": 1.0, "block:1x5": 9.0, "adaptive": 9.0}),
         ]
     )
     assert found == {
         "adaptive over plain, 1 requests": (2.1, 2.0, True),
-        "adaptive over plain, 16 requests": (1.2, 1.3, False),
+        "adaptive over plain, 16 requests": (1.1, 1.2, False),
         "several drafts over the best chain, one request": (pytest.approx(1.1), 1.15, False),
     }
 
@@ -322,10 +305,10 @@ def test_a_step_that_silently_is_not_recorded_fails_its_section(tmp_path: Path) 
     plan = gpu_engine.plan_of(engine, "block:1x2", context=20)
     gpu_engine._step_s(findings, engine, plan, 0.001, must_record=True)
     options = MagicMock(device="cuda", vocabulary=101)
-    gpu_engine.check_output(options, findings, engine, [("off", "recorded", {})], 200)
+    gpu_engine.check_output(options, findings, engine, [("off", {})], 200)
     assert json.loads(output.read_text())["failures"] == [
         "a step of 1 requests that draft (1, 1) is not a recorded one",
-        "off, recorded: most steps were not recorded",
+        "off: most steps were not recorded",
     ]
 
 
@@ -348,22 +331,34 @@ def test_a_shape_that_is_not_recorded_fails_its_section(tmp_path: Path) -> None:
     assert found["failures"] == ["1 of 8 shapes are not recorded: 2 requests of 1x2"]
 
 
-def test_an_engine_that_cannot_record_is_a_failure_and_still_measured(tmp_path: Path) -> None:
-    findings = SectionResults(tmp_path / "found.json")
-    options = gpu_session.parser().parse_args(TINY)
-    asked = []
+def test_an_engine_that_cannot_record_is_a_failure_and_another_process_measures_without(tmp_path: Path) -> None:
+    """A failed recording may leave the allocator of its process unusable."""
+    output, begun = tmp_path / "engine.json", []
 
     def assemble(right: Any, config: Any, *rest: Any) -> Any:
-        asked.append(config.model.enforce_eager)
         if not config.model.enforce_eager:
             raise ValueError("an operation of the test cannot be recorded")
         return right(config, *rest)
 
-    with instead(gpu_engine, "assemble", assemble):
-        assert gpu_engine.build(options, findings).facts.num_blocks > 0
-    assert asked == [False, True]
-    (failure,) = json.loads((tmp_path / "found.json").read_text())["failures"]
-    assert "cannot be built: ValueError: an operation of the test" in failure
+    def begin(_right: Any, _program: str, arguments: list[str]) -> None:
+        begun.append(arguments[3:])
+
+    with (
+        instead(gpu_engine, "assemble", assemble),
+        instead(gpu_sections.os, "execv", begin),
+        instead(gpu_sections, "check_exactness", lambda *_: None),
+        instead(gpu_sections, "check_output", lambda *_: None),
+        instead(gpu_sections, "cells", lambda *_: None),
+        instead(gpu_sections, "measure_points", lambda *_: None),
+    ):
+        gpu_sections.main(["engine", str(output), *TINY, "--scale", "0.01"])
+        (failure,) = json.loads(output.read_text())["failures"]
+        assert "cannot be built: ValueError: an operation of the test" in failure
+        assert begun == [["engine", str(output), *TINY, "--scale", "0.01", "--eager"]]
+        gpu_sections.main(begun[0])
+    found = json.loads(output.read_text())
+    assert found["failures"] == [failure]
+    assert found["step_s"]["off after 300"] > 0
 
 
 def test_a_roofline_is_that_of_the_data_sheet() -> None:

@@ -107,6 +107,14 @@ def test_compose_mounts_files_that_exist() -> None:
     assert scraped[0]["static_configs"][0]["targets"] == ["polydraft:8000"]
 
 
+def test_compiled_kernels_survive_a_container() -> None:
+    """Triton would write them to the home folder; a CPU's go to `.cache` there, unless the package is writable."""
+    (volume,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["polydraft"]["volumes"]
+    folder = volume.split(":")[1]
+    (triton,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
+    assert triton.startswith(f"{folder}/")
+
+
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
 def test_compose_sets_known_settings_and_arguments(name: str) -> None:
     daemon = yaml.safe_load((DEPLOY / name).read_text())["services"]["polydraft"]

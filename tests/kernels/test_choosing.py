@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from engine.kernels import choosing, usable
 from engine.kernels.choosing import cases, choose, find_fault
 from engine.kernels.protocol import ChainVerdict
 from engine.kernels.torch_kernels import TORCH, Kernels
+from engine.step.recorded import menu
+from engine.step.recorded.inputs import DISTRIBUTIONS
 from tests.engine import tiny
 from tests.grid import grid
 from tests.wrong import instead
@@ -115,7 +118,7 @@ def test_moves_one_after_the_other_are_found() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_wrong_operation_is_replaced(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Some(Kernels):
-        by_tiles = True
+        by_tiles = reads_no_filter = True
 
         def softmax(self, *operands: Any) -> Tensor:
             if fails:
@@ -128,12 +131,46 @@ def test_a_wrong_operation_is_replaced(fails: bool, caplog: pytest.LogCaptureFix
     with instead(choosing, "_compiled", lambda *_: Some()):
         found = choose.__wrapped__(DEVICE)
     assert isinstance(found, Some)
-    assert not found.by_tiles
+    assert (found.by_tiles, found.reads_no_filter) == (True, False), "torch makes filtered distributions by softmax"
     reason = "it cannot be compiled" if fails else "results differ from those of plain operations"
     assert f"softmax without Some: {reason}" in caplog.text
     logits_NV, one_N = torch.randn(2, 9, device=DEVICE), torch.ones(2, device=DEVICE)
     assert torch.equal(found.softmax(logits_NV, one_N), TORCH.softmax(logits_NV, one_N))
     assert type(found).draw is Some.draw
+
+
+def test_operations_of_a_device_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    everyone = threading.Barrier(3)
+
+    def work(name: str) -> str:
+        everyone.wait(60)
+        return f"{name} {torch.is_inference_mode_enabled()}"
+
+    with torch.inference_mode():
+        assert choosing.in_threads(work, "abc") == ["a True", "b True", "c True"]
+    assert chosen == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("move", []),
+        ("winners", []),
+        ("decide", []),
+        ("nucleus", ["reads_no_filter"]),
+        ("race", ["by_tiles"]),
+        ("draw_residual", ["by_tiles"]),
+    ],
+)
+def test_a_wrong_operation_loses_only_the_properties_that_need_it(name: str, lost: list[str]) -> None:
+    """Steps with filters are recorded although moves are torch's."""
+    found = choosing.without(kernels_of("Triton")(), [name])
+    assert [one for one in ("by_tiles", "reads_no_filter") if not getattr(found, one)] == lost
+    recorded = menu.distributions_on(torch.device("cuda"), found)
+    assert recorded == (DISTRIBUTIONS[:1] if "reads_no_filter" in lost else DISTRIBUTIONS)
 
 
 def test_a_compiler_that_is_missing_leaves_plain_operations(

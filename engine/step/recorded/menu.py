@@ -24,7 +24,7 @@ def work(shape: StepShape) -> tuple[int, int, int]:
 
 def distributions_on(device: torch.device, kernels: Kernels) -> Sequence[Distributions]:
     """Return the distributions for which steps are recorded: without the kernels, filters on a device need the host."""
-    return DISTRIBUTIONS if device.type != "cuda" or kernels.by_tiles else DISTRIBUTIONS[:1]
+    return DISTRIBUTIONS if device.type != "cuda" or kernels.reads_no_filter else DISTRIBUTIONS[:1]
 
 
 def menu(
