@@ -32,10 +32,6 @@ from loadtest.results import document
 
 SERVED, LLAMA_CPP = "as served", "llama.cpp"
 _CACHE_BYTES = 1 << 29
-_ALLOWED = 0.005
-"""Largest relative difference of the served file's perplexity from float32's, and by how much it may exceed
-llama.cpp's.
-"""
 _TIE = 1e-3
 """Logits that differ by no more are a tie, which rounding decides."""
 
@@ -44,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="GGUF file")
     parser.add_argument("--prompts", type=int, default=20, help="prompts of the greedy answers (default 20)")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of a greedy answer (default 60)")
+    parser.add_argument(
+        "--allowed",
+        type=float,
+        default=0.005,
+        help="share by which the served file's perplexity may differ from float32's, and exceed llama.cpp's (default "
+        "0.005)",
+    )
     quality.add_text_arguments(parser)
     add_device_arguments(parser)
 
@@ -132,12 +135,12 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     from_float32 = [cell["difference"]["value"] for cell in cells if cell["format"] == SERVED]
     has_passed = (
         all(abs(one["margin"]) <= _TIE for one in answers["differences"])
-        and all(abs(one) <= _ALLOWED for one in from_float32)
-        and all(one <= _ALLOWED for one in above_llama_cpp.values())
+        and all(abs(one) <= options.allowed for one in from_float32)
+        and all(one <= options.allowed for one in above_llama_cpp.values())
     )
     options.target = file.name
     what = "greedy answers of the dequantised file and of transformers; perplexities next to that of float32 numbers"
-    fields = ("target", "prompts", "tokens", "texts", "length", "threads")
+    fields = ("target", "prompts", "tokens", "allowed", "texts", "length", "threads")
     return document(
         what, options, fields, greedy=answers, cells=cells, above_llama_cpp=above_llama_cpp, passed=has_passed
     )
