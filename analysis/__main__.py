@@ -16,6 +16,7 @@ from analysis import (
     device_model,
     drafters,
     gguf_numbers,
+    gguf_tokens,
     growth,
     heads,
     laws,
@@ -46,6 +47,7 @@ which command helps with what:
   a GPU that you do not have yet           plan
   what takes the time on this machine      around, growth, times
   the numbers that answers report          reports
+  the tokens of a GGUF file                gguf-tokens
   rules of verification on paper           laws, blocks, papers
 
 `polydraft analyze COMMAND --help` lists the flags of a command. Words such as
@@ -95,6 +97,9 @@ ANALYSES = {
     "gguf-numbers": _of(
         gguf_numbers,
         "Are the numbers of a GGUF file those of transformers and llama.cpp? Compares greedy answers and perplexities.",
+    ),
+    "gguf-tokens": _of(
+        gguf_tokens, "Has a GGUF file the same tokens here as in llama.cpp? Needs llama-cpp-python, and no weights."
     ),
     "reports": _of(reports, "Is the speedup that each answer reports true? Compares it with answers without drafts."),
     "plan": _of(

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
+from engine.models.gguf.folder import CACHE
 from engine.models.gguf.names import source_of
 from engine.models.host import keep_freed_memory, usable_cores
 from engine.step.building import build_engine
@@ -60,7 +61,8 @@ def models_of(options: argparse.Namespace) -> tuple[str, str | None]:
     if options.target is None:
         demo = Path(str(files("demo")))
         return str(demo / "target"), str(demo / "draft")
-    return source_of(options.target).name, options.draft and source_of(options.draft).name
+    found = [name and source_of(name, None, CACHE).name for name in (options.target, options.draft)]
+    return found[0], found[1]
 
 
 def say(text: str) -> None:

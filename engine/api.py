@@ -50,6 +50,7 @@ from engine.errors import (
 from engine.logs import log_fields, set_up_log, show_given_names
 from engine.models.checkpoint import Source, check_vocabularies
 from engine.models.files import check_source, file_fault, model_file, read_object, warn_of_adapter
+from engine.models.gguf.names import with_folders
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thinking, TokenLogprob
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, Timing, read_logprobs
 from engine.scheduling.request_checks import check_requests, default_speculation, unknown_rule, with_fixed_shape
@@ -209,13 +210,3 @@ def choice_seed(seed: int, index: int) -> int:
     from engine.sampling import noise
 
     return noise.choice_seed(seed, index)
-
-
-def with_folders(config: EngineConfig) -> EngineConfig:
-    """Return a configuration that names folders in place of GGUF files; raise ConfigError or LoadError for a model that
-    does not exist or cannot be read.
-    """
-    # Imports numpy, which `polydraft serve --help` does not need.
-    from engine.models.gguf import names
-
-    return names.with_folders(config)

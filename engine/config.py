@@ -70,12 +70,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return text
 
     @property
-    def draft_model_config(self) -> ModelConfig:
-        """Return this configuration with the number format of a draft model's weights."""
-        weights = self.weights if self.draft_weights == "auto" else self.draft_weights
-        return msgspec.structs.replace(self, weights=weights)
-
-    @property
     def draft_source(self) -> tuple[str, str | None] | None:
         """Return name and revision of the model that holds the draft model; None without a draft model."""
         if self.draft is None:

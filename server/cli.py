@@ -109,7 +109,7 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
 
     from engine.api import ConfigError, LoadError, check_settings, set_up_log, show_given_names
     from server.flags import faults, parse_flags
-    from server.start_checks import bind, bind_fault, own_socket_file, with_quantization, with_sources
+    from server.start_checks import bind, bind_fault, check_pair, own_socket_file, with_quantization, with_sources
 
     early = _held_back()
     try:
@@ -137,6 +137,7 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
         try:
             config = with_sources(config)
             show_given_names(config.model.shown)
+            check_pair(config.model)
             config = with_quantization(config, settings.quantization)
             from server.daemon import run
 

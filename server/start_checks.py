@@ -38,32 +38,27 @@ _BACKLOG = 2048
 
 
 def with_sources(config: EngineConfig) -> EngineConfig:
-    """Return a configuration whose models exist, with folders in place of GGUF files. Raise ConfigError if a model does
-    not exist, or if target and draft model have different tokens; LoadError for a GGUF file that cannot be served.
+    """Return a configuration whose models exist, with folders in place of GGUF files.
+
+    Raise ConfigError if a model does not exist, LoadError for a GGUF file that cannot be served.
     """
     if not log.isEnabledFor(logging.DEBUG):
         for client in _HTTP_CLIENTS:
             # One log line per request to the hub would hide the important one.
             logging.getLogger(client).setLevel(logging.WARNING)
-    config = with_folders(config)
-    _check_draft(config.model)
-    return config
+    return with_folders(config)
 
 
-def _check_draft(model: ModelConfig) -> None:
-    """Raise ConfigError if a draft model in a folder has other tokens than the target."""
+def check_pair(model: ModelConfig) -> None:
+    """Raise ConfigError if a draft model in a folder has other tokens than the target; warn of an unused adapter."""
     warn_of_adapter(model.target)
     source = model.draft_source
     if source is None or source[0] == model.target:
         return
     folders = Path(model.target), Path(source[0])
     # The engine compares models of the hub, after it has imported torch.
-    if not all(folder.is_dir() for folder in folders) or not _is_language_model(folders[1]):
-        return
-    try:
+    if all(folder.is_dir() for folder in folders) and _is_language_model(folders[1]):
         check_vocabularies(Source(str(folders[0])), Source(str(folders[1])))
-    except ConfigError as error:
-        raise ConfigError(model.shown(str(error))) from error
 
 
 def _is_language_model(folder: Path) -> bool:

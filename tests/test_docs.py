@@ -129,8 +129,8 @@ def test_pages_name_every_analysis_and_no_other() -> None:
     named = [
         verb
         for page in PAGES
-        for verbs in re.findall(r"polydraft analyze\s+([a-z]+(?:`,\s+`[a-z]+(?=`))*)", page.read_text())
-        for verb in re.findall(r"[a-z]+", verbs)
+        for verbs in re.findall(r"polydraft analyze\s+([a-z-]+(?:`,\s+`[a-z]+(?=`))*)", page.read_text())
+        for verb in re.findall(r"[a-z-]+", verbs)
     ]
     assert set(named) == set(ANALYSES)
 

@@ -151,8 +151,14 @@ def test_the_table_is_the_committed_result() -> None:
         ("peers-embedded-q8", "peers-embedded-q8-cpu", peers.markdown),
         ("peers-embedded-q4", "peers-embedded-q4-cpu", peers.markdown),
         ("peers-batches", "peers-batches-cpu", peers.markdown),
-        ("peers-prompts", "peers-prompts-cpu", partial(peers.markdown, own=peers.OFF)),
-        ("peers-prompts-1", "peers-prompts-1-cpu", partial(peers.markdown, own=peers.OFF)),
+        ("peers-115m-q8", "peers-115m-q8-cpu", peers.markdown),
+        ("peers-115m-q4", "peers-115m-q4-cpu", peers.markdown),
+        *(
+            (f"peers-{texts}-{kind}", f"peers-{texts}-{kind}-cpu", partial(peers.markdown, own=peers.OFF))
+            for texts in ("smollm2", "prompts")
+            for kind in ("bf16", "q8", "q4")
+        ),
+        *((f"limits-115m-{kind}", f"limits-115m-{kind}-cpu", limits.markdown) for kind in ("auto", "int8", "int4")),
         ("limits", "limits-cpu", limits.markdown),
         ("chains", "chains-cpu", rules_markdown),
         ("overhead", "overhead-cpu", overhead.markdown),

@@ -100,7 +100,7 @@ def remark_on(forms: Collection[Form]) -> str:
     return "rows of products are rounded to bfloat16" if "pairs" in forms else ""
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """Blocks of a layer's weight that have one form."""
 
     form: Form
@@ -109,15 +109,15 @@ class Piece(NamedTuple):
     scales: Array
     """[blocks, rows, width], see `numba_words.py`"""
     first: int
-    """The block of the result that the first block has."""
+    """Number of the block of the result that the first block has."""
     step: int
-    """How many blocks apart the others are."""
+    """Distance to the next one, in blocks of the result."""
 
 
 class Product:
     """The weights of one product in all L layers: pieces of blocks [blocks, words, B], and biases [L, N]."""
 
-    def __init__(self, layers: Sequence[Sequence[Piece]], biases: Array) -> None:
+    def __init__(self, layers: Sequence[Sequence[WeightPiece]], biases: Array) -> None:
         self.layers, self.bias = layers, biases
 
     @staticmethod
@@ -158,7 +158,7 @@ class Product:
         return int(sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces) + self.bias.nbytes)
 
 
-def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[Piece]:
+def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
     """Return the pieces of weights that follow each other; those of one form are joined."""
     forms = [form_of(part) for part in parts]
     if len(set(forms)) > 1 and any(len(part) % BLOCK for part in parts[:-1]):
@@ -167,21 +167,23 @@ def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> li
             [represented(part, form) for part, form in zip(parts, forms, strict=True)],
             ["float32"] * len(parts),
         )
-    pieces: list[Piece] = []
+    pieces: list[WeightPiece] = []
     for form, group in groupby(zip(forms, parts, strict=True), key=itemgetter(0)):
         first = sum(len(piece.words) for piece in pieces)
-        pieces.append(Piece(form, *_laid_out([part for _, part in group], form), first, 1))
+        pieces.append(WeightPiece(form, *_laid_out([part for _, part in group], form), first, 1))
     return pieces
 
 
-def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[Piece]:
+def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
     """Return the pieces of two weights whose blocks alternate: one piece if they have one form."""
     forms = [form_of(part) for part in parts]
     laid_out = [_laid_out([part], form) for part, form in zip(parts, forms, strict=True)]
     if forms[0] != forms[1]:
-        return [Piece(form, *one, number, 2) for number, (form, one) in enumerate(zip(forms, laid_out, strict=True))]
+        return [
+            WeightPiece(form, *one, number, 2) for number, (form, one) in enumerate(zip(forms, laid_out, strict=True))
+        ]
     words, scales = (_alternated(first, second) for first, second in zip(*laid_out, strict=True))
-    return [Piece(forms[0], words, scales, 0, 1)]
+    return [WeightPiece(forms[0], words, scales, 0, 1)]
 
 
 def _alternated(first: Array, second: Array) -> Array:

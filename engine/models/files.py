@@ -15,7 +15,7 @@ from engine.errors import ConfigError, first_line
 
 log = logging.getLogger("polydraft")
 
-_PROBE_S, _PATIENCE_S = 5.0, 8.0
+PROBE_S, _PATIENCE_S = 5.0, 8.0
 """Longest wait for an answer of the hub, and for the whole exchange including the address look-up, which has no time
 limit.
 """
@@ -190,7 +190,7 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
     from huggingface_hub.errors import EntryNotFoundError
 
     url = hub.hf_hub_url(name, file, revision=revision)
-    answer, fault = ask_hub(name, revision, lambda: hub.get_hf_file_metadata(url, timeout=_PROBE_S))
+    answer, fault = ask_hub(name, revision, lambda: hub.get_hf_file_metadata(url, timeout=PROBE_S))
     if is_model and isinstance(answer, EntryNotFoundError):  # of tokenizers there are other formats
         raise MissingConfig(
             f"{name}: the hub ({hub.constants.ENDPOINT}) has it without {file}; choose a model in transformers format, "

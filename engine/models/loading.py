@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from engine.attention.attention import HOOK, register
@@ -288,7 +289,7 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
     if head is not None:
         _check_format_of_head(config, head)
     else:
-        outlines.append(_outlined(config.draft, config.draft_revision, config.draft_model_config, 1))
+        outlines.append(_outlined_draft(config, config.draft))
         check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
         return outlines
     if Path(head.name).is_dir():
@@ -354,6 +355,31 @@ def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: i
     if (file := file_behind(name)) is not None:
         _check_file(name, file, wanted, num_ranks)
     return _outline(name, config)
+
+
+def _outlined_draft(config: ModelConfig, name: str) -> Outline:
+    try:
+        return _outlined(name, config.draft_revision, of_draft_model(config), 1)
+    except ConfigError as error:
+        if config.draft_weights == "auto":
+            raise
+        raise ConfigError(str(error).replace("--weights", "--draft-weights")) from error
+
+
+def of_draft_model(config: ModelConfig) -> ModelConfig:
+    """Return a configuration with the number format of the draft model's weights: that of the target if the draft
+    model's weights are not quantised already, and no other is asked for.
+    """
+    if config.draft_weights != "auto":
+        return msgspec.structs.replace(config, weights=config.draft_weights)
+    if config.weights == "auto" or config.draft is None:
+        return config
+    is_stored = _is_quantised_already(config.draft, config.draft_revision)
+    return msgspec.structs.replace(config, weights="auto") if is_stored else config
+
+
+def _is_quantised_already(name: str, revision: str | None) -> bool:
+    return file_behind(name) is not None or stored_method(_read_config(name, revision)) is not None
 
 
 def _check_file(name: str, file: GgufFile, wanted: ModelConfig, num_ranks: int) -> None:
@@ -445,7 +471,7 @@ def _load_draft(config: ModelConfig, target: LoadedModel, progress: Progress, co
         return adopt_head(load_head(head, revision, target.model), target)
     progress(f"loading draft {config.draft}")
     device = choose_device(config.device)
-    weights = _torchao_format(config.draft, config.draft_revision, config.draft_model_config)
+    weights = _torchao_format(config.draft, config.draft_revision, of_draft_model(config))
     return load(config.draft, config.draft_revision, config.dtype, device, weights=weights, context=context)
 
 

@@ -51,12 +51,15 @@ def store(numbers, place):
 
 @compiled_for_cpu(**FAST)
 def turn_and_store(joined, num_heads, norms, has_norms, eps, cosines, sines, keys, values):
-    """Normalise and rotate the queries and keys of a row of q, k and v, and store its keys and values [H_kv, D]."""
+    """Normalise and rotate the queries and keys of a row of q, k and v, and store its keys and values [H_kv, D].
+
+    norms: [1, 2, D] of queries and of keys, or [0, 2, D] if there are none.
+    """
     num_kv_heads, width = keys.shape
     for number in range(num_heads + num_kv_heads):
         head = joined[number * width : (number + 1) * width]
         if has_norms:
-            norm(head, norms[0 if number < num_heads else 1], eps, head)
+            norm(head, norms[0, 0 if number < num_heads else 1], eps, head)
         turn(head, cosines, sines)
     for number in range(num_kv_heads):
         start = (num_heads + number) * width

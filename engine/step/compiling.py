@@ -90,7 +90,7 @@ def _forms_used(config: ModelConfig) -> _Forms:
         embeddings |= {form_of_type(kind) for kind in (type_of_embeddings(file),) if kind is not None}
     if files[0] is None or (config.draft is not None and files[1] is None) or config.dtype != "auto":
         # A draft model inherits the format of the target, and a head does not.
-        for weights in {config.weights, config.draft_model_config.weights, config.draft_weights}:
+        for weights in {config.weights, config.draft_weights}:
             forms = forms_of(dtype, weights, config.activations == "auto")
             products |= set(forms)
             embeddings.add(forms.vocabulary)

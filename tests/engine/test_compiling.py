@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from engine.config import ModelConfig
+from engine.models.gguf.folder import folder_of
+from engine.step import compiling
 from engine.step.compiling import compile_kernels
+from tests.models.gguf_models import write_model
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 START = """
@@ -194,3 +197,24 @@ def test_models_that_run_through_transformers_compile_nothing_ahead(tmp_path: Pa
     said: list[str] = []
     compile_kernels(ModelConfig(target=str(tmp_path), device="cpu"), said.append)
     assert not said
+
+
+def test_a_start_compiles_the_types_of_its_files_alone(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target.gguf", "llama", {"ffn_down": "Q6_K", "token_embd": "Q8_0", "": "Q4_K"})
+    folder = str(folder_of(target, str(tmp_path / "cache")))
+    found = compiling._forms_used(ModelConfig(target=folder, device="cpu"))
+    assert (found.products, found.embeddings) == ({"q4_k", "q6_k", "q8_0"}, {"q8_0"})
+    beside = compiling._forms_used(ModelConfig(target=folder, draft=str(DEMO / "draft"), draft_weights="int4"))
+    assert {"int4", "int8"} <= beside.products
+    widened = compiling._forms_used(ModelConfig(target=folder, device="cpu", dtype="float32"))
+    assert widened.products == {"float32"}
+
+
+@pytest.mark.slow  # compiles everything once more
+def test_passes_read_and_write_within_their_arrays(tmp_path: Path) -> None:
+    """Compiled with checks of bounds, which end a pass with an error."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_BOUNDSCHECK": "1"}
+    command = [sys.executable, "-m", "tests.compile_numba"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=DEMO.parent)
+    assert "IndexError" not in found.stderr
+    assert "without the CPU decoder" not in found.stderr

@@ -21,7 +21,7 @@ from engine.models.heads.mtp import Mtp
 from engine.models.loading import LoadedModel
 from engine.scheduling.scheduler import Scheduler
 from engine.step.building import build_engine
-from server.start_checks import with_sources
+from server.start_checks import check_pair, with_sources
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
@@ -107,7 +107,7 @@ def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
     """Only the files that hold the module are read for it, and copies of the target's weights are left out."""
     written = folders.write_mtp(tmp_path / "target", shards=shards)
     config = config_of(written)
-    with_sources(config)
+    check_pair(with_sources(config).model)
     engine = build_engine(config)
     assert isinstance(engine.drafter, EagleDrafter)
     assert engine.target.storage.taps == (NORMED,)

@@ -1,38 +1,29 @@
-"""A name of GGUF files becomes a folder that says what the file says, and people see the name in the command line."""
+"""A name of GGUF files selects a file, here or on the hub, and people see the name in the command line."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import ConfigError, LoadError
-from engine.models.gguf import folder as folders
-from engine.models.gguf.config import llama3_scaling
-from engine.models.gguf.folder import file_of, folder_of
+from engine.errors import ConfigError
+from engine.models.gguf.folder import folder_of
 from engine.models.gguf.names import hub_file, local_file, with_folders
 from engine.models.importing import import_transformers
 from engine.models.loading import outline_pair
-from engine.models.weight_files import check_weight_files
 from server.cli import main
 from server.settings import Serve
-from tests.models.gguf_models import CONTEXT, DEMO, head_dim_of, tokenizer_keys, write_model
-from tests.server.test_hub_names import run_python
-from tests.wrong import calls_of
+from tests.models.gguf_models import DEMO, tokenizer_keys, write_model
+from tests.server.test_hub_names import NO_HUB, run_python
 
 # Before other tests import parts of it with packages that it is to be imported without.
-transformers = import_transformers()
+import_transformers()
 
 
 @pytest.fixture(scope="module")
@@ -43,264 +34,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_model(folder / f"{architecture}.gguf", architecture)
     write_model(folder / "parts.gguf", parts=2)
     return folder
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> str:
-    return str(tmp_path / "cache")
-
-
-def changed(folder: Path, architecture: str = "llama", **options: Any) -> dict[str, Any]:
-    """The config.json of a model with other key-values or tensors."""
-    path = write_model(folder / "changed.gguf", architecture, **options)
-    found: dict[str, Any] = json.loads((folder_of(path, "off") / "config.json").read_text())
-    return found
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_a_configuration_is_that_of_the_file(architecture: str, models: Path, cache: str) -> None:
-    """Transformers reads most of it from the file itself, and the engine outlines it."""
-    path = models / f"{architecture}.gguf"
-    derived = folder_of(path, cache)
-    found = transformers.AutoConfig.from_pretrained(derived)
-    theirs = transformers.AutoConfig.from_pretrained(models, gguf_file=path.name)
-    fields = (
-        "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size "
-        "max_position_embeddings tie_word_embeddings rope_parameters"
-    ).split()
-    assert {name: getattr(found, name) for name in fields} == {name: getattr(theirs, name) for name in fields}
-    assert found.rms_norm_eps == 1e-5
-    assert found.head_dim == head_dim_of(architecture, 64)
-    (outline,) = outline_pair(ModelConfig(target=str(derived), device="cpu"))
-    assert (outline.model_type, outline.vocab_size, outline.max_positions) == (architecture, 4096, CONTEXT)
-
-
-def test_files_of_the_tokenizer(models: Path, cache: str) -> None:
-    derived = folder_of(models / "llama.gguf", cache)
-    made, embedded = (Tokenizer.from_file(str(at / "tokenizer.json")) for at in (derived, DEMO))
-    assert made.get_vocab() == embedded.get_vocab()
-    assert (derived / "chat_template.jinja").read_text() == (DEMO / "chat_template.jinja").read_text()
-    generation = json.loads((derived / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": [2]}
-
-
-def test_sampling_defaults_of_a_file(tmp_path: Path) -> None:
-    changes = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
-    path = write_model(tmp_path / "m.gguf", changes=changes)
-    generation = json.loads((folder_of(path, "off") / "generation_config.json").read_text())
-    assert (generation["temperature"], generation["top_k"]) == (0.5, 7)
-
-
-OUTPUT_BIASES = {f"blk.{layer}.attn_output.bias": np.zeros(64, np.float32) for layer in (0, 1)}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "biases", "changes", "fields"),
-    [
-        ("llama", False, {}, {"model_type": "llama", "attention_bias": False, "mlp_bias": False}),
-        ("llama", True, {}, {"model_type": "qwen2"}),
-        ("llama", True, OUTPUT_BIASES, {"model_type": "llama", "attention_bias": True}),
-        ("qwen2", False, {}, {"model_type": "llama", "attention_bias": False}),
-        ("llama", False, {"llama.attention.sliding_window": 32}, {"model_type": "mistral", "sliding_window": 32}),
-        ("llama", False, {"llama.attention.layer_norm_rms_epsilon": 1e-6}, {"rms_norm_eps": 1e-6}),
-        ("llama", False, {"llama.attention.head_count": [4, 4]}, {"num_attention_heads": 4}),
-    ],
-)
-def test_biases_and_windows_decide_the_type(
-    architecture: str, biases: bool, changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path
-) -> None:
-    """`Qwen2` of transformers is a Llama with biases of q, k and v, `Llama` has them also for the output."""
-    found = changed(tmp_path, architecture, biases=biases, changes=changes)
-    assert fields.items() <= found.items()
-
-
-def test_a_head_of_its_own_is_no_tied_one(tmp_path: Path) -> None:
-    assert changed(tmp_path, tied=True)["tie_word_embeddings"] is True
-    assert changed(tmp_path, tied=False)["tie_word_embeddings"] is False
-
-
-def frequencies(rope: dict[str, Any], head_dim: int = 16) -> tuple[Any, float]:
-    """Frequencies and factor of transformers' rotary embedding."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = transformers.LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope
-    )
-    config.max_position_embeddings = 1 << 17
-    embedding = LlamaRotaryEmbedding(config)
-    return embedding.inv_freq.double().numpy(), float(embedding.attention_scaling)
-
-
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
-PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        LLAMA3 | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-        LLAMA3 | {"factor": 32.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-        LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 7.0, "original_max_position_embeddings": 4096},
-        LLAMA3 | {"high_freq_factor": 40.0, "original_max_position_embeddings": 16384},
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_factors_of_llama_3_are_recognised(scaling: dict[str, Any], head_dim: int) -> None:
-    """Those of the published models, and others from which the same frequencies follow."""
-    wanted, _ = frequencies(scaling, head_dim)
-    plain, _ = frequencies(PLAIN, head_dim)
-    found = llama3_scaling((plain / wanted).astype(np.float32), 500000.0, head_dim)
-    assert found is not None
-    again, _ = frequencies(PLAIN | {"rope_type": "llama3", **found}, head_dim)
-    np.testing.assert_allclose(again, wanted, rtol=1e-5)
-
-
-def test_a_file_with_factors(tmp_path: Path) -> None:
-    """They are those of a Llama 3 or refused: they never count as the plain embedding."""
-    wanted = {**LLAMA3, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    factors = (frequencies(PLAIN)[0] / frequencies(wanted)[0]).astype(np.float32)
-    base = {"llama.rope.freq_base": 500000.0}
-    assert changed(tmp_path, changes={**base, "rope_freqs.weight": factors})["rope_parameters"] == wanted
-    ones = np.ones_like(factors)
-    assert changed(tmp_path, changes={**base, "rope_freqs.weight": ones})["rope_parameters"] == PLAIN
-    with pytest.raises(LoadError, match=r"\(rope_freqs.weight\) are not those of a Llama 3.1 model; serve the same"):
-        changed(tmp_path, changes={**base, "rope_freqs.weight": factors[::-1].copy()})
-
-
-@pytest.mark.parametrize(
-    ("keys", "rope"),
-    [
-        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
-        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-        (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 128, "finetuned": True},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-        ),
-        (
-            {"type": "yarn", "factor": 4.0, "yarn_attn_factor": 0.5},
-            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5 * (1 + 0.1 * math.log(4.0))},
-        ),
-    ],
-)
-def test_scaled_positions(keys: dict[str, Any], rope: dict[str, Any], tmp_path: Path) -> None:
-    found = changed(tmp_path, changes={f"llama.rope.scaling.{key}": value for key, value in keys.items()})
-    parameters = found["rope_parameters"]
-    assert rope.items() <= parameters.items()
-    if keys.get("type") != "yarn":
-        assert parameters == {"rope_theta": 10000.0, **rope}
-        return
-    *_, attention = frequencies({"original_max_position_embeddings": 128, **parameters})
-    assert attention == pytest.approx(keys.get("yarn_attn_factor", 1.0) * (1 + 0.1 * math.log(4.0)))
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not served; mixtures of experts in GGUF"),
-    "unknown key": ({"llama.residual_scale": 0.5}, "1 keys of this file are not known here and may change what the "
-                    "model computes (llama.residual_scale); serve the same model in transformers format"),
-    "no key": ({"llama.block_count": None}, "llama.block_count is missing; download the file again"),
-    "text": ({"llama.block_count": "two"}, "llama.block_count is 'two', not a number from 1"),
-    "zero": ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0, not a number from 1"),
-    "no number": ({"llama.attention.layer_norm_rms_epsilon": math.nan}, "rms_epsilon is nan, not a number above 0"),
-    "layers": ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv differs between layers, which is not served"),
-    "some rotated": ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, which is not served; all numbers"),
-    "values": ({"llama.attention.value_length": 8}, "value_length is 8, which is not served; values must be as wide"),
-    "not causal": ({"llama.attention.causal": False}, "attention.causal is False, which is not served; only models"),
-    "rope": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; linear and yarn are served"),
-    "attention factor": ({"llama.rope.scaling.attn_factor": 0.5}, "attn_factor is 0.5, which is not served"),
-    "extrapolation": ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
-                       "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5, which is not served"),
-    "some biases": ({"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "only some layers have biases"),
-    "tokens": ({"tokenizer.ggml.tokens": None}, "the file has no tokens (tokenizer.ggml.tokens)"),
-    "rows": ({"tokenizer.ggml.tokens": tokenizer_keys()["tokenizer.ggml.tokens"][:-1]}, "token_embd.weight has 4096 "
-             "rows for 4095 tokens"),
-    "merges": ({"tokenizer.ggml.merges": ["no such"]}, "merges has 'no such'"),
-    "tokenizer": ({"tokenizer.ggml.model": "plamo2"}, "the tokenizer model 'plamo2' is not served"),
-    "adapter": ({"general.type": "adapter"}, "an adapter (LoRA), not a model; adapters are not served"),
-    "projector": ({"general.type": "mmproj"}, "a projector of images or sounds (mmproj), not a model"),
-    "other kind": ({"general.type": "imatrix"}, "a GGUF file of type 'imatrix', not a model"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", REFUSED)
-def test_a_model_that_would_be_served_wrongly_is_refused(fault: str, tmp_path: Path) -> None:
-    changes, words = REFUSED[fault]
-    with pytest.raises((LoadError, ConfigError)) as refused:
-        changed(tmp_path, changes=changes)
-    assert words in str(refused.value)
-    assert str(refused.value).startswith(f"{tmp_path / 'changed.gguf'}: ")
-    assert list(folders._temporary().glob(".*")) == [], "nothing half written stays"
-
-
-GEMMA = {"key_length": 16, "value_length": 16, "sliding_window": 128}
-
-
-def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
-    """With the keys that transformers drops."""
-    keys = {f"gemma2.attention.{key}": value for key, value in GEMMA.items()}
-    found = changed(tmp_path, "gemma2", changes=keys | {"gemma2.final_logit_softcapping": 20.0})
-    wanted = {"model_type": "gemma2", "final_logit_softcapping": 20, "sliding_window": 128, "head_dim": 16}
-    assert (wanted | {"query_pre_attn_scalar": 16, "eos_token_id": [2]}).items() <= found.items()
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changes", "words"),
-    [
-        (
-            "mamba",
-            {},
-            "GGUF files of the architecture 'mamba' are not served, only those of llama, qwen2, qwen3, gemma2",
-        ),
-        ("gemma2", {"gemma2.secret": 1}, "not known here and may change what the model computes (gemma2.secret)"),
-        ("phi3", {"phi3.rope.dimension_count": 8}, "phi3.rope.dimension_count is 8, which is not served"),
-        ("phi3", {"rope_factors_long.weight": np.full(8, 2.0, np.float32)}, "(rope_factors_long.weight) are not read"),
-    ],
-)
-def test_other_architectures_are_not_read_in_part(
-    architecture: str, changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    from engine.models.gguf.file import open_file
-    from engine.models.gguf.foreign import foreign_config
-
-    path = write_model(tmp_path / "m.gguf", architecture, changes=changes)
-    with pytest.raises(LoadError) as refused:
-        foreign_config(open_file(path))
-    assert words in str(refused.value)
-
-
-def test_a_folder_is_derived_once(models: Path, cache: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    shutil.copy(models / "llama.gguf", path)
-    first = folder_of(path, cache)
-    assert file_of(first) == path
-    with calls_of(folders, "open_file") as opened:
-        assert folder_of(path, cache) == first
-        assert not opened
-        (first / "tokenizer.json").unlink()
-        assert folder_of(path, cache) == first
-        assert len(opened) == 1
-        os.utime(path, (1, 1))
-        assert folder_of(path, cache) != first
-    assert (first / "tokenizer.json").exists()
-    assert all(one.name.startswith("m-") for one in first.parent.iterdir()), "nothing half written stays"
-
-
-def test_a_cache_that_cannot_be_written(models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    derived = folder_of(models / "llama.gguf", str(tmp_path / "file"))
-    assert (derived / "config.json").exists()
-    assert "cannot be stored" in caplog.text
-    assert "--profile-cache" in caplog.text
-
-
-def test_weights_are_checked_in_the_file(models: Path, tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    shutil.copy(models / "llama.gguf", path)
-    derived = folder_of(path, "off")
-    check_weight_files(derived)
-    path.write_bytes(path.read_bytes()[:-50_000])
-    with pytest.raises(LoadError, match=r"m\.gguf: the file is cut off"):
-        check_weight_files(derived)
 
 
 def test_names_of_files_and_folders(models: Path, tmp_path: Path) -> None:
@@ -409,9 +142,9 @@ class GgufHub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.partition("/owner/parts/resolve/v2/")[2]
-        listing = [{"type": "file", "path": one, "size": 1, "oid": "0"} for one in self.files]
+        listing = {"id": "owner/parts", "sha": "c" * 40, "siblings": [{"rfilename": one} for one in self.files]}
         body = self.files.get(name, b"")
-        if self.path.startswith("/api/models/owner/parts/tree/v2"):
+        if self.path.startswith("/api/models/owner/parts/revision/v2"):
             body = json.dumps(listing).encode()
         self.send_response(200 if body else 404)
         for header, value in {"ETag": f'"{name}"', "X-Repo-Commit": "c" * 40, "Content-Length": len(body)}.items():
@@ -451,6 +184,19 @@ def test_all_parts_are_downloaded(name: str, hub_url: str, tmp_path: Path) -> No
     assert done.stdout == "None 2 20\n", done.stderr
 
 
+def test_a_cached_file_is_served_without_an_answer_of_the_hub(hub_cache: Path) -> None:
+    code = (
+        "import logging; logging.basicConfig()\n"
+        "from engine.models.gguf.names import hub_file; print(hub_file('owner/parts:Q8_0', None))"
+    )
+    done = run_python(code, hub_cache, NO_HUB)
+    assert done.stdout.strip().endswith(f"{'a' * 40}/Q8_0/m-Q8_0-00001-of-00002.gguf"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "owner/parts:Q8_0 is taken from its cache" in line
+    unknown = run_python(code.replace("owner/parts", "owner/other"), hub_cache, NO_HUB)
+    assert "MissingConfig: owner/other:Q8_0: the hub (http://127.0.0.1:1) is not asked or does not" in unknown.stderr
+
+
 def test_people_see_the_names_of_the_command_line(
     models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -463,19 +209,10 @@ def test_people_see_the_names_of_the_command_line(
     assert main(["serve", target, "--draft-model", str(other), "--profile-cache", "off"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"polydraft serve: {other} and {target} have different vocabularies (4096 and 4096 tokens, ")
+    assert main(["serve", target, "--quantization", "awq", "--profile-cache", "off"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"polydraft serve: --quantization awq: {target} is quantised by gguf; leave the flag out")
     assert Serve(model=target).served_names() == [target]
-
-
-def test_an_unknown_tokenizer_needs_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The refusal asks for it, and with it the model is served."""
-    name = str(write_model(tmp_path / "m.gguf", changes={"tokenizer.ggml.pre": "new"}))
-    with pytest.raises(ConfigError, match=r"; or serve the tokenizer of a folder by --tokenizer$"):
-        with_folders(EngineConfig(model=ModelConfig(target=name, tokenizer=name)))
-    config = with_folders(EngineConfig(model=ModelConfig(target=name, tokenizer=str(DEMO)))).model
-    assert (config.tokenizer, (Path(config.target) / "tokenizer.json").exists()) == (str(DEMO), False)
-    assert "its tokenizer is left out, because --tokenizer names another" in caplog.text
-    stored = json.loads((Path(config.target) / "generation_config.json").read_text())
-    assert stored == {"bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize("target", ["llama.gguf", "demo"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,10 +21,10 @@ from engine.models.gguf import weights
 from engine.models.gguf.blocks import BLOCK_TYPES, BlockTensor
 from engine.models.gguf.folder import folder_of
 from engine.models.importing import import_transformers
-from engine.models.loading import LoadedModel, load, outline_pair
+from engine.models.loading import LoadedModel, load, of_draft_model, outline_pair
 from engine.models.probe import choose_backend, find_kv_shape, probe
 from tests.engine import tiny
-from tests.models.gguf_models import head_dim_of, stored_weight, write_model
+from tests.models.gguf_models import DEMO, head_dim_of, stored_weight, write_model
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 
@@ -170,6 +171,17 @@ def test_what_cannot_be_served_is_refused_before_weights_are_read(tmp_path: Path
     for flags in ({"weights": "int8"}, {"weights": "int4"}, {"activations": "float32"}, {"tensor_parallel_size": 2}):
         (name,) = flags
         assert f"--{name.replace('_', '-')}" in refused(file, tmp_path / "cache", **flags)
+
+
+def test_a_draft_in_few_bits_does_not_inherit_the_format_of_the_target(tmp_path: Path) -> None:
+    file = write_model(tmp_path / "model.gguf", "llama", "Q8_0")
+    draft = str(folder_of(file, str(tmp_path / "cache")))
+    config = ModelConfig(target=str(DEMO), draft=draft, weights="int8", device="cpu")
+    assert of_draft_model(config).weights == "auto"
+    assert of_draft_model(msgspec.structs.replace(config, draft=str(DEMO))).weights == "int8"
+    assert len(outline_pair(config)) == 2
+    with pytest.raises(ConfigError, match=r"^--draft-weights int4: the weights of .* are quantised already"):
+        outline_pair(msgspec.structs.replace(config, draft_weights="int4"))
 
 
 @pytest.mark.parametrize(

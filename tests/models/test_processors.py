@@ -103,7 +103,7 @@ def test_blocks_of_every_width_have_the_plain_numbers(
     scales, bias = np.zeros((3, 0, width), np.float32), torch.randn(3 * width)
     for num_rows in (1, 2, 3, product.MOST_ROWS, product.MOST_ROWS + 1, 2 * product.MOST_ROWS + 1):
         rows, found = torch.randn(num_rows, 40), torch.zeros(num_rows, 3 * width)
-        product.product(rows.numpy(), blocks, scales, bias.numpy(), found.numpy(), 0, 3)
+        product.product(rows.numpy(), blocks, scales, bias.numpy(), found.numpy(), (0, 3), (0, 1))
         assert torch.allclose(found, rows @ weight.T + bias, atol=1e-4)
 
 

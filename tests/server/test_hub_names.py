@@ -213,7 +213,7 @@ def test_what_the_hub_answers_is_explained(tmp_path: Path, hub_url: str, name: s
 def test_a_hub_that_is_silent_is_not_waited_for(tmp_path: Path, hub_url: str) -> None:
     """However long its address takes, or its answer."""
     code = (
-        "import engine.models.files as files; files._PROBE_S, files._PATIENCE_S = 60, 0.2\n"
+        "import engine.models.files as files; files.PROBE_S, files._PATIENCE_S = 60, 0.2\n"
         "try: files.check_source('silent/model')\n"
         "except files.ConfigError as error: print(error)"
     )

@@ -56,7 +56,7 @@ class BlockTensor(Tensor):
     def __init__(self, raw: Tensor, kind: Type) -> None:  # noqa: ARG002
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BlockTensor({self.type.name}, {tuple(self.shape)})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -87,7 +87,7 @@ class BlockTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
-        types: Any,  # noqa: ARG003
+        types: Any,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:

@@ -7,7 +7,6 @@ compared with its size first, so a damaged or hostile file costs no memory. Not 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from engine.errors import LoadError
 from engine.models.files import begins_as_gguf, file_fault
 from engine.models.gguf.header import Header, TensorEntry, read_header
+from engine.models.gguf.parts import parts_of
 
-PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
-"""Mark of a part in a file's name: its number from 1, and the number of parts."""
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _ARCHITECTURE = "general.architecture"
 _LARGEST = 2**63 - 1
@@ -52,16 +50,6 @@ class GgufFile:
     """Key-values: numbers, texts, lists of texts, and numpy arrays of numbers."""
     architecture: str
     tensors: dict[str, StoredTensor]
-
-
-def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return the names of all parts of the model that a file belongs to, which is the file alone if it is no part."""
-    mark = PART.search(path.name)
-    if mark is None or not 1 <= int(mark[1]) <= int(mark[2]):
-        return (path,)
-    before, after = path.name[: mark.start()], path.name[mark.end() :]
-    count = int(mark[2])
-    return tuple(path.with_name(f"{before}-{number:05}-of-{mark[2]}{after}") for number in range(1, count + 1))
 
 
 def open_file(path: Path) -> GgufFile:

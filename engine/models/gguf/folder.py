@@ -23,7 +23,8 @@ from typing import Any
 from engine.errors import ConfigError, LoadError, PolydraftError, first_line
 from engine.models.files import WEIGHTS_ELSEWHERE, read_object
 from engine.models.gguf.config import ARCHITECTURES, config_of, vocab_size
-from engine.models.gguf.file import GgufFile, open_file, parts_of
+from engine.models.gguf.file import GgufFile, open_file
+from engine.models.gguf.parts import parts_of
 from engine.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 
 log = logging.getLogger("polydraft")

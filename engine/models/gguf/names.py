@@ -18,9 +18,8 @@ import msgspec
 from engine.config import MTP, EngineConfig
 from engine.errors import ConfigError, first_line
 from engine.models.checkpoint import Source
-from engine.models.files import MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
-from engine.models.gguf.file import parts_of
-from engine.models.gguf.folder import CACHE, folder_of
+from engine.models.files import PROBE_S, MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
+from engine.models.gguf.parts import parts_of
 
 log = logging.getLogger("polydraft")
 
@@ -60,10 +59,10 @@ def with_folders(config: EngineConfig) -> EngineConfig:
 
 def _tokenizer_of(name: str, cache: str) -> str:
     path = local_file(name) or hub_file(name, None)
-    return name if path is None else str(folder_of(path, cache))
+    return name if path is None else _folder_of(path, cache)
 
 
-def source_of(name: str, revision: str | None = None, cache: str = CACHE, has_other_tokenizer: bool = False) -> Source:
+def source_of(name: str, revision: str | None, cache: str, has_other_tokenizer: bool = False) -> Source:
     """Return where a model's files are: the derived folder of a GGUF file, or the name itself.
 
     cache: of `folder_of`; has_other_tokenizer: whether the model's own is not served. Raise ConfigError if there is no
@@ -78,7 +77,14 @@ def source_of(name: str, revision: str | None = None, cache: str = CACHE, has_ot
                 path = hub_file(name, revision, has_type=False)
             if path is None:
                 raise
-    return Source(name, revision) if path is None else Source(str(folder_of(path, cache, not has_other_tokenizer)))
+    return Source(name, revision) if path is None else Source(_folder_of(path, cache, not has_other_tokenizer))
+
+
+def _folder_of(path: Path, cache: str, needs_tokenizer: bool = True) -> str:
+    # It imports numpy, which names of other models do not need.
+    from engine.models.gguf.folder import folder_of
+
+    return str(folder_of(path, cache, needs_tokenizer))
 
 
 def local_file(name: str) -> Path | None:
@@ -167,11 +173,13 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
 
     fault: str | None = "HF_HUB_OFFLINE"
     if not hub.is_offline_mode():
+        api = hub.HfApi()
+        # Unlike `list_repo_files` it asks once, without waits between attempts.
         answer, fault = ask_hub(
-            repository, revision, lambda: hub.HfApi().list_repo_files(repository, revision=revision)
+            repository, revision, lambda: api.model_info(repository, revision=revision, timeout=PROBE_S)
         )
         if fault is None:
-            return ([] if isinstance(answer, Exception) else list(answer)), None
+            return [one.rfilename for one in getattr(answer, "siblings", None) or []], None
     try:
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError as error:

@@ -2,10 +2,8 @@ r"""Splits of a text before byte-level BPE, by the name that a GGUF file has for
 
 A split is a sequence of regular expressions in Oniguruma's syntax. Each divides the pieces of the previous one: its
 matches become pieces, and so does the text between matches. The table has llama.cpp's splits (llama-vocab.cpp and
-unicode.cpp), which sometimes differ from the splits that a model was trained with:
-
-- llama.cpp knows no upper and lower case outside ASCII, so `tekken` and `gpt-4o` divide at ASCII's cases alone;
-- its `\p{S}` lacks the tilde, so `deepseek-v3` does not take it for a symbol.
+unicode.cpp), which may differ from the split that a model was trained with: llama.cpp knows no upper and lower case
+outside ASCII, so `tekken` and `gpt-4o` divide at ASCII's cases alone.
 
 Not for: vocabularies and merges.
 """
@@ -13,6 +11,7 @@ Not for: vocabularies and merges.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
@@ -30,7 +29,6 @@ _GPT_2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\
 _LLAMA_3 = rf"{_CONTRACTIONS_OF_ANY_CASE}|{_WORD}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 _QWEN_2 = rf"{_CONTRACTIONS_OF_ANY_CASE}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_SPACES}"
 _QWEN_3_5 = rf"{_CONTRACTIONS_OF_ANY_CASE}|{_MARKED_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_BAILING = rf"{_CONTRACTIONS_OF_ANY_CASE}|{_WORD}|\p{{N}}|{_SYMBOLS}|\s*[\r\n]|\s+(?!\S)|\s+"
 _SEED_CODER = rf"{_CONTRACTIONS_OF_ANY_CASE}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 
 _NOT_LOWER, _NOT_UPPER = r"[^\P{L}a-z]", r"[^\P{L}A-Z]"
@@ -41,8 +39,6 @@ _SYMBOLS_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _TEKKEN = rf"{_TO_LOWER}|{_FROM_UPPER}|\p{{N}}|{_SYMBOLS_WITH_SLASH}|{_SPACES}"
 _ENDING = rf"(?:{_CONTRACTIONS_OF_ANY_CASE})?"
 _GPT_4O = rf"{_TO_LOWER}{_ENDING}|{_FROM_UPPER}{_ENDING}|\p{{N}}{{1,3}}|{_SYMBOLS_WITH_SLASH}|{_SPACES}"
-_TINY_AYA = rf"{_MARKED_WORD}{_ENDING}|\p{{N}}{{1,3}}|{_SYMBOLS_WITH_SLASH}|{_SPACES}"
-_THREES_FROM_THE_RIGHT = r"[0-9]{1,3}(?=(?:[0-9]{3})*(?![0-9A-Za-z_]))"
 
 _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
 _PUNCTUATION_OF_FALCON = r"[\p{P}$+<=>^~|`]+"
@@ -65,15 +61,15 @@ _DEEPSEEK_LETTERS = (
 )
 _DEEPSEEK_3_HAN = r"[\u4e00-\u9fa5\u3040-\u30ff]+"
 _DEEPSEEK_3 = (
-    r"[!-/:-@\[-`{-~][A-Za-z]+|(?:[^\r\n\p{L}\p{P}\p{S}]|~)?[\p{L}\p{M}]+|"
-    rf" ?[\p{{P}}\p{{S}}&&[^~]]+[\r\n]*|{_SPACES}"
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreTokenization:
-    """How llama.cpp treats files with a name in `tokenizer.ggml.pre`."""
+    """Treatment of texts by llama.cpp for a name in `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...]
     """Regular expressions in the order of their use; characters outside ASCII are spelled as Python's escapes."""
@@ -82,10 +78,17 @@ class PreTokenization:
     adds_begin: bool = False
     """Texts begin with the begin token if the file does not say otherwise."""
 
-    def build(self) -> pre_tokenizers.PreTokenizer:
-        """Return the splits, followed by the spelling of bytes as characters."""
+    def build(self, unknown: Iterable[str] = ()) -> pre_tokenizers.PreTokenizer:
+        """Return the splits, followed by the spelling of bytes as characters.
+
+        unknown: characters of bytes that have no token. They become pieces, because llama.cpp drops them after merges;
+        the library drops them first, and would merge their neighbours.
+        """
         splits = [pre_tokenizers.Split(Regex(_spelled(pattern)), "isolated") for pattern in self.patterns]
-        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        without_token = "|".join(map(re.escape, sorted(unknown)))
+        dropped = [pre_tokenizers.Split(Regex(without_token), "isolated")] if without_token else []
+        return pre_tokenizers.Sequence([*splits, spelling, *dropped])
 
 
 def _spelled(pattern: str) -> str:
@@ -106,13 +109,13 @@ _GROUPS = {
         patterns=(_LLAMA_3,), has_whole_pieces=True, adds_begin=True
     ),
     "dbrx smaug-bpe chatglm-bpe glm4": PreTokenization(patterns=(_LLAMA_3,)),
-    "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan solar-open grok-2": PreTokenization(patterns=(_QWEN_2,)),
+    "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan solar-open grok-2 bailingmoe bailingmoe2 llada-moe": (
+        PreTokenization(patterns=(_QWEN_2,))
+    ),
     "qwen35": PreTokenization(patterns=(_QWEN_3_5,)),
-    "bailingmoe bailingmoe2 llada-moe": PreTokenization(patterns=(_BAILING,)),
     "seed-coder": PreTokenization(patterns=(_SEED_CODER,)),
     "tekken": PreTokenization(patterns=(_TEKKEN,), has_whole_pieces=True, adds_begin=True),
     "gpt-4o llama4 kanana2 minimax-m2": PreTokenization(patterns=(_GPT_4O,)),
-    "tiny_aya cohere2moe": PreTokenization(patterns=(_THREES_FROM_THE_RIGHT, _TINY_AYA)),
     "deepseek-llm": PreTokenization(
         patterns=(
             _LINE_BREAK,

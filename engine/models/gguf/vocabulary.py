@@ -6,7 +6,8 @@ texts that end answers, and marks of infilling, are control tokens. Not for: spl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,8 +34,8 @@ _INFILLING = {
 """Texts of tokens for infilling by role, for files that do not name the token of the role."""
 _FORMER_ROLES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 _INFILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")
-_HARMONY = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}, {"<|call|>", "<|flush|>"})
-"""Pairs of texts that show a vocabulary in which <|end|> ends a message, and no answer."""
+_CALLS, _RETURNS = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
+"""In a vocabulary with a text of each set, <|end|> ends a message and no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class GgufVocabulary:
         """Tokens that end an answer, in their order."""
         named = {self.roles[role] for role in ("eos", "eot", "eom", *_INFILLING_ENDS) if role in self.roles}
         texts = set(_ENDS)
-        if any(pair <= self.ids.keys() for pair in _HARMONY):
+        if self._of_texts(_CALLS) and self._of_texts(_RETURNS):
             texts.discard("<|end|>")
         if "<|tool_response>" in self.ids:
             texts.discard("</s>")
@@ -89,7 +90,7 @@ class GgufVocabulary:
             for role, texts in _INFILLING.items()
         }
 
-    def _of_texts(self, texts: Sequence[str] | set[str] | frozenset[str]) -> frozenset[int]:
+    def _of_texts(self, texts: Iterable[str]) -> frozenset[int]:
         return frozenset(self.ids[text] for text in texts if text in self.ids)
 
     def text(self, role: str) -> str | None:
@@ -107,8 +108,7 @@ def read_vocabulary(metadata: Mapping[str, Any], default_roles: Mapping[str, int
         raise ConfigError(f"{_PREFIX}tokens is missing: the file has no vocabulary; name a folder with --tokenizer")
     tokens = tuple(str(token) or f"[EMPTY_{number}]" for number, token in enumerate(stored))
     if len(set(tokens)) < len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise ConfigError(f"{_PREFIX}tokens has {twice!r} twice; convert the model again")
     types = _numbers(metadata, "token_type", len(tokens)) or [int(TokenType.NORMAL)] * len(tokens)
     return GgufVocabulary(
