@@ -61,8 +61,8 @@ def models_of(options: argparse.Namespace) -> tuple[str, str | None]:
     if options.target is None:
         demo = Path(str(files("demo")))
         return str(demo / "target"), str(demo / "draft")
-    found = [name and source_of(name, None, CACHE).name for name in (options.target, options.draft)]
-    return found[0], found[1]
+    draft = None if options.draft is None else source_of(options.draft, None, CACHE).name
+    return source_of(options.target, None, CACHE).name, draft
 
 
 def say(text: str) -> None:
