@@ -142,5 +142,19 @@ def test_logits_of_a_head_are_those_of_the_formulas(
     assert statistics.median(other) > 0.5
 
 
+def test_answers_of_a_seed_are_the_same_in_any_company(target_of: Callable[..., LoadedModel]) -> None:
+    """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of a pass."""
+    target, chains = target_of(97), drafts("bv_race", 3, length=3)
+    draft = tiny.perturbed(target_of(97, "float32"), 2, 0.02)
+    kinds = {"greedy": (tiny.OFF, 0.0), "greedy drafts": (chains, 0.0), "chains": (chains, 1.0)}
+    requests = {
+        name: tiny.request(name, range(5, 25), speculation, max_tokens=20, temperature=temperature, seed=7)
+        for name, (speculation, temperature) in kinds.items()
+    }
+    alone = {name: tiny.run(tiny.build(target, draft), [one]).tokens[name] for name, one in requests.items()}
+    assert tiny.run(tiny.build(target, draft), list(requests.values())).tokens == alone
+    assert alone["greedy"] == alone["greedy drafts"]
+
+
 def test_the_types_of_the_file_are_facts(target_of: Callable[..., LoadedModel]) -> None:
     assert set(tiny.build(target_of(), None).facts.dtype.split("+")) == {"Q4_K", "Q5_0", "Q6_K"}
