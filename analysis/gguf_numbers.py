@@ -1,9 +1,9 @@
 """`analyze gguf-numbers`: a GGUF file's answers and perplexity next to those of transformers and llama.cpp.
 
 Greedy answers of the dequantised file in float32 must be those that transformers generates from the same file, which it
-reads by itself. The perplexity of the file as it is served, with its blocks and with rows rounded to 8 bits, must be
-llama.cpp's on the same tokens, up to half a per cent. All arms read the same tokens; without llama-cpp-python that
-comparison is left out.
+reads by itself. The perplexity of the file as it is served, with its blocks and with rows rounded to 8 bits, may differ
+by half a per cent from that of float32 numbers, and may be half a per cent above llama.cpp's. All arms read the same
+tokens, llama.cpp without flash attention; without llama-cpp-python that comparison is left out.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from loadtest.results import document
 
 SERVED, LLAMA_CPP = "as served", "llama.cpp"
 _CACHE_BYTES = 1 << 29
-_ALLOWED = 0.005
-"""Largest relative difference of perplexities."""
 _TIE = 1e-3
 """Logits that differ by no more are a tie, which rounding decides."""
 
@@ -42,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="GGUF file")
     parser.add_argument("--prompts", type=int, default=20, help="prompts of the greedy answers (default 20)")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of a greedy answer (default 60)")
+    parser.add_argument(
+        "--allowed",
+        type=float,
+        default=0.005,
+        help="share by which the served file's perplexity may differ from float32's, and exceed llama.cpp's (default "
+        "0.005)",
+    )
     quality.add_text_arguments(parser)
     add_device_arguments(parser)
 
@@ -63,9 +68,11 @@ def answer(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def by_transformers(file: Path) -> Any:
-    """Return the model that transformers reads from a file, dequantised."""
+    """Return the model that transformers reads from a file, dequantised, whose answers have no end."""
     load = import_transformers().AutoModelForCausalLM.from_pretrained
-    return load(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+    model = load(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model
 
 
 @torch.inference_mode()
@@ -118,21 +125,22 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
         say("llama-cpp-python is not installed, so llama.cpp is left out")
     else:
         with gguf_of(Path(target), AS_IT_IS) as path:
-            context = Context(path, 1, options.length, options.threads)
+            context = Context(path, 1, options.length, options.threads, is_precise=True)
         readers[LLAMA_CPP] = lambda text: {"target": context.logits(text)}
     cells = quality.cells_of(partial(quality.logits_of, plain), readers, texts)
     perplexities = {(cell["texts"], cell["format"]): cell["perplexity"] for cell in cells}
-    differences = {
-        kind: perplexities[kind, SERVED] / perplexities[kind, LLAMA_CPP] - 1
-        for kind in texts
-        if (kind, LLAMA_CPP) in perplexities
+    above_llama_cpp = {
+        kind: perplexities[kind, SERVED] / perplexities[kind, LLAMA_CPP] - 1 for kind in texts if LLAMA_CPP in readers
     }
-    has_passed = all(abs(one["margin"]) <= _TIE for one in answers["differences"]) and all(
-        abs(one) <= _ALLOWED for one in differences.values()
+    from_float32 = [cell["difference"]["value"] for cell in cells if cell["format"] == SERVED]
+    has_passed = (
+        all(abs(one["margin"]) <= _TIE for one in answers["differences"])
+        and all(abs(one) <= options.allowed for one in from_float32)
+        and all(one <= options.allowed for one in above_llama_cpp.values())
     )
     options.target = file.name
     what = "greedy answers of the dequantised file and of transformers; perplexities next to that of float32 numbers"
-    fields = ("target", "prompts", "tokens", "texts", "length", "threads")
+    fields = ("target", "prompts", "tokens", "allowed", "texts", "length", "threads")
     return document(
-        what, options, fields, greedy=answers, cells=cells, served_to_llama_cpp=differences, passed=has_passed
+        what, options, fields, greedy=answers, cells=cells, above_llama_cpp=above_llama_cpp, passed=has_passed
     )

@@ -129,8 +129,12 @@ def _log(level: int, text: bytes, _: Any) -> None:
 class Context:
     """A loaded model with room for several sequences."""
 
-    def __init__(self, file: Path, num_sequences: int, num_tokens: int, num_threads: int) -> None:
-        """file: GGUF; num_tokens: most tokens of one sequence."""
+    def __init__(
+        self, file: Path, num_sequences: int, num_tokens: int, num_threads: int, is_precise: bool = False
+    ) -> None:
+        """file: GGUF; num_tokens: most tokens of one sequence; is_precise: with K/V in float32, and without flash
+        attention, which on a CPU adds more than a per cent to perplexities.
+        """
         import llama_cpp
 
         self._api = llama_cpp
@@ -144,6 +148,9 @@ class Context:
         options.n_ctx, options.n_seq_max = num_sequences * num_tokens, num_sequences
         options.n_batch, options.n_ubatch = max(512, num_tokens), 512
         options.n_threads = options.n_threads_batch = num_threads
+        if is_precise:
+            options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+            options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         assert self._context, "llama.cpp cannot make a context"
         self._batch = llama_cpp.llama_batch_init(options.n_batch, 0, 1)

@@ -277,8 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = "this engine and transformers, in one process; prompts of random tokens"
     result = document(what, options, sorted(names), **found, pair=about)
     write(result, options.output)
-    for name in _RATIOS.keys() & result["greedy_answers_equal_generate"].keys():
-        print(markdown(result, name))
+    for name in _RATIOS:
+        if name in result["greedy_answers_equal_generate"]:
+            print(markdown(result, name))
     print(json.dumps(result["greedy_answers_equal_generate"]))
     return 0
 

@@ -144,7 +144,9 @@ def texts_of(options: argparse.Namespace) -> dict[str, Texts]:
     """Return the texts of each kind that the command line names; raise ConfigError for a kind without any."""
     options.texts = options.texts or ["dialogues", "gutenberg"]
     options.prompt_length = options.length
-    texts = {Path(kind).stem: [text for text in prompts_of(kind, options) if len(text) > 1] for kind in options.texts}
+    texts: dict[str, Texts] = {
+        Path(kind).stem: [text for text in prompts_of(kind, options) if len(text) > 1] for kind in options.texts
+    }
     if empty := [kind for kind, of_kind in texts.items() if not of_kind]:
         raise ConfigError(f"--texts {empty[0]}: no text has two tokens")
     return texts

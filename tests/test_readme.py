@@ -166,6 +166,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("quality", "quality-cpu", quality.markdown),
         ("arms-dots", "arms-dots-cpu", turns.markdown),
         ("quality-smollm2", "quality-smollm2-cpu", quality.markdown),
+        ("gguf-numbers", "gguf-numbers-cpu", quality.markdown),
     ],
 )
 def test_tables_of_pages_are_committed_results(mark: str, file: str, table_of: Any) -> None:

@@ -14,8 +14,11 @@ import torch
 import transformers
 
 from analysis import peers
-from analysis.llama_cpp_arm import _gguf_name, _interleaved
+from analysis.llama_cpp_arm import _gguf_name, _interleaved, gguf_of
 from demo import bench_pair
+from engine.errors import ConfigError
+from engine.models.gguf.folder import folder_of
+from tests.models.gguf_models import write_model
 from tests.wrong import instead
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +105,33 @@ def test_peers_agree_and_are_compared(folder: Path, tmp_path: Path, capsys: pyte
     assert cell["arms"].keys() == result["greedy_answers_equal_generate"].keys()
     assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
     assert peers.markdown(result) in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_a_gguf_file_is_compared_as_it_is(has_draft: bool, tmp_path: Path) -> None:
+    """Without a draft model nothing is drafted, and llama.cpp reads the same file where its library is installed."""
+    file, output = str(write_model(tmp_path / "model.gguf", "llama", "Q8_0")), tmp_path / "peers.json"
+    few = ("--concurrency", "1", "--repeats", "1", "--warm-up", "0", "--tokens", "4", "--prompt", "6", "--threads", "1")
+    without = ["continuous", *([] if find_spec("llama_cpp") else ["llama.cpp"])]
+    words = [file, *([file] if has_draft else []), *few, "--without", *without, "--output", str(output)]
+    assert peers.main(words) == 0
+    (cell,) = json.loads(output.read_text())["cells"]
+    drafting = {peers.OWN, "transformers assisted", "llama.cpp with 3 drafts"}
+    assert bool(drafting & cell["arms"].keys()) == has_draft
+    assert {peers.OFF, peers.GENERATE} <= cell["arms"].keys()
+    assert ("llama.cpp" in cell["arms"]) == (find_spec("llama_cpp") is not None)
+
+
+def test_types_that_llama_cpp_cannot_have_are_refused(folder: Path, tmp_path: Path) -> None:
+    file = write_model(tmp_path / "model.gguf", "llama", "Q8_0")
+    derived = folder_of(file, str(tmp_path / "cache"))
+    for place, kind, known in ((derived, "q4_0", "file"), (folder / "target", "file", "f32")):
+        with pytest.raises(ConfigError, match=rf"as {known}.*not {kind}"), gguf_of(place, kind):
+            pass
+    with gguf_of(derived, "file") as found:
+        assert found == file
 
 
 @pytest.mark.slow

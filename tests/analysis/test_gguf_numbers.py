@@ -28,7 +28,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def numbers(words: list[str], expected_code: int, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["gguf-numbers", *words, "--tokens", "6"]) == expected_code
+    assert main(["gguf-numbers", *words, "--tokens", "6", "--allowed", "0.1"]) == expected_code
     printed = capsys.readouterr()
     result: dict[str, Any] = json.loads(printed.out)
     assert gguf_numbers.markdown(result) in printed.err

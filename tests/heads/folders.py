@@ -140,26 +140,27 @@ def write_eagle(
     scale: float = 1.0,
     binary: bool = False,
     kind: str = "eagle3",
+    target_width: int = TARGET_WIDTH,
     **flags: Any,
 ) -> Written:
     """Write an EAGLE-3 head, or its variant of one pass (kind `peagle`). layout: speculators or eagle; shares: what
     is left out and taken from the target."""
     random, has_bias = Random(scale), bool(flags.pop("attention_bias", False))
     tensors = random.tensors
-    tensors |= {"fc.weight": random.normal(width, len(taps) * TARGET_WIDTH), "norm.weight": random.norm(width)}
+    tensors |= {"fc.weight": random.normal(width, len(taps) * target_width), "norm.weight": random.norm(width)}
     tensors["layers.0.hidden_norm.weight"] = random.norm(width)
     for number in range(layers):
         random.layer(number, width, width if number else 2 * width, layer_type == "qwen3", has_bias)
     if flags.get("norm_before_fc"):
-        tensors["input_norm.weight"] = random.norm(len(taps) * TARGET_WIDTH)
+        tensors["input_norm.weight"] = random.norm(len(taps) * target_width)
     if flags.get("fc_norm"):
-        tensors |= {f"fc_norm.{number}.weight": random.norm(TARGET_WIDTH) for number in range(len(taps))}
+        tensors |= {f"fc_norm.{number}.weight": random.norm(target_width) for number in range(len(taps))}
     random.vocabulary(vocabulary, draft_vocabulary, width, shares)
     common = {"draft_vocab_size": draft_vocabulary, "eagle_aux_hidden_state_layer_ids": list(taps)}
-    if width != TARGET_WIDTH:
-        common["target_hidden_size"] = TARGET_WIDTH
+    if width != target_width:
+        common["target_hidden_size"] = target_width
     if kind == "peagle":
-        tensors["mask_hidden"] = random.normal(1, 1, len(taps) * TARGET_WIDTH, spread=1.0)
+        tensors["mask_hidden"] = random.normal(1, 1, len(taps) * target_width, spread=1.0)
         common["mask_token_id"] = vocabulary - 1
     fields = sizes(layer_type, vocabulary, width, layers, has_bias)
     if layout == "speculators":

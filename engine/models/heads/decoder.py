@@ -22,7 +22,7 @@ from engine.models import numba_decoder, numba_head
 from engine.models import numba_table as nt
 from engine.models.backend import Backend
 from engine.models.cpu_decoder import NO_STATES, CpuDecoder, parts_of
-from engine.models.cpu_weights import Array, Form, Product, aligned, forms_of
+from engine.models.cpu_weights import Array, Form, Product, aligned, forms_of, rounds_rows
 from engine.models.heads.config import BlockConfig
 from engine.models.heads.dflash import DFlash
 from engine.models.heads.eagle import Eagle3
@@ -37,8 +37,11 @@ log = logging.getLogger("polydraft")
 
 _TOLERANCE = 1e-3
 """Largest difference of a number, as a share of the largest one."""
-_ROUNDED_TOLERANCES: dict[Form, float] = {"pairs": 0.03, "int8": 0.1, "int4": 0.3}
-"""The same for forms of weights that round: no answer's distribution depends on a head's numbers."""
+_ROUNDED_TOLERANCES: dict[Form, float] = {"pairs": 0.03, "int4": 0.3}
+_ROUNDED_TOLERANCE = 0.1
+"""The same for forms of weights that round, by form, and for all others: no answer's distribution depends on a head's
+numbers.
+"""
 
 
 class HeadDecoder(CpuDecoder, HeadBackend):
@@ -164,10 +167,16 @@ def backend_of(
     except Exception as error:  # weights of other shapes, a kernel that cannot be compiled
         log.warning("%s: runs without the CPU decoder: %s", head.config.name, error)
         return plain
-    if not difference <= _ROUNDED_TOLERANCES.get(decoder.forms.layers, _TOLERANCE):
+    # A product that is shared with the target has the target's form.
+    used = {decoder.forms.layers, *(form for product in decoder.products.values() for form in product.forms)}
+    if not difference <= max(map(_tolerance_of, used)):
         log.warning("%s: runs without the CPU decoder, whose numbers differ by %.2g", head.config.name, difference)
         return plain
     return decoder
+
+
+def _tolerance_of(form: Form) -> float:
+    return _ROUNDED_TOLERANCES.get(form, _ROUNDED_TOLERANCE) if rounds_rows(form) else _TOLERANCE
 
 
 def _difference(head: Head, shape: KVShape, backends: Sequence[HeadBackend], block_size: int) -> float:
