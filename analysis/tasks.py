@@ -1,4 +1,4 @@
-"""`python -m analysis.tasks`: a model's answers to the prompts of six tasks, beside llama.cpp and transformers.
+"""`python -m analysis.tasks`: answers to the prompts of six tasks, compared with llama.cpp and transformers.
 
 Same weights (a GGUF file is read by llama.cpp as it is), same prompts in the model's own chat template, same number of
 tokens, no end token. Batches of prompts take turns among the arms. Times include the prompts. Reports tokens a second
@@ -44,7 +44,7 @@ class TaskPrompt(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """What the passes of some requests emitted."""
+    """Counts of the passes of a request."""
 
     num_tokens: int
     num_passes: int
@@ -68,7 +68,7 @@ class OwnArms:
         self._speculations = {OFF: Speculation(), OWN: drafted}
         self._num_tokens, self._number = options.tokens, 0
         self.emitted: dict[tuple[str, str], list[Emitted]] = defaultdict(list)
-        """What requests emitted, by arm and task."""
+        """Counts of requests, by arm and task."""
 
     def run(self, name: str, prompts: Sequence[TaskPrompt], temperature: float) -> None:
         """Answer prompts at once."""
