@@ -48,9 +48,10 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
 
 def names_of(options: argparse.Namespace) -> tuple[str, str]:
     """Return (target, draft), GGUF files as folders; raise ConfigError if only one is named."""
-    target, draft = models_of(options)
-    if draft is None:
+    if (options.target is None) != (options.draft is None):
         raise ConfigError(_BOTH)
+    target, draft = models_of(options)
+    assert draft is not None
     return target, draft
 
 
