@@ -96,7 +96,7 @@ ANALYSES = {
     ),
     "gguf-numbers": _of(
         gguf_numbers,
-        "Are the numbers of a GGUF file those of transformers and llama.cpp? Compares greedy answers and perplexities.",
+        "Does a GGUF file have the same numbers in transformers and llama.cpp? Compares answers and perplexities.",
     ),
     "gguf-tokens": _of(
         gguf_tokens, "Has a GGUF file the same tokens here as in llama.cpp? Needs llama-cpp-python, and no weights."

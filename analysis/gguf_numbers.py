@@ -1,4 +1,4 @@
-"""`analyze gguf-numbers`: a GGUF file's answers and perplexity next to those of transformers and llama.cpp.
+"""`analyze gguf-numbers`: a GGUF file's answers and perplexity next to transformers' and llama.cpp's.
 
 Greedy answers of the dequantised file in float32 must be those that transformers generates from the same file, which it
 reads by itself. The perplexity of the file as it is served, with its blocks and with rows rounded to 8 bits, may differ

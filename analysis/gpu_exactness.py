@@ -1,4 +1,4 @@
-"""Exactness of an engine's steps: logprobs of its answers, compared with those of transformers for the same texts.
+"""Exactness of an engine's steps: logprobs of its answers, compared with transformers' logprobs for the same texts.
 
 The models have four random layers of full strength, because the pair for speeds damps its layers: there wrong attention
 changes logits by less than rounding does. A copy of the target drafts, so that nearly all drafts of all chains are
@@ -61,7 +61,7 @@ def check_exactness(options: argparse.Namespace, findings: SectionResults) -> No
 
 
 def make_model(size: str, num_layers: int, vocabulary: int, device: str) -> Any:
-    """Return a random model whose logits are spread as those of trained models are, so that it is rarely sure but its
+    """Return a random model whose logits have the spread of a trained model's, so that it is rarely sure but its
     drafts are seldom right by chance.
     """
     shape = replace(bench_pair.SIZES[size], num_hidden_layers=num_layers)
@@ -94,7 +94,7 @@ def engine_of(model: Any, cache_bytes: int) -> Engine:
 
 
 def check_engine(findings: SectionResults, name: str, engine: Engine, model: Any) -> None:
-    """Compare the logprobs of an engine's answers with those of a model, whose copies it serves."""
+    """Compare the logprobs of an engine's answers with a model's logprobs; the engine serves copies of the model."""
     model.set_attn_implementation("eager")
     exact = model if model.dtype == torch.float32 else deepcopy(model).float()
     for shape, is_recorded in _CASES:

@@ -30,7 +30,7 @@ NEEDED = (
     *("msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "pytest"),
     "pytest_timeout",
 )
-"""Modules that a machine with a device must have; the others that Polydraft depends on are not imported."""
+"""Modules that a machine with a device must have; all other packages that Polydraft depends on are not imported."""
 _LONGEST_LINE = 200
 _LAST_LINES = 15
 """Lines of output that are kept of a section that failed or was stopped."""

@@ -247,8 +247,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[],
         choices=[*TYPES, AS_IT_IS],
-        help="also llama.cpp, with weights of these types (needs llama-cpp-python); file: a GGUF file as it is, the "
-        "default for such a target",
+        help="also measure llama.cpp, with weights of these types (needs llama-cpp-python); file: a GGUF file as it "
+        "is, the default for such a target",
     )
     result.add_argument(
         "--without", nargs="+", default=[], help="arms to omit, by a part of their names, e.g. assisted continuous"

@@ -154,8 +154,8 @@ class CpuDecoder(Backend):
     def _put_product(self, field: int, product: Product) -> None:
         """Point the table to the pieces of a product, and to its biases."""
         pieces = np.zeros((len(product.layers), max(map(len, product.layers), default=0), nt.PIECE), dtype=np.int64)
-        for layer, of_layer in enumerate(product.layers):
-            for number, piece in enumerate(of_layer):
+        for layer, layer_pieces in enumerate(product.layers):
+            for number, piece in enumerate(layer_pieces):
                 pieces[layer, number] = [
                     nm.multiplication(*types_of(piece.form)).address,
                     piece.words.ctypes.data,

@@ -133,7 +133,7 @@ class Product:
         the result.
         """
         pieces = [_alternating(parts, form_of) if alternate else _following(parts, form_of) for parts in layers]
-        num_columns = max((sum(len(one.words) for one in of_layer) for of_layer in pieces), default=0) * BLOCK
+        num_columns = max((sum(len(one.words) for one in layer_pieces) for layer_pieces in pieces), default=0) * BLOCK
         flat = np.zeros((len(layers), num_columns), dtype=np.float32)
         for layer, (parts, of_parts) in enumerate(zip(layers, biases, strict=True)):
             start = 0

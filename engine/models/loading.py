@@ -359,14 +359,14 @@ def _outlined(name: str, revision: str | None, wanted: ModelConfig, num_ranks: i
 
 def _outlined_draft(config: ModelConfig, name: str) -> Outline:
     try:
-        return _outlined(name, config.draft_revision, of_draft_model(config), 1)
+        return _outlined(name, config.draft_revision, draft_model_config(config), 1)
     except ConfigError as error:
         if config.draft_weights == "auto":
             raise
         raise ConfigError(str(error).replace("--weights", "--draft-weights")) from error
 
 
-def of_draft_model(config: ModelConfig) -> ModelConfig:
+def draft_model_config(config: ModelConfig) -> ModelConfig:
     """Return a configuration with the number format of the draft model's weights: that of the target if the draft
     model's weights are not quantised already, and no other is asked for.
     """
@@ -476,7 +476,7 @@ def _load_draft(config: ModelConfig, target: LoadedModel, progress: Progress, co
         return adopt_head(load_head(head, revision, target.model), target)
     progress(f"loading draft {config.draft}")
     device = choose_device(config.device)
-    weights = _torchao_format(config.draft, config.draft_revision, of_draft_model(config))
+    weights = _torchao_format(config.draft, config.draft_revision, draft_model_config(config))
     return load(config.draft, config.draft_revision, config.dtype, device, weights=weights, context=context)
 
 

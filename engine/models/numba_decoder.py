@@ -107,11 +107,11 @@ def _rotate(address, phase, layer, kv_type):
     keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
     slots, num_heads = array1(table, nt.SLOTS, np.int64), table[nt.ATTENDED, 2] // keys.shape[2]
     has_norms = len(norms) > 0
-    of_layer = norms[layer : layer + 1]
+    head_norms = norms[layer : layer + 1]
     for part in claimed(counters, phase, num_parts):
         for row in range(part * _ROWS, min(len(joined), (part + 1) * _ROWS)):
             slot, cosines, sines = slots[row], rotation[0, row], rotation[1, row]
-            turn_and_store(joined[row], num_heads, of_layer, has_norms, eps, cosines, sines, keys[slot], values[slot])
+            turn_and_store(joined[row], num_heads, head_norms, has_norms, eps, cosines, sines, keys[slot], values[slot])
 
 
 @compiled_for_cpu(**FAST)

@@ -349,8 +349,8 @@ def rows_converted(model: Any, convert: Callable[[Tensor, Tensor], Tensor]) -> I
     hooks = []
     for module in linears:
         # Other hooks exchange the weight while the module runs.
-        of_weight = partial(_first_converted, convert=convert, weight=module.weight)
-        hooks.append(module.register_forward_pre_hook(lambda _, operands, of_weight=of_weight: of_weight(operands)))
+        converted = partial(_first_converted, convert=convert, weight=module.weight)
+        hooks.append(module.register_forward_pre_hook(lambda _, operands, converted=converted: converted(operands)))
     try:
         yield
     finally:

@@ -32,7 +32,15 @@ from engine.kernels.torch_kernels import Kernels
 from engine.models.heads.head import Head
 from engine.models.heads.runner import HeadBackend, HeadRunner, TorchHead
 from engine.models.host import most_cores
-from engine.models.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, of_draft_model, outline_pair
+from engine.models.loading import (
+    LoadedModel,
+    Outline,
+    Progress,
+    draft_model_config,
+    end_tokens,
+    load_pair,
+    outline_pair,
+)
 from engine.models.probe import BackendChoice, choose_backend, find_kv_shape, has_kernel, is_replayed, runs
 from engine.models.runner import ModelRunner
 from engine.plan import RECORDED_RULES
@@ -308,7 +316,7 @@ def _prepare(
         choice = BackendChoice(backend, has_kernel(device))
         return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, loaded.weight_types, num_spare)
     progress(f"probing {loaded.name}")
-    wanted = of_draft_model(config.model) if earlier else config.model
+    wanted = draft_model_config(config.model) if earlier else config.model
     choice = choose_backend(loaded, shape, block_size, wanted, longest)
     laid_out_bytes, weight_types = 0, loaded.weight_types
     if loaded.ranks is None and is_owner:  # a part of a split model cannot be tried on this rank alone

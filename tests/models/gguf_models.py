@@ -70,7 +70,7 @@ def _shapes(architecture: str, hidden: int, vocab_size: int, tied: bool) -> dict
     head_dim, inner = head_dim_of(architecture, hidden), 2 * hidden
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab_size, hidden)}
     for layer in range(NUM_LAYERS):
-        of_layer = {
+        layer_shapes = {
             "attn_norm": (hidden,),
             "attn_q": (NUM_HEADS * head_dim, hidden),
             "attn_k": (NUM_KV_HEADS * head_dim, hidden),
@@ -82,8 +82,8 @@ def _shapes(architecture: str, hidden: int, vocab_size: int, tied: bool) -> dict
             "ffn_down": (hidden, inner),
         }
         if architecture == "qwen3":
-            of_layer |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+            layer_shapes |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
+        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in layer_shapes.items()}
     shapes["output_norm.weight"] = (hidden,)
     return shapes if tied else {**shapes, "output.weight": (vocab_size, hidden)}
 

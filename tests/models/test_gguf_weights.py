@@ -21,7 +21,7 @@ from engine.models.gguf import weights
 from engine.models.gguf.blocks import BLOCK_TYPES, BlockTensor
 from engine.models.gguf.folder import folder_of
 from engine.models.importing import import_transformers
-from engine.models.loading import LoadedModel, load, of_draft_model, outline_pair
+from engine.models.loading import LoadedModel, draft_model_config, load, outline_pair
 from engine.models.probe import choose_backend, find_kv_shape, probe
 from tests.engine import tiny
 from tests.models.gguf_models import DEMO, head_dim_of, stored_weight, write_model
@@ -179,8 +179,8 @@ def test_a_draft_in_few_bits_does_not_inherit_the_format_of_the_target(tmp_path:
     file = write_model(tmp_path / "model.gguf", "llama", "Q8_0")
     draft = str(folder_of(file, str(tmp_path / "cache")))
     config = ModelConfig(target=str(DEMO), draft=draft, weights="int8", device="cpu")
-    assert of_draft_model(config).weights == "auto"
-    assert of_draft_model(msgspec.structs.replace(config, draft=str(DEMO))).weights == "int8"
+    assert draft_model_config(config).weights == "auto"
+    assert draft_model_config(msgspec.structs.replace(config, draft=str(DEMO))).weights == "int8"
     assert len(outline_pair(config)) == 2
     with pytest.raises(ConfigError, match=r"^--draft-weights int4: the weights of .* are quantised already"):
         outline_pair(msgspec.structs.replace(config, draft_weights="int4"))

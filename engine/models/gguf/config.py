@@ -96,7 +96,7 @@ def _biases(file: GgufFile) -> tuple[str, dict[str, bool]]:
     def have(*names: str) -> set[bool]:
         return {f"blk.0.{name}.bias" in file.tensors for name in names}
 
-    of_rows, of_output, of_mlp = (
+    input_biases, output_biases, mlp_biases = (
         have("attn_q", "attn_k", "attn_v"),
         have("attn_output"),
         have("ffn_gate", "ffn_up", "ffn_down"),
@@ -104,9 +104,9 @@ def _biases(file: GgufFile) -> tuple[str, dict[str, bool]]:
     some = LoadError(
         f"{file.path}: only some layers have biases, which no decoder of this architecture has; {_TRANSFORMERS}"
     )
-    if len(of_rows) + len(of_mlp) > 2 or (of_output == {True} and of_rows != {True}):
+    if len(input_biases) + len(mlp_biases) > 2 or (output_biases == {True} and input_biases != {True}):
         raise some
-    has_attention, has_all, has_mlp = True in of_rows, True in of_output, True in of_mlp
+    has_attention, has_all, has_mlp = True in input_biases, True in output_biases, True in mlp_biases
     if file.architecture == "qwen3":
         if has_mlp or has_attention != has_all:
             raise some
