@@ -27,8 +27,8 @@ from typing import Any
 from loadtest.environment import environment
 
 NEEDED = (
-    *("msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "pytest"),
-    "pytest_timeout",
+    *("gguf", "msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "yaml"),
+    *("pytest", "pytest_timeout"),
 )
 """Modules that a machine with a device must have; all other packages that Polydraft depends on are not imported."""
 _LONGEST_LINE = 200

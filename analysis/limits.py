@@ -65,7 +65,7 @@ def rates(num_cores: int) -> dict[str, float]:
 
     @compiled_for_cpu()
     def multiply(rows, weights, scales, bias, found):  # type: ignore[no-untyped-def]
-        product(rows, weights, scales, bias, found, 0, len(weights))
+        product(rows, weights, scales, bias, found, (0, len(weights)), (0, 1))
 
     num_rows, depth, num_columns = _PRODUCT
     rows, found = (np.ones((num_rows, width), np.float32) for width in (depth, num_columns))

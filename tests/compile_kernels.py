@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +70,8 @@ def compiled(
     assert code.metadata.shared <= _SHARED_BYTES
     usage = resources(code)
     assert usage["STACK"] == usage["LOCAL"] == 0, f"{kernel.fn.__name__} spills registers: {usage}"
-    print(f"{kernel.fn.__name__}: {usage['REG']} registers, {code.metadata.shared >> 10} KiB shared")
+    # In one call, so that lines of several threads do not mix.
+    sys.stdout.write(f"{kernel.fn.__name__}: {usage['REG']} registers, {code.metadata.shared >> 10} KiB shared\n")
     return code
 
 
