@@ -25,9 +25,13 @@ from analysis.llama_cpp_arm import AS_IT_IS, LlamaCpp, check_library
 from analysis.loading import add_format_arguments, config_of, load_engine, models_of
 from analysis.peers import GENERATE, OFF, OWN, Answers, Prompts, Transformers
 from engine.config import MODEL, PROMPT_LOOKUP, SpeculationConfig
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
 from engine.models.gguf.folder import file_of
 from engine.models.importing import import_transformers
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.request_checks import default_speculation
+from engine.step.calibration import measure_points
 from loadtest.arguments import integers, numbers
 from loadtest.results import add_output_argument, document, shown_ratio, table, write
 from loadtest.statistics import median_of_ratios
@@ -55,16 +59,12 @@ class OwnArms:
 
     def __init__(self, options: argparse.Namespace) -> None:
         drafters = (PROMPT_LOOKUP,) if options.draft is None else (MODEL, PROMPT_LOOKUP)
-        limits = SpeculationConfig(drafters=drafters)
-        self._engine = load_engine(config_of(options, speculation=limits, needs_draft=False))
-        drafted = Speculation(drafters=drafters)
-        if options.draft is not None:
-            drafted = Speculation(
-                drafters=drafters,
-                num_drafts=limits.max_num_drafts,
-                draft_length=limits.max_draft_length,
-                adaptive=True,
-            )
+        limits = SpeculationConfig(drafters=drafters, adaptive=True)
+        self._engine = engine = load_engine(config_of(options, speculation=limits, needs_draft=False))
+        drafted = default_speculation(limits, engine.facts)
+        engine.scheduler.times = times = StepTimes(measure_points(engine, drafted), is_eager=engine.recorded.is_eager)
+        if drafted.adapts_shape:
+            engine.scheduler.controller = Controller(times, limits.max_draft_length)
         self._speculations = {OFF: Speculation(), OWN: drafted}
         self._num_tokens, self._number = options.tokens, 0
         self.emitted: dict[tuple[str, str], list[Emitted]] = defaultdict(list)

@@ -106,7 +106,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     """Tokens of one target pass, prompt chunks and drafted nodes together."""
     max_copied_tokens: int = 32
-    """Longest text draft, from a prediction or from the text; 0 disables text drafts."""
+    """Most tokens of the text drafts of a request in a step, from a prediction and from texts; 0 disables them."""
     max_prompt_tokens: int = 0
     """Prompt tokens of a step in which other requests decode; 0 is 512 on a CPU, and the rest of the step's budget
     elsewhere.

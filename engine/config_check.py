@@ -9,7 +9,7 @@ import msgspec
 from engine.config import MODEL, MTP, DraftFacts, EngineConfig, EngineFacts
 from engine.errors import ConfigError
 from engine.scheduling.request_checks import check_defaults
-from engine.scheduling.text_drafters import TEXT_DRAFTERS, most_text_draft_tokens
+from engine.scheduling.text_drafters import TEXT_DRAFTERS
 from engine.speculation.conditions import DRAFTER_FACTS, drafters_of
 from engine.speculation.rule_facts import DRAFT_METHODS, RULE_FACTS
 
@@ -58,7 +58,7 @@ def check_settings(config: EngineConfig) -> None:
 
 def lookahead(config: EngineConfig) -> int:
     """Return the most tokens that one request drafts in a step."""
-    from_text = most_text_draft_tokens(config.scheduler.max_copied_tokens)
+    from_text = config.scheduler.max_copied_tokens
     if config.model.draft is None:
         return from_text
     return from_text + config.speculation.max_num_drafts * config.speculation.max_draft_length

@@ -46,6 +46,13 @@ def are_recorded(speculation: Speculation, fanout: tuple[int, ...]) -> bool:
     return is_usual and not speculation.over_acceptance and set(fanout[1:]) <= {1}
 
 
+def num_text_nodes(drafts: Sequence[TextDraft]) -> int:
+    """Return the number of nodes of the tree that text drafts are together."""
+    if len(drafts) <= 1:
+        return sum([len(draft.tokens) for draft in drafts])
+    return len({draft.tokens[:length] for draft in drafts for length in range(1, len(draft.tokens) + 1)})
+
+
 def first_draft_key(draft_start: int, draft_first: int, end: int, window: int) -> int:
     """Return the index of the first token that the draft model sees: at most the first that it computes now.
 
@@ -152,6 +159,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.text_drafts or self.is_never_recorded) and are_recorded(self.speculation, self.fanout)
 
     @property
+    def num_known(self) -> int:
+        """Return the number of known tokens that the target computes."""
+        return len(self.input_ids)
+
+    @property
+    def num_draft_known(self) -> int:
+        """Return the number of known tokens that the draft model computes."""
+        return len(self.draft_input_ids)
+
+    @property
     def end(self) -> int:
         """Return the index after the last input id, which is the index of the first drafted or emitted token."""
         return self.first_index + len(self.input_ids)
@@ -195,8 +212,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes of all chains, without merging equal ones."""
-        return sum(self.widths) + sum(len(draft.tokens) for draft in self.text_drafts)
+        """Return the number of drawn nodes, before equal ones are merged, and of nodes of text drafts."""
+        return sum(self.widths) + num_text_nodes(self.text_drafts)
 
     @property
     def num_tokens(self) -> int:

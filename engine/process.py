@@ -195,7 +195,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     speculation = default_speculation(config.speculation, engine.facts)
     if config.calibrate:
         engine.scheduler.times = times = measure(engine, config, speculation, progress)
-        if speculation.adaptive and speculation.num_drafts:
+        if speculation.adapts_shape:
             engine.scheduler.controller = Controller(times, engine.limits.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
         from engine.step.distribution_check import short_check  # scipy.stats takes a while to import

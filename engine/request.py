@@ -112,8 +112,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     drafters: tuple[str, ...] = (MODEL,)
     """Sources of drafts: the draft model, `prompt_lookup`, the request's `prediction`."""
     adaptive: bool = False
-    """Whether the engine chooses the shape by load and acceptance (`engine.control`). The two counts above are then
-    maxima.
+    """Whether the engine chooses the shape, and how much of text drafts, by load and acceptance (`engine.control`). The
+    two counts above are then maxima.
     """
     over_acceptance: float = 0.0
     """Lossy: drafts are accepted as if the target probabilities were larger by this amount; 0 is exact."""
@@ -124,6 +124,16 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     def uses_text_drafts(self) -> bool:
         """Whether text drafts may be used."""
         return self.drafters != (MODEL,)
+
+    @property
+    def without_drawn(self) -> Speculation:
+        """Return the same with text drafts alone."""
+        return msgspec.structs.replace(self, num_drafts=0, draft_length=0, tree=(), draft_method="")
+
+    @property
+    def adapts_shape(self) -> bool:
+        """Whether the engine chooses the shape of drawn drafts."""
+        return self.adaptive and self.num_drafts > 0
 
     @property
     def fanout(self) -> tuple[int, ...]:

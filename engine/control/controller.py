@@ -335,6 +335,12 @@ class Controller:
         expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
         return expected
 
+    def reached(self, sequence: Drafting, fanout: Fanout) -> Numbers:
+        """Return [depths] the probability that these drafts of a sequence are accepted to each depth and beyond."""
+        by_position = self.acceptance.by_position(fanout[0])[: len(fanout)]
+        result: Numbers = np.minimum(SUREST, sequence.acceptance_ratio * by_position).cumprod()
+        return result
+
     def _tokens_of(self, fanout: Fanout) -> float:
         """Return the expected tokens per step of a request that is not adaptive."""
         if not fanout:

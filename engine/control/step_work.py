@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Protocol
 
 import msgspec
 
 from engine.plan import Plan, level_widths
+from engine.request import TextDraft
 
 Shape = tuple[int, int]
 """(chains, tokens in a chain)."""
@@ -14,6 +17,31 @@ Shape = tuple[int, int]
 PLAIN: Shape = (0, 0)
 MIXED: Shape = (0, 1)
 """Placeholder for steps whose requests draft different shapes, trees or text drafts."""
+
+
+class WorkRow(Protocol):
+    """Facts of a row, or of a planned part, on which the work of a step depends (`engine.plan.Row` explains them)."""
+
+    @property
+    def emits(self) -> bool: ...
+    @property
+    def first_index(self) -> int: ...
+    @property
+    def num_known(self) -> int:
+        """Return the number of known tokens that the target computes."""
+
+    @property
+    def num_draft_known(self) -> int:
+        """Return the number of known tokens that the draft model computes."""
+
+    @property
+    def fanout(self) -> tuple[int, ...]: ...
+    @property
+    def text_drafts(self) -> tuple[TextDraft, ...]: ...
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+    @property
+    def num_nodes(self) -> int: ...
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,11 +70,18 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(plan: Plan) -> StepWork:
         """Return the work of a plan."""
-        rows = plan.sampling_rows
+        return StepWork.of_rows(plan.rows)
+
+    @staticmethod
+    def of_rows(of_step: Iterable[WorkRow]) -> StepWork:
+        """Return the work of a step with these rows."""
+        rows = []
         prompt = prompt_text = read = 0
-        for row in plan.rows:
-            read += len(row.draft_input_ids)
-            if chunk := len(row.input_ids) - row.emits:
+        for row in of_step:
+            if row.emits:
+                rows.append(row)
+            read += row.num_draft_known
+            if chunk := row.num_known - row.emits:
                 prompt += chunk
                 prompt_text += chunk * (row.first_index + chunk // 2)
         drafting = [row for row in rows if row.fanout or row.text_drafts]
@@ -61,7 +96,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
         shape = (fanout[0], len(fanout)) if fanout and set(fanout[1:]) <= {1} else MIXED
         return StepWork(
             rows=len(rows),
-            text=sum([row.first_index + len(row.input_ids) for row in rows]),
+            text=sum([row.first_index + row.num_known for row in rows]),
             nodes=nodes,
             drafting=len(drafting),
             passes=draft_passes(widths),

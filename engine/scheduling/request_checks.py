@@ -156,7 +156,7 @@ def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Specul
     if config.rule == "off" or not drafters:
         return Speculation()
     if MODEL not in drafters:
-        return Speculation(rule=config.rule, drafters=drafters)
+        return Speculation(rule=config.rule, drafters=drafters, adaptive=config.adaptive)
     most = facts.rules[config.rule].max_drafts
     num_drafts = prod(config.tree) if config.tree else min(config.num_drafts, most or config.num_drafts)
     return Speculation(

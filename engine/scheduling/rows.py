@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from engine.control.controller import Fanout, menu
-from engine.plan import LogitContext, Row, are_recorded, first_draft_key, level_widths
+from engine.plan import LogitContext, Row, are_recorded, first_draft_key, level_widths, num_text_nodes
 from engine.request import Speculation, TextDraft
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
@@ -39,6 +39,21 @@ class PlannedRow(NamedTuple):
         return self.end - self.sequence.num_target_computed
 
     @property
+    def num_draft_known(self) -> int:
+        """Return the number of tokens that the draft model computes."""
+        return self.draft_end - self.draft_first
+
+    @property
+    def first_index(self) -> int:
+        """Return the index of the first token that the target computes."""
+        return self.sequence.num_target_computed
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the number of drawn nodes by depth, from 1 on."""
+        return level_widths(self.fanout)
+
+    @property
     def draft_start(self) -> int:
         """Return the index from which the draft model's K/V has no gap after this step."""
         is_moved = self.draft_first != self.sequence.num_draft_computed
@@ -52,7 +67,7 @@ class PlannedRow(NamedTuple):
     @property
     def draft_stop(self) -> int:
         """Return the index after its last draft K/V, drawn nodes included; 0 if the draft model computes nothing."""
-        return self.end + sum(level_widths(self.fanout)) if self.draft_end > self.draft_first else 0
+        return self.end + sum(self.widths) if self.draft_end > self.draft_first else 0
 
     @property
     def is_recorded(self) -> bool:
@@ -65,7 +80,7 @@ class PlannedRow(NamedTuple):
         """Return the most tokens that it adds to a pass."""
         num_target_tokens = self.num_known + self.num_nodes
         # A head's layer is small compared with the target, so it catches up in one step whatever its lag.
-        return num_target_tokens if self.sequence.by_head else max(num_target_tokens, self.draft_end - self.draft_first)
+        return num_target_tokens if self.sequence.by_head else max(num_target_tokens, self.num_draft_known)
 
 
 def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -97,16 +112,16 @@ def _most_known(sequence: Sequence, budget: int) -> int:
 
 
 def plan_row(
-    sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied_tokens: int, draft_chunk: int
+    sequence: Sequence, fanout: tuple[int, ...], budget: int, most_text_nodes: int, draft_chunk: int
 ) -> PlannedRow:
     """Plan the part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
-    draft_chunk: for a row without drafts, number of tokens beyond the target's that the draft model may compute; 0: it
-    computes none.
+    most_text_nodes: of text drafts that are a function of the text alone. draft_chunk: for a row without drafts, number
+    of tokens beyond the target's that the draft model may compute; 0: it computes none.
     """
     total, first = len(sequence.tokens), sequence.num_target_computed
     num_missing = total - first
-    finder = sequence.text_draft_finder
+    finder = sequence.text_draft_finder if most_text_nodes else None
     if num_missing == 1 and budget and not (fanout or finder or draft_chunk):  # as below, in a third of the time
         draft_end = sequence.num_draft_computed
         return PlannedRow(sequence, total, True, (), (), draft_end, draft_end, 0)
@@ -119,8 +134,8 @@ def plan_row(
     is_held = reads_with_target and not sequence.may_draft and sequence.num_emitted > 0
     if not sequence.may_draft:
         fanout = ()
-    text_drafts = finder.find(sequence.tokens, min(most, max_copied_tokens)) if finder else ()
-    nodes = sum(level_widths(fanout)) + sum([len(draft.tokens) for draft in text_drafts])
+    text_drafts = finder.find(sequence.tokens, most_text_nodes, most) if finder else ()
+    nodes = sum(level_widths(fanout)) + num_text_nodes(text_drafts)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
     # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by `lag`.

@@ -16,8 +16,9 @@ from bisect import insort
 from collections.abc import Iterator
 
 from engine.config import SchedulerConfig
-from engine.control.controller import Controller
+from engine.control.controller import Controller, Fanout
 from engine.control.step_time import StepTimes
+from engine.control.text_choice import NOTHING, Numbers
 from engine.fixed_edits import SharedEdits
 from engine.plan import Emission, Grammar, Plan, Row, StepVerdict, level_widths
 from engine.request import Request
@@ -28,7 +29,7 @@ from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
 from engine.scheduling.rows import PlannedRow, fanout_within, in_turn, plan_row, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore
-from engine.scheduling.text_drafters import most_text_draft_tokens
+from engine.scheduling.text_plan import TextPlanner, weighs_text_drafts
 
 
 class Scheduler:
@@ -53,6 +54,7 @@ class Scheduler:
         """Set once costs have been measured; without it adaptive requests draft their maximum."""
         self.times: StepTimes | None = None
         """Set once costs have been measured; without it only the number of prompt tokens is limited."""
+        self.text_planner = TextPlanner(config.max_copied_tokens)
         self.num_preemptions = 0
         self.num_cache_queries = 0
         """Tokens of all admitted texts."""
@@ -127,13 +129,15 @@ class Scheduler:
     def plan(self) -> Plan:
         """Plan this step's rows within the token budget and the pool: first sequences, then their drafts."""
         self._step += 1
-        self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
+        self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adapts_shape)
         reads = self.controller is not None and self.controller.reads
         self._prompt_draft_chunk = self.draft_prefill.chunk if reads else 0
         parts: dict[int, PlannedRow] = {}
         budget = self._plan_texts(parts)
         if self.controller is not None:
-            self._plan_drafts(parts, budget)
+            budget = self._plan_drafts(parts, budget)
+        if self.times is not None:
+            self._plan_text_drafts(parts, budget, self.times)
         rows = []
         for part in self._in_place(parts):
             part.sequence.last_step = self._step
@@ -148,7 +152,7 @@ class Scheduler:
         decoding = in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
         nodes_left = self.config.max_drafted_nodes or total
-        self._adaptive_nodes = nodes_left // max(1, sum(s.request.speculation.adaptive for s in decoding))
+        self._adaptive_nodes = nodes_left // max(1, sum(s.request.speculation.adapts_shape for s in decoding))
         for sequence in decoding:
             reserved = total // 4 if prompts_wait and parts else 0
             part = self._part(sequence, budget - reserved)
@@ -185,12 +189,14 @@ class Scheduler:
                 budget -= part.num_tokens
         return budget
 
-    def _plan_drafts(self, parts: dict[int, PlannedRow], budget: int) -> None:
-        """Let the controller decide about the adaptive rows that emit, and add their drafts if they fit."""
+    def _plan_drafts(self, parts: dict[int, PlannedRow], budget: int) -> int:
+        """Let the controller decide about the adaptive rows that emit, and add their drafts if they fit. Return the
+        tokens that are left.
+        """
         assert self.controller is not None
         emitting = [part for part in self._in_place(parts) if part.emits]
-        adaptive = [part for part in emitting if part.sequence.request.speculation.adaptive]
-        others = [part for part in emitting if not part.sequence.request.speculation.adaptive]
+        adaptive = [part for part in emitting if self._controller_of(part.sequence) is not None]
+        others = [part for part in emitting if self._controller_of(part.sequence) is None]
         self.controller.choose(
             [part.sequence for part in adaptive],
             [part.fanout for part in others],
@@ -206,20 +212,36 @@ class Scheduler:
                 fanout, draft_chunk = (), self.draft_prefill.chunk
             elif not fanout and part.num_known > 1:
                 draft_chunk = self._prompt_draft_chunk
-            if not (fanout or draft_chunk or part.sequence.text_draft_finder):  # as planned
+            if not (fanout or draft_chunk):  # as planned
                 continue
             room = budget + part.num_tokens
-            found = plan_row(part.sequence, fanout, room, self.config.max_copied_tokens, draft_chunk)
+            found = plan_row(part.sequence, fanout, room, self._most_unweighed(part.sequence), draft_chunk)
             if found.emits and found.num_tokens <= room and self.tables.find(found):
                 parts[part.sequence.sequence_id] = found
                 budget = room - found.num_tokens
+        return budget
+
+    def _plan_text_drafts(self, parts: dict[int, PlannedRow], budget: int, times: StepTimes) -> None:
+        """Add text drafts to the adaptive rows that emit, if they are worth their time and fit."""
+        for found in self.text_planner.planned(self._in_place(parts), times, self._reached):
+            sequence_id = found.sequence.sequence_id
+            room = budget + parts[sequence_id].num_tokens
+            if found.num_tokens <= room and self.tables.find(found):
+                parts[sequence_id] = found
+                budget = room - found.num_tokens
+
+    def _reached(self, part: PlannedRow) -> Numbers:
+        """Return [depths] the probability that a part's drawn drafts are accepted to each depth and beyond."""
+        if self.controller is None or not part.fanout:
+            return NOTHING
+        return self.controller.reached(part.sequence, part.fanout)
 
     def _usual_drafts(self, decoding: list[Sequence]) -> int:
         """Return the tokens that the adaptive ones of these would draft in the current shape."""
         if self.controller is None:
             return 0
         num_drafts, length = self.controller.choice.shape
-        return num_drafts * length * sum(s.request.speculation.adaptive for s in decoding)
+        return num_drafts * length * sum(s.request.speculation.adapts_shape for s in decoding)
 
     def _in_place(self, parts: dict[int, PlannedRow]) -> list[PlannedRow]:
         """Return the parts whose sequences still hold their blocks, which a more urgent one may have taken."""
@@ -263,14 +285,21 @@ class Scheduler:
             fitting = limit.most(first, min(budget, sequence.num_missing))
             if fitting < sequence.num_missing:  # else its drafts, which are not limited, may follow the whole prompt
                 budget = min(budget, self._lag(sequence) + fitting)
-        if is_adaptive:
-            part = plan_row(sequence, (), budget, 0, self._prompt_draft_chunk if is_prompt else 0)
-        else:
+        fanout: Fanout = ()
+        draft_chunk = 0
+        if not is_adaptive:
             fanout = fanout_within(sequence.request.speculation, self._adaptive_nodes)
-            part = plan_row(sequence, fanout, budget, self.config.max_copied_tokens, 0)
+        elif is_prompt:
+            draft_chunk = self._prompt_draft_chunk
+        part = plan_row(sequence, fanout, budget, self._most_unweighed(sequence), draft_chunk)
         if is_prompt and limit is not None:
             limit.take(first, part.num_known)
         return part
+
+    def _most_unweighed(self, sequence: Sequence) -> int:
+        """Return the most nodes of its text drafts that are a function of its text, whatever the load is."""
+        is_weighed = self.times is not None and weighs_text_drafts(sequence)
+        return 0 if is_weighed else self.config.max_copied_tokens
 
     def _lag(self, sequence: Sequence) -> int:
         """Return the lag that a step makes up together with the target; 0 for heads, or if the controller chooses."""
@@ -278,8 +307,8 @@ class Scheduler:
         return self.draft_prefill.lag(sequence) if is_bounded else 0
 
     def _controller_of(self, sequence: Sequence) -> Controller | None:
-        """Return the controller that chooses its drafts; None if its request does."""
-        return self.controller if sequence.request.speculation.adaptive else None
+        """Return the controller that chooses its drawn drafts; None if its request does, or draws none."""
+        return self.controller if sequence.request.speculation.adapts_shape else None
 
     def _take_cached(self, sequence: Sequence) -> None:
         """Start after the cached part of the text; the last token is always computed."""
@@ -341,7 +370,7 @@ class Scheduler:
 
     def _num_text(self, sequence: Sequence) -> int:
         """Return the number of tokens for which blocks must be free before it starts."""
-        from_text = most_text_draft_tokens(self.config.max_copied_tokens) if sequence.text_draft_finder else 0
+        from_text = self.config.max_copied_tokens if sequence.text_draft_finder else 0
         return len(sequence.tokens) + sum(level_widths(sequence.request.speculation.fanout)) + from_text
 
     # -- committing -------------------------------------------------------------------------
@@ -353,6 +382,7 @@ class Scheduler:
         if self.controller is not None and is_drawn and row.speculation.adaptive:
             self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
         kept, finish_reason = sequence.cut([*emission.accepted, emission.next_token])
+        self.text_planner.learn(sequence, kept)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         num_predicted = sequence.text_draft_finder.num_predicted(sequence.tokens, kept)
         sequence.tokens += kept

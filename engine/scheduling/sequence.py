@@ -11,6 +11,7 @@ from engine.plan import Grammar, TargetShift
 from engine.request import Request
 from engine.scheduling.store import Key, next_key, root_key
 from engine.scheduling.text_drafters import TextDraftFinder
+from engine.scheduling.text_drafters.tree import TextTree
 from engine.text_counts import TextCounts
 
 _RATIO_WEIGHT = 10.0
@@ -74,6 +75,8 @@ class Sequence:
         self.counts = TextCounts(self.num_prompt)
         """Counts of the tokens of the text, for penalties."""
         self.text_draft_finder = TextDraftFinder(request)  # false if the request uses no text drafts
+        self.text_tree: TextTree | None = None
+        """Continuations that its text drafters found in this step, drafted or not."""
         self.shares_blocks = not (fixed_draft_distribution and self.draft_window)
         """Whether it uses the prefix cache. False if the server has a draft window but this request must draft
         without one: cached draft K/V was computed with the window.

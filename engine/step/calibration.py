@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.config import EngineConfig
+from engine.config import PROMPT_LOOKUP, EngineConfig
 from engine.control.step_time import NUM_TERMS, Point, StepTimes
 from engine.control.step_work import StepWork
 from engine.models.loading import Progress
 from engine.plan import Plan, Row, level_widths
-from engine.request import Sampling, Speculation
+from engine.request import Sampling, Speculation, TextDraft
 from engine.step.engine import Engine
 from engine.step.recorded.inputs import NUM_TEXT
 
@@ -43,6 +43,8 @@ _PROMPT_CHUNKS, _DEVICE_CHUNKS = (32, 128), (32, 128, 512, 2048)
 """
 _LONG_PROMPT = 4096
 """Most tokens before a measured chunk of a prompt; beyond it, the cost per token is extrapolated."""
+_TEXT_NODES = 2, 12
+"""Tokens of measured text drafts; of several requests the first."""
 _MOST_NODES = 256
 """Drafted tokens of a step beyond which time grows in proportion."""
 _BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.06, 4, 4
@@ -56,7 +58,7 @@ _SAME, _MOST_UNEQUAL, _MOST_CHANGED = 1.15, 2.0, 3.0
 first one, their measurements are used as they are; by at most the second one, with a wider uncertainty, because other
 work on the machine slows some steps more; and none may have changed by more than the third one.
 """
-_FORMAT = 19
+_FORMAT = 20
 """Version of the file; increased if the engine's steps, or their measurements, have changed."""
 _PLAIN = Speculation()
 
@@ -181,6 +183,10 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
         of_device = _chunks_on_device(engine, long)
         chunk = of_device[len(of_device) // 2] if on_device else _PROMPT_CHUNKS[0]
         yield synthetic_plan(engine, 1, long, num_prompt=chunk)
+    for num_rows in dict.fromkeys(min(n, config.max_num_seqs) for n in (1, 4, 16) if speculation.uses_text_drafts):
+        for num_text in _TEXT_NODES if num_rows == 1 else _TEXT_NODES[:1]:
+            if num_rows * (1 + num_text) <= room and num_text <= config.max_copied_tokens:
+                yield synthetic_plan(engine, num_rows, usual, speculation.without_drawn, num_text=num_text)
     if not speculation.num_drafts:
         return
     length = min(3, speculation.draft_length)
@@ -225,14 +231,16 @@ def synthetic_plan(
     speculation: Speculation = _PLAIN,
     num_prompt: int = 0,
     num_read: int = 1,
+    num_text: int = 0,
 ) -> Plan:
     """Return a decode step of `num_rows` rows after `context` tokens each.
 
     Blocks are numbered from 0 and not allocated; rows share some if a pool has too few. num_prompt: tokens of a
-    prompt in the same step; num_read: tokens of each row that the draft model computes.
+    prompt in the same step; num_read: tokens of each row that the draft model computes; num_text: tokens of its text
+    draft.
     """
     fanout = speculation.fanout
-    longest = context + max(sum(level_widths(fanout)), num_prompt)
+    longest = context + max(sum(level_widths(fanout)) + num_text, num_prompt)
     blocks_per_row = min(longest // engine.facts.block_size + 2, engine.facts.num_blocks)
     store = engine.scheduler.tables.draft
     rows = []
@@ -253,6 +261,7 @@ def synthetic_plan(
                 sampling=Sampling(seed=number),
                 speculation=speculation,
                 fanout=fanout,
+                text_drafts=(TextDraft(PROMPT_LOOKUP, (0,) * num_text),) * (num_text > 0 and not is_prompt),
             )
         )
     return Plan(tuple(rows))

@@ -12,7 +12,6 @@ from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
 from engine.config_check import lookahead
 from engine.errors import ConfigError
 from engine.plan import level_widths
-from engine.scheduling.text_drafters import most_text_draft_tokens
 
 _DEFAULT_CPU_BYTES = 1 << 30
 # Share of the free memory after reservations; the rest is for the activations of a pass.
@@ -130,6 +129,6 @@ def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
     """
     nodes = 1 + (_num_drawn(config) if config.model.draft else 0)
     if config.speculation.drafters != (MODEL,):
-        nodes += most_text_draft_tokens(config.scheduler.max_copied_tokens)
+        nodes += config.scheduler.max_copied_tokens
     rows = min(config.scheduler.max_num_seqs * nodes, config.scheduler.max_num_batched_tokens)
     return rows * vocab_size * (4 + 4 + 8)

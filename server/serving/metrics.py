@@ -332,7 +332,10 @@ class ServerMetrics:
 
 def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
     """Yield drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; the draft model has the rest."""
-    counts = {part.name: (part.num_chains, part.num_nodes, part.num_accepted) for part in outcome.text_draft_counts}
+    counts: dict[str, tuple[int, int, int]] = {}
+    for part in outcome.text_draft_counts:
+        chains, nodes, accepted = counts.get(part.name, (0, 0, 0))
+        counts[part.name] = chains + part.num_chains, nodes + part.num_nodes, accepted + part.num_accepted
     total = (outcome.num_chains, outcome.num_nodes, outcome.num_accepted)
     drawn = tuple(whole - sum(parts) for whole, *parts in zip(total, *counts.values(), strict=True))
     if drawn[0]:

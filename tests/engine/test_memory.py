@@ -16,7 +16,6 @@ from engine.config_check import lookahead
 from engine.errors import ConfigError
 from engine.models import lean
 from engine.models.lean import LeanDecoder
-from engine.scheduling.text_drafters import most_text_draft_tokens
 from engine.step import building
 from engine.step.building import assemble, kv_shape_of
 from engine.step.memory import plan_memory
@@ -130,7 +129,7 @@ def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) 
     tree = msgspec.structs.replace(drafts, speculation=SpeculationConfig(tree=(8, 4, 2)))
     assert rows(tree) == 1 + 8 + 32 + 64
     text_drafts = SpeculationConfig(drafters=("model", "prompt_lookup"))
-    from_text = most_text_draft_tokens(drafts.scheduler.max_copied_tokens)
+    from_text = drafts.scheduler.max_copied_tokens
     assert rows(msgspec.structs.replace(drafts, speculation=text_drafts)) == 1 + 4 * 5 + from_text
     alone = msgspec.structs.replace(drafts, speculation=text_drafts, model=ModelConfig(target="target"))
     assert rows(alone) == 1 + from_text

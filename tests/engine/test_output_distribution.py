@@ -19,6 +19,7 @@ import torch
 from scipy.stats import chi2
 
 from engine.attention.attention import HOOK
+from engine.control.step_time import StepTimes
 from engine.drafting.drafter import DrafterKind
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_block import blocks, stop_chains, winners
@@ -194,13 +195,17 @@ def sample(
     kind: DrafterKind | None = None,
     most_unmerged: int = 0,
     prompt: tuple[int, ...] = PROMPT,
+    times: StepTimes | None = None,
     **more: Any,
 ) -> Counter[tuple[int, ...]]:
-    """First three tokens of longer answers; `more` are fields of the requests."""
+    """First three tokens of longer answers; times: for drafts that the load decides on; `more` are fields of the
+    requests.
+    """
     engine = tiny.build(
         *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
     )
     engine.eager.most_unmerged = most_unmerged
+    engine.scheduler.times = times
     engine.grammar_queue.source = NoTokenTwice()  # type: ignore[assignment]
     # An end token that no answer has: a grammar needs one.
     engine.facts = msgspec.structs.replace(engine.facts, eos_token_ids=[VOCABULARY])

@@ -14,13 +14,15 @@ from engine.control.step_time import StepTimes
 from engine.errors import RequestError
 from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
+from engine.speculation.topology import Tree
+from engine.speculation.verification.text_drafts import Walk, edges_of
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, drafts, g_test, pair
 from tests.grid import grid
 from tests.scheduling.machine import Machine
-from tests.wrong import calls_of
+from tests.wrong import calls_of, instead
 
 __all__ = ["pair"]
 
@@ -58,6 +60,73 @@ exact_distribution = partial(output_distribution.exact_distribution, prompt=REPE
 def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = sample(pair, SHAPES[name], SAMPLINGS[sampling], prediction=PREDICTION)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
+
+
+# Each of the last tokens occurred before several others.
+BRANCHING = (1, 3, 0, 2, 1, 3, 1, 0, 1, 2, 3, 0, 1)
+ADAPTIVE = {
+    "text drafts alone": Speculation(drafters=BOTH, adaptive=True),
+    "bv_race": drafts("bv_race", 2, drafters=ALL, adaptive=True),
+    "traversal": drafts("traversal", 2, drafters=ALL, adaptive=True),
+}
+FREE = Machine(node_s=1e-9, row_s=1e-9)
+
+
+def walk_by_single_children(
+    _: Any, tree: Tree, first_text_draft: int, probability: dict[int, float], uniform_L: Sequence[float]
+) -> Walk:
+    """Wrong: each child is compared with the number by itself, so that of several only the most probable one counts."""
+    children = edges_of(tree, first_text_draft)
+    path = [0]
+    while taken := [one for one in children.get(path[-1], ()) if uniform_L[len(path) - 1] < probability[one]]:
+        path.append(taken[0])
+    refused = [tree.tokens[child - 1] for child in children.get(path[-1], ())]
+    rank = next(i for i, nodes in enumerate(tree.paths) if i >= first_text_draft and nodes[: len(path)] == path)
+    return Walk(path, rank, refused)
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("text drafts alone", 1.0), ("bv_race", 0.7), ("traversal", 1.0)])
+def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], name: str, temperature: float) -> None:
+    """Trees that the load decides on, with several children of most nodes."""
+    settings = {"temperature": temperature}
+    exact = output_distribution.exact_distribution(pair[0], settings, BRANCHING)
+    widest = 0
+
+    def noted(right: Any, *operands: Any) -> Any:
+        nonlocal widest
+        widest = max(widest, *map(len, edges_of(operands[0], operands[1]).values()))
+        return right(*operands)
+
+    def sampled() -> Any:
+        times = StepTimes(FREE.points())
+        return output_distribution.sample(
+            pair, ADAPTIVE[name], settings, prompt=BRANCHING, times=times, prediction=PREDICTION
+        )
+
+    with instead("engine.step.verify", "walk", noted):
+        assert g_test(sampled(), exact) > ALPHA
+    assert widest >= 2
+    with instead("engine.step.verify", "walk", walk_by_single_children):
+        assert g_test(sampled(), exact) < ALPHA
+
+
+@pytest.mark.parametrize("names", [BOTH, ALL])
+def test_the_load_decides_on_text_drafts(names: tuple[str, ...]) -> None:
+    """Free ones are drafted and dear ones are not; the answer is the same."""
+    shape = Speculation() if "model" not in names else BV_RACE
+    adaptive = msgspec.structs.replace(shape, drafters=names, adaptive=True)
+    plain, _ = answer(Speculation())
+    num_nodes = {}
+    for node_s in (1e-9, 0.1):
+        engine = build()
+        engine.scheduler.times = times = StepTimes(Machine(node_s=node_s).points())
+        engine.scheduler.controller = Controller(times, 5)
+        one = tiny.request("x", PROMPT_TOKENS, adaptive, 60)
+        run = tiny.run(engine, [msgspec.structs.replace(one, prediction=tuple(plain))])
+        assert run.tokens["x"] == plain
+        num_nodes[node_s] = sum(part.num_nodes for step in run.outcomes["x"] for part in step.text_draft_counts)
+    assert num_nodes[1e-9] > 30
+    assert not num_nodes[0.1]
 
 
 TARGET = tiny.llama(seed=1)
@@ -118,7 +187,8 @@ def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
     seen = {}
     for names in (("model",), ("model", "prediction")):
         engine = build()
-        engine.scheduler.controller = controller = Controller(StepTimes(Machine(node_s=1e-6).points()), 5)
+        engine.scheduler.times = times = StepTimes(Machine(node_s=1e-6).points())
+        engine.scheduler.controller = controller = Controller(times, 5)
         one = tiny.request("x", PROMPT_TOKENS, with_text_drafts(adaptive, *names), 60)
         predicted = tuple(plain) if "prediction" in names else ()
         with calls_of(controller, "observe") as observed:

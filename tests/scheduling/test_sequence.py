@@ -164,7 +164,7 @@ def test_the_least_urgent_that_loses_least_is_preempted_first() -> None:
 class _FindsNothing:
     """A finder of text drafts that is used, and finds none: its row is planned in all steps."""
 
-    def find(self, _text: Any, _most: int) -> tuple[()]:
+    def find(self, _text: Any, _most_nodes: int, _deepest: int) -> tuple[()]:
         return ()
 
 

@@ -1,7 +1,8 @@
-"""Text drafters: they find chains in texts instead of drawing them from a distribution.
+"""Text drafters: they find probable continuations in texts instead of drawing them from a distribution.
 
-A chain is a function of the text alone, token by token. It survives preemption, and does not depend on the steps that
-produced the text. To add a drafter, add a file with a class that has `chain`, and an entry in `TEXT_DRAFTERS`.
+What a drafter finds is a function of the texts alone, token by token. It survives preemption, and does not depend on
+the steps that produced the text. To add a drafter, add a file with a class that has `candidates`, and an entry in
+`TEXT_DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -11,25 +12,30 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from engine.config import PREDICTION, PROMPT_LOOKUP
+from engine.control.text_acceptance import usual_acceptance
 from engine.request import Request, TextDraft
-from engine.scheduling.text_drafters import lookup
+from engine.scheduling.text_drafters.candidate import Candidate
 from engine.scheduling.text_drafters.lookup import LookupDrafter
 from engine.scheduling.text_drafters.prediction import PredictionDrafter
+from engine.scheduling.text_drafters.tree import Estimate, TextTree, grow
+
+_LEAST_PROBABLE = 0.02
+"""Probability of a node below which it cannot be worth its time: a node takes at least a fiftieth of a step."""
+_LEAST_UNWEIGHED = 0.4
+"""Probability of a node that is drafted without being weighed against the load: that pays at almost any."""
 
 
 class TextDrafter(Protocol):
-    """Proposes a continuation of one request's text."""
+    """Proposes continuations of one request's text."""
 
-    def chain(self, text: Sequence[int]) -> tuple[int, ...]:
-        """Return the probable continuation of the text (prompt and answer so far); empty if none was found."""
+    def candidates(self, text: Sequence[int]) -> list[Candidate]:
+        """Return the places whose continuations may follow the text (prompt and answer so far)."""
 
 
 class TextDrafterKind(NamedTuple):
-    """Registered text drafter: its constructor and limits."""
+    """Registered text drafter: its constructor, and who may use it."""
 
     make: Callable[[Request], TextDrafter]
-    most_tokens: int | None = None
-    """Longest chain; None is the server's limit."""
     for_every_request: bool = True
     """Whether the server may use it by default; otherwise a request must bring its input."""
 
@@ -40,15 +46,10 @@ TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
             lambda request: PredictionDrafter(request.prediction, len(request.prompt_token_ids)),
             for_every_request=False,
         ),
-        PROMPT_LOOKUP: TextDrafterKind(lambda _: LookupDrafter(), lookup.MOST_TOKENS),
+        PROMPT_LOOKUP: TextDrafterKind(lambda _: LookupDrafter()),
     }
 )
-"""Text drafters by the name that requests use; the chains of the first one come first."""
-
-
-def most_text_draft_tokens(longest_chain: int) -> int:
-    """Return the most tokens of text drafts for one request in a step."""
-    return sum(min(source.most_tokens or longest_chain, longest_chain) for source in TEXT_DRAFTERS.values())
+"""Text drafters by the name that requests use."""
 
 
 class TextDraftFinder:
@@ -61,14 +62,20 @@ class TextDraftFinder:
     def __bool__(self) -> bool:
         return bool(self._drafters)
 
-    def find(self, text: Sequence[int], most: int) -> tuple[TextDraft, ...]:
-        """Return chains of at most `most` tokens after the text, without those that an earlier chain begins with."""
-        found: list[TextDraft] = []
-        for name, drafter in self._drafters.items():
-            chain = drafter.chain(text)[:most]
-            if chain and not any(one.tokens[: len(chain)] == chain for one in found):
-                found.append(TextDraft(name, chain))
-        return tuple(found)
+    def tree(self, text: Sequence[int], estimate: Estimate, most_nodes: int, deepest: int) -> TextTree:
+        """Return the continuations of the text that may be worth drafting, by the estimate; `most_nodes` of them, on
+        paths of at most `deepest`.
+        """
+        return self._grown(text, estimate, _LEAST_PROBABLE, most_nodes, deepest)
+
+    def find(self, text: Sequence[int], most_nodes: int, deepest: int) -> tuple[TextDraft, ...]:
+        """Return drafts that are a function of the text alone: neither the load nor other requests count."""
+        tree = self._grown(text, usual_acceptance, _LEAST_UNWEIGHED, most_nodes, deepest)
+        return tree.chains(range(len(tree)))
+
+    def _grown(self, text: Sequence[int], estimate: Estimate, least: float, most_nodes: int, deepest: int) -> TextTree:
+        candidates = [one for drafter in self._drafters.values() for one in drafter.candidates(text)]
+        return grow(candidates, estimate, least, most_nodes, deepest)
 
     def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:
         """Return how many of the tokens emitted after the text the request's prediction contained."""

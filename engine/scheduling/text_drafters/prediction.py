@@ -1,16 +1,18 @@
 """Predictions: the client sends the probable answer.
 
-The chain is the continuation in the prediction. It starts at the beginning. Once the answer has left the prediction,
-the chain starts after the next place where the answer's last tokens occur in it, or, after a long match, one token
-further on. A longer match gives a longer chain.
+The draft is the continuation in the prediction. It starts at the beginning. Once the answer has left the prediction,
+the draft starts after the next place where the answer's last tokens occur in it, or, after a long match, one token
+further on. The longer the match, the more is the rest trusted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.config import PREDICTION
+from engine.scheduling.text_drafters.candidate import Candidate
+
 _MATCH = 3
-_TRUST = 8
 
 
 class PredictionDrafter:
@@ -29,15 +31,15 @@ class PredictionDrafter:
         self._run = 0
         self._num_seen = 0
 
-    def chain(self, text: Sequence[int]) -> tuple[int, ...]:
-        """Return the prediction's continuation of the text, which ends with the answer so far."""
+    def candidates(self, text: Sequence[int]) -> list[Candidate]:
+        """Return the place in the prediction at which the text goes on; the text ends with the answer so far."""
         answer = text[self._num_prompt :]
         for end in range(self._num_seen + 1, len(answer) + 1):
             self._follow(answer, end)
         self._num_seen = max(self._num_seen, len(answer))
         if self.position is None:
-            return ()
-        return self.prediction[self.position :][: _TRUST + 2 * self._run]
+            return []
+        return [Candidate(PREDICTION, self.prediction, self.position, len(self.prediction), self._run)]
 
     def _follow(self, answer: Sequence[int], end: int) -> None:
         """Advance by the answer's token before `end`."""
@@ -58,7 +60,7 @@ class PredictionDrafter:
 
     def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:
         """Return how many of the tokens emitted after the text the prediction contained."""
-        self.chain(text)
+        self.candidates(text)
         if self.position is None:
             return 0
         count = 0
