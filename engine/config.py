@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-MODEL, PROMPT_LOOKUP, PREDICTION = DRAFTERS = ("model", "prompt_lookup", "prediction")
+DRAFTERS = ("model", "prompt_lookup", "prediction", "earlier_answers")
+MODEL, PROMPT_LOOKUP, PREDICTION, EARLIER_ANSWERS = DRAFTERS
 """Drafters: the draft model, the text itself, and the answer that the request predicts."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

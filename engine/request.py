@@ -110,7 +110,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     the root.
     """
     drafters: tuple[str, ...] = (MODEL,)
-    """Sources of drafts: the draft model, `prompt_lookup`, the request's `prediction`."""
+    """Sources of drafts: the draft model, `prompt_lookup`, the request's `prediction`, `earlier_answers`."""
     adaptive: bool = False
     """Whether the engine chooses the shape, and how much of text drafts, by load and acceptance (`engine.control`). The
     two counts above are then maxima.

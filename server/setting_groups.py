@@ -174,7 +174,7 @@ class SpeculationSettings(_Group):
     draft_revision: Rare[str | None] = None
     """hub revision of the draft model"""
     spec_drafters: Words = ["model"]
-    """sources of drafts: model, prompt_lookup, or both"""
+    """sources of drafts: model, prompt_lookup, earlier_answers (those to the same client)"""
     num_drafts: Positive = 4
     """chains drafted per step (K)"""
     draft_length: Positive = 5

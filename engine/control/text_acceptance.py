@@ -1,4 +1,4 @@
-"""How often text drafts are right, by the number of tokens in which the text before them agrees."""
+"""Acceptance of text drafts, by the number of tokens in which the text before them agrees."""
 
 from __future__ import annotations
 

@@ -106,9 +106,17 @@ class Scheduler:
         fixed_draft_distribution: as in `Sequence`."""
         assert request.request_id not in self._sequence_ids, request.request_id
         window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
-        now_s, ends = time.monotonic(), self.eos_token_ids
         sequence = Sequence(
-            self._next_id, request, now_s, grammar, window, fixed_draft_distribution, ends, self._edits, by_head
+            self._next_id,
+            request,
+            time.monotonic(),
+            grammar,
+            window,
+            fixed_draft_distribution,
+            self.eos_token_ids,
+            self._edits,
+            self.text_planner.answers,
+            by_head,
         )
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
@@ -417,6 +425,7 @@ class Scheduler:
         controller = self._controller_of(sequence)
         if controller is not None:
             controller.acceptance.note_answer(self.draft_prefill.to_read(sequence), sequence.num_emitted)
+        self.text_planner.answers.add(sequence.request, sequence.tokens[sequence.num_prompt :])
         self.tables.publish(sequence, sequence.num_target_computed, sequence.draft_start, sequence.num_draft_computed)
         del self._running[sequence.sequence_id]
         del self._sequence_ids[sequence.request.request_id]

@@ -11,6 +11,7 @@ from engine.plan import Grammar, TargetShift
 from engine.request import Request
 from engine.scheduling.store import Key, next_key, root_key
 from engine.scheduling.text_drafters import TextDraftFinder
+from engine.scheduling.text_drafters.answers import AnswerStore
 from engine.scheduling.text_drafters.tree import TextTree
 from engine.text_counts import TextCounts
 
@@ -37,7 +38,8 @@ class Sequence:
     """
     eos_token_ids: InitVar[frozenset[int]] = frozenset()
     edits: InitVar[SharedEdits | None] = None
-    """Shared with other requests."""
+    answers: InitVar[AnswerStore | None] = None
+    """Shared with other requests, as `edits` are."""
     by_head: bool = False
     """Whether a head drafts, which reads the target's states of the text before the last token."""
     num_target_computed: int = 0
@@ -63,7 +65,11 @@ class Sequence:
     """Time until its first admission."""
 
     def __post_init__(
-        self, fixed_draft_distribution: bool, eos_token_ids: frozenset[int], edits: SharedEdits | None
+        self,
+        fixed_draft_distribution: bool,
+        eos_token_ids: frozenset[int],
+        edits: SharedEdits | None,
+        answers: AnswerStore | None,
     ) -> None:
         request, limits = self.request, self.request.limits
         self.tokens = list(request.prompt_token_ids)
@@ -74,7 +80,8 @@ class Sequence:
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, ends)
         self.counts = TextCounts(self.num_prompt)
         """Counts of the tokens of the text, for penalties."""
-        self.text_draft_finder = TextDraftFinder(request)  # false if the request uses no text drafts
+        self.text_draft_finder = TextDraftFinder(request, answers or AnswerStore())
+        """False if the request uses no text drafts."""
         self.text_tree: TextTree | None = None
         """Continuations that its text drafters found in this step, drafted or not."""
         self.shares_blocks = not (fixed_draft_distribution and self.draft_window)

@@ -10,6 +10,7 @@ from engine.control.step_work import StepWork
 from engine.control.text_choice import Numbers, TextChoice, TextOption
 from engine.scheduling.rows import PlannedRow
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.text_drafters.answers import AnswerStore
 from engine.scheduling.text_drafters.tree import TextTree
 
 
@@ -19,6 +20,7 @@ class TextPlanner:
     def __init__(self, most_nodes: int) -> None:
         """most_nodes: of a request in a step."""
         self.choice = TextChoice()
+        self.answers = AnswerStore()
         self._most_nodes = most_nodes
 
     def planned(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from engine.config import MODEL, MTP, PREDICTION, PROMPT_LOOKUP, DraftFacts, EngineFacts, RuleFacts
+from engine.config import EARLIER_ANSWERS, MODEL, MTP, PREDICTION, PROMPT_LOOKUP, DraftFacts, EngineFacts, RuleFacts
 from engine.errors import RequestError
 from engine.request import Speculation
 
@@ -69,6 +69,7 @@ DRAFTER_FACTS: Mapping[str, DraftFacts] = MappingProxyType(
         "dspark": DraftFacts(title="a DSpark head", meets=_OF_HEADS),
         PROMPT_LOOKUP: DraftFacts(title="prompt lookup", meets=_OF_TEXT_DRAFTS),
         PREDICTION: DraftFacts(title="a prediction", meets=_OF_TEXT_DRAFTS),
+        EARLIER_ANSWERS: DraftFacts(title="earlier answers", meets=_OF_TEXT_DRAFTS),
     }
 )
 """Sources of drafts: the draft model, the types of heads in its place, and the text drafters.
@@ -95,7 +96,7 @@ def drafters_of(draft: DraftFacts | None) -> dict[str, DraftFacts]:
 
     draft: facts of the draft model or head; None if the server has neither.
     """
-    text_drafters = {name: DRAFTER_FACTS[name] for name in (PROMPT_LOOKUP, PREDICTION)}
+    text_drafters = {name: DRAFTER_FACTS[name] for name in (PROMPT_LOOKUP, PREDICTION, EARLIER_ANSWERS)}
     return text_drafters if draft is None else {MODEL: draft, **text_drafters}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from engine.control.step_time import StepTimes
 from engine.errors import RequestError
 from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
+from engine.scheduling.text_drafters.answers import ClientAnswers
 from engine.speculation.topology import Tree
 from engine.speculation.verification.text_drafts import Walk, edges_of
 from engine.step.engine import Engine
@@ -127,6 +129,52 @@ def test_the_load_decides_on_text_drafts(names: tuple[str, ...]) -> None:
         num_nodes[node_s] = sum(part.num_nodes for step in run.outcomes["x"] for part in step.text_draft_counts)
     assert num_nodes[1e-9] > 30
     assert not num_nodes[0.1]
+
+
+def with_answers_first(pair: tuple[LoadedModel, LoadedModel], same_seed: bool) -> tuple[Counter[tuple[int, ...]], int]:
+    """First three tokens of answers, each after another answer to the same prompt and client, which it drafts from; and
+    the number of drafted nodes.
+    """
+    engine = tiny.build(*pair, max_model_len=32, max_num_seqs=400, budget=8192, max_copied_tokens=8)
+    engine.scheduler.times = StepTimes(FREE.points())
+    from_answers = Speculation(drafters=("earlier_answers",), adaptive=True)
+    num_nodes = 0
+    found: Counter[tuple[int, ...]] = Counter()
+    for turn in range(2):
+        requests = [
+            msgspec.structs.replace(
+                tiny.request(f"{turn} {n}", BRANCHING, from_answers, 6, temperature=1.0, seed=n + 10**6 * turn),
+                cache_salt=str(n),
+            )
+            for n in range(output_distribution.NUM_ANSWERS)
+        ]
+        if turn and same_seed:
+            requests = [
+                msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, seed=number))
+                for number, one in enumerate(requests)
+            ]
+        run = tiny.run(engine, requests)
+        found = Counter(tuple(tokens[:3]) for tokens in run.tokens.values())
+        num_nodes = sum(one.num_nodes for outcomes in run.outcomes.values() for one in outcomes)
+    return found, num_nodes
+
+
+def test_drafts_from_earlier_answers_are_exact(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the same seed are left out: an answer would be compared with the numbers that it was drawn from."""
+    exact = output_distribution.exact_distribution(pair[0], {"temperature": 1.0}, BRANCHING)
+    monkeypatch.setattr("engine.scheduling.text_drafters.answers._MOST_CLIENTS", output_distribution.NUM_ANSWERS)
+    counts, num_nodes = with_answers_first(pair, same_seed=False)
+    assert num_nodes
+    assert g_test(counts, exact) > ALPHA
+    counts, num_nodes = with_answers_first(pair, same_seed=True)
+    assert not num_nodes
+    assert g_test(counts, exact) > ALPHA
+    with instead(ClientAnswers, "candidates", lambda right, one, text, _: right(one, text, None)):
+        counts, num_nodes = with_answers_first(pair, same_seed=True)
+    assert num_nodes
+    assert g_test(counts, exact) < 1e-4
 
 
 TARGET = tiny.llama(seed=1)

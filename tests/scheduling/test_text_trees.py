@@ -9,10 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from engine.config import EARLIER_ANSWERS
 from engine.control.step_time import StepTimes
 from engine.control.step_work import StepWork
 from engine.control.text_acceptance import TextAcceptance, usual_acceptance
 from engine.control.text_choice import NOTHING, TextChoice, TextOption
+from engine.request import Request, Sampling, Speculation
+from engine.scheduling.text_drafters.answers import AnswersDrafter, AnswerStore
 from engine.scheduling.text_drafters.candidate import LONGEST_MATCH, Candidate
 from engine.scheduling.text_drafters.index import TextIndex
 from engine.scheduling.text_drafters.tree import TextTree, grow
@@ -118,6 +121,46 @@ def test_acceptance_is_learned_by_kind() -> None:
     assert acceptance.estimate("prediction", 3) == usual_acceptance("prediction", 3)
 
 
+def test_answers_are_kept_by_client_and_bounded() -> None:
+    store = AnswerStore()
+
+    def request(client: str, salt: str, seed: int, temperature: float = 1.0, drafter: str = EARLIER_ANSWERS) -> Request:
+        speculation = Speculation(drafters=(drafter,), adaptive=True)
+        sampling = Sampling(seed=seed, temperature=temperature)
+        return Request(
+            request_id="x",
+            prompt_token_ids=(1,),
+            client=client,
+            cache_salt=salt,
+            sampling=sampling,
+            speculation=speculation,
+        )
+
+    store.add(request("a", "", 1), (1, 2, 3, 4, 5))
+    store.add(request("a", "", 2), (1, 2, 3, 4, 6))
+    store.add(request("a", "", 3, drafter="prompt_lookup"), (1, 2, 3, 4, 7))
+
+    def found(of: Request, text: Sequence[int]) -> set[int | None]:
+        return {one.token(0) for one in AnswersDrafter(of, store.of(of)).candidates(text)}
+
+    assert found(request("a", "", 9), (8, 1, 2, 3, 4)) == {5, 6}
+    assert found(request("a", "", 1), (8, 1, 2, 3, 4)) == {6}
+    assert found(request("a", "", 1, temperature=0.0), (8, 1, 2, 3, 4)) == {5, 6}
+    for other in (request("b", "", 9), request("a", "salt", 9)):
+        assert found(other, (8, 1, 2, 3, 4)) == set()
+    # Nothing goes on beyond the end of an answer.
+    assert found(request("a", "", 9), (4, 5)) == set()
+    own = store.of(request("a", "", 9))
+    for number in range(300):
+        own.add([number] * 100, number)
+        assert len(own.tokens) <= 1 << 14
+    assert found(request("a", "", 9), (299,)) == {299}
+    assert found(request("a", "", 9), (1, 2)) == set()
+    for number in range(40):
+        store.of(request(str(number), "", 1))
+    assert found(request("a", "", 9), (299,)) == set()
+
+
 def option(tree: TextTree, reached: Sequence[float] = ()) -> TextOption:
     shadow = np.array(reached) if reached else NOTHING
     return TextOption(tree.parents, tree.probabilities, shadow, tree.depths, bool(reached))
@@ -154,7 +197,7 @@ def test_the_choice_is_the_best_of_all_sets_of_nodes(node_s: float) -> None:
 
 
 def test_drafts_of_the_model_take_the_gain_of_text_drafts_away() -> None:
-    """What the model's drafts would add anyway is no reason for a text draft."""
+    """A token that the model's drafts would add anyway is no reason for a text draft."""
     times = StepTimes(Machine(node_s=0.002).points())
     base = StepWork(rows=1, text=1)
     (alone,) = TextChoice().choose(times, base, 1.0, [option(TREES[0])])

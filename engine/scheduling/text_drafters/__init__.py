@@ -1,8 +1,8 @@
 """Text drafters: they find probable continuations in texts instead of drawing them from a distribution.
 
-What a drafter finds is a function of the texts alone, token by token. It survives preemption, and does not depend on
-the steps that produced the text. To add a drafter, add a file with a class that has `candidates`, and an entry in
-`TEXT_DRAFTERS`.
+What most find is a function of the request's text alone, token by token: it survives preemption, and does not depend
+on the steps that produced the text. Requests whose drafts must not depend on others use these alone. To add a drafter,
+add a file with a class that has `candidates`, and an entry in `TEXT_DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from engine.config import PREDICTION, PROMPT_LOOKUP
+from engine.config import EARLIER_ANSWERS, PREDICTION, PROMPT_LOOKUP
 from engine.control.text_acceptance import usual_acceptance
 from engine.request import Request, TextDraft
+from engine.scheduling.text_drafters.answers import AnswersDrafter, AnswerStore
 from engine.scheduling.text_drafters.candidate import Candidate
 from engine.scheduling.text_drafters.lookup import LookupDrafter
 from engine.scheduling.text_drafters.prediction import PredictionDrafter
@@ -35,18 +36,23 @@ class TextDrafter(Protocol):
 class TextDrafterKind(NamedTuple):
     """Registered text drafter: its constructor, and who may use it."""
 
-    make: Callable[[Request], TextDrafter]
+    make: Callable[[Request, AnswerStore], TextDrafter]
     for_every_request: bool = True
     """Whether the server may use it by default; otherwise a request must bring its input."""
+    by_text_alone: bool = True
+    """Whether what it finds is a function of the request; otherwise a request with a seed does not use it."""
 
 
 TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
     {
         PREDICTION: TextDrafterKind(
-            lambda request: PredictionDrafter(request.prediction, len(request.prompt_token_ids)),
+            lambda request, _: PredictionDrafter(request.prediction, len(request.prompt_token_ids)),
             for_every_request=False,
         ),
-        PROMPT_LOOKUP: TextDrafterKind(lambda _: LookupDrafter()),
+        PROMPT_LOOKUP: TextDrafterKind(lambda *_: LookupDrafter()),
+        EARLIER_ANSWERS: TextDrafterKind(
+            lambda request, answers: AnswersDrafter(request, answers.of(request)), by_text_alone=False
+        ),
     }
 )
 """Text drafters by the name that requests use."""
@@ -55,9 +61,13 @@ TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
 class TextDraftFinder:
     """Text drafts of one request."""
 
-    def __init__(self, request: Request) -> None:
-        wanted = request.speculation.drafters
-        self._drafters = {name: source.make(request) for name, source in TEXT_DRAFTERS.items() if name in wanted}
+    def __init__(self, request: Request, answers: AnswerStore) -> None:
+        speculation = request.speculation
+        self._drafters = {
+            name: kind.make(request, answers)
+            for name, kind in TEXT_DRAFTERS.items()
+            if name in speculation.drafters and (speculation.adaptive or kind.by_text_alone)
+        }
 
     def __bool__(self) -> bool:
         return bool(self._drafters)
