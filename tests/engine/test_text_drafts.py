@@ -87,7 +87,10 @@ def walk_by_single_children(
     return Walk(path, rank, refused)
 
 
-@pytest.mark.parametrize(("name", "temperature"), [("text drafts alone", 1.0), ("bv_race", 0.7), ("traversal", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    grid([("text drafts alone", 1.0), ("bv_race", 0.7), ("traversal", 1.0)], {("text drafts alone", 1.0)}),
+)
 def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], name: str, temperature: float) -> None:
     """Trees that the load decides on, with several children of most nodes."""
     settings = {"temperature": temperature}
@@ -159,6 +162,7 @@ def with_answers_first(pair: tuple[LoadedModel, LoadedModel], same_seed: bool) -
     return found, num_nodes
 
 
+@pytest.mark.slow
 def test_drafts_from_earlier_answers_are_exact(
     pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
