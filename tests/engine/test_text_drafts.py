@@ -278,6 +278,24 @@ def test_text_drafts_with_others_and_after_preemption() -> None:
     assert [tight.tokens[one.request_id] for one in [*wishes, plain]] == alone
 
 
+@pytest.mark.parametrize("names", [("prompt_lookup", "earlier_answers"), (*ALL, "earlier_answers")])
+def test_trees_in_a_tight_pool_say_what_plain_decoding_says(names: tuple[str, ...]) -> None:
+    """The load decides on them, requests lose their blocks, and draft from the answers of others."""
+    shape = BV_RACE if "model" in names else Speculation()
+    adaptive = msgspec.structs.replace(shape, drafters=names, adaptive=True)
+    prompts = [*tiny.prompts(101, [40, 41, 42]), (7, 8) * 20] * 3
+    wishes = [tiny.request(str(n), prompt, adaptive, 60) for n, prompt in enumerate(prompts)]
+    plain = [msgspec.structs.replace(one, speculation=tiny.OFF) for one in wishes]
+    engine = build(num_blocks=18, max_model_len=128)
+    engine.scheduler.times = times = StepTimes(FREE.points())
+    engine.scheduler.controller = Controller(times, 5)
+    run = tiny.run(engine, wishes)
+    assert run.num_preemptions, "the pool was not tight"
+    found = {part.name for steps in run.outcomes.values() for step in steps for part in step.text_draft_counts}
+    assert found == set(names) - {"model", "prediction"}
+    assert run.tokens == tiny.run(build(), plain).tokens
+
+
 @pytest.mark.parametrize(
     ("request_fields", "words"),
     [
