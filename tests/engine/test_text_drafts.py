@@ -286,7 +286,7 @@ def test_trees_in_a_tight_pool_say_what_plain_decoding_says(names: tuple[str, ..
     prompts = [*tiny.prompts(101, [40, 41, 42]), (7, 8) * 20] * 3
     wishes = [tiny.request(str(n), prompt, adaptive, 60) for n, prompt in enumerate(prompts)]
     plain = [msgspec.structs.replace(one, speculation=tiny.OFF) for one in wishes]
-    engine = build(num_blocks=18, max_model_len=128)
+    engine = build(num_blocks=22, max_model_len=104, max_copied_tokens=8)
     engine.scheduler.times = times = StepTimes(FREE.points())
     engine.scheduler.controller = Controller(times, 5)
     run = tiny.run(engine, wishes)
