@@ -29,17 +29,15 @@ def expected_block_length(
     greedy block verification, and for K > 1 the selection of SpecTr-GBV, a lower bound of `spectr_gbv`. Greedy rules
     reach this in the block that begins a text; later blocks have another target.
     """
-    log_ratio, length_B = log_draft_BL - log_target_BL, np.zeros(len(log_target_BL))
+    log_ratio = log_draft_BL - log_target_BL
     if verification == "block":
-        fanout = (num_drafts, *(1,) * (log_ratio.shape[1] - 1))
-        length_B += race_acceptance(np.exp(log_ratio), fanout).sum(axis=1)
-        return length_B
-    if verification == "token":
-        log_kept = np.cumsum(np.minimum(log_ratio, 0.0), axis=1)
+        accepted_BL = race_acceptance(np.exp(log_ratio), (num_drafts, *(1,) * (log_ratio.shape[1] - 1)))
     else:
+        log_ratio = np.minimum(log_ratio, 0.0) if verification == "token" else log_ratio
         log_kept = np.minimum(np.cumsum(log_ratio, axis=1), 0.0)
-    length_B += (1 - (1 - np.exp(log_kept)) ** num_drafts).sum(axis=1)
-    return length_B
+        accepted_BL = 1 - (1 - np.exp(log_kept)) ** num_drafts
+    length: Law = accepted_BL.sum(axis=1)
+    return length
 
 
 def race_acceptance(ratio_BL: Law, fanout: Sequence[int]) -> Law:
