@@ -21,7 +21,7 @@ import torch
 from analysis.bounds import race_acceptance
 from analysis.draft_logits import drafts_by_head
 from analysis.load import PROMPTS_HELP
-from analysis.loading import add_pair_arguments, load_pair, names_of, read_prompts
+from analysis.loading import add_pair_arguments, load_pair, prompts_of
 from analysis.pair import answers_of, laws_along, log_probs
 from engine.errors import ConfigError
 from engine.plan import level_widths
@@ -91,9 +91,8 @@ def accepted_by_match(rank_NL: Law, fanout: Fanout) -> Law:
 
 def _texts(engine: Engine, options: argparse.Namespace, temperature: float) -> list[Law]:
     """Return windows of q/p along each answer of the target; at temperature 0 of ranks in the draft's logits."""
-    target, _ = names_of(options)
     room = engine.facts.max_model_len - options.tokens - 1
-    prompts = read_prompts(options.prompts, target, options.most_prompts, min(room, options.prompt_length))
+    prompts = [prompt[-room:] for prompt in prompts_of(options.prompts, options)[: options.most_prompts]]
     answers = answers_of(engine, prompts, Speculation(), temperature, options.tokens)
     texts = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -149,7 +148,7 @@ def _costs(text: str) -> list[float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser)
     add = parser.add_argument
-    add("--prompts", default="dialogues", help=PROMPTS_HELP)
+    add("--prompts", default="dialogues", help=f"{PROMPTS_HELP}; random:N for N random tokens")
     add("--most-prompts", type=int, default=48, help="prompts used (default 48)")
     add("--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)")
     add("--tokens", type=int, default=96, help="tokens of an answer (default 96)")

@@ -37,7 +37,7 @@ STEMS = [(1, 2), (2, 3), (1, 4)]
 
 def lowest_score(weight: float, num_branches: int) -> float:
     """Return the score below which the smallest of this many lies with probability `weight`."""
-    return 1 - (1 - weight) ** (1 / num_branches)
+    return float(1 - (1 - weight) ** (1 / num_branches))
 
 
 def below_a_stem(
