@@ -26,6 +26,7 @@ from analysis import (
     quality,
     reports,
     selfcheck,
+    shapes,
     times,
 )
 from analysis.papers import run as papers
@@ -41,7 +42,7 @@ name others. Tables for reading go to standard error, and the same figures as
 JSON to standard output."""
 _EPILOG = """\
 which command helps with what:
-  a pair of models that you want to serve  selfcheck, then pair; arms, contexts
+  a pair of models that you want to serve  selfcheck, then pair; arms, shapes, contexts
   a head in place of a draft model         drafters, heads, prefixes
   smaller weights or a smaller K/V cache   quality; gguf-numbers for a GGUF file
   a GPU that you do not have yet           plan
@@ -90,6 +91,9 @@ ANALYSES = {
         pair, "How well does this draft model guess for this target? Ends with the flags of `polydraft serve` to use."
     ),
     "arms": _of(arms, "How much faster are answers with drafts on this machine than without?"),
+    "shapes": _of(
+        shapes, "Does one chain pay best, or several, and where should they part? Predicts every shape of this pair."
+    ),
     "quality": _of(
         quality,
         "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",

@@ -30,14 +30,31 @@ def expected_block_length(
     reach this in the block that begins a text; later blocks have another target.
     """
     log_ratio = log_draft_BL - log_target_BL
-    if verification == "token":
-        log_kept = np.cumsum(np.minimum(log_ratio, 0.0), axis=1)
+    if verification == "block":
+        accepted_BL = race_acceptance(np.exp(log_ratio), (num_drafts, *(1,) * (log_ratio.shape[1] - 1)))
     else:
+        log_ratio = np.minimum(log_ratio, 0.0) if verification == "token" else log_ratio
         log_kept = np.minimum(np.cumsum(log_ratio, axis=1), 0.0)
-        if verification == "block":
-            log_kept = np.minimum.accumulate(log_kept, axis=1)
-    length: Law = (1 - (1 - np.exp(log_kept)) ** num_drafts).sum(axis=1)
+        accepted_BL = 1 - (1 - np.exp(log_kept)) ** num_drafts
+    length: Law = accepted_BL.sum(axis=1)
     return length
+
+
+def race_acceptance(ratio_BL: Law, fanout: Sequence[int]) -> Law:
+    """Return [B, L] the probability that the score race accepts the first 1, ..., L tokens of target paths.
+
+    ratio_BL: q/p of each token of the path, 0 where none is drafted. fanout: independent children of every node by
+    depth. A node's race is won below t with probability F(t) = 1 - (1 - t)^n if its n children have scores below t
+    with probability t. So the first i tokens are accepted with probability F_1(min(1, r_1 F_2(min(1, r_2 ...)))), as
+    `docs/score-race.md` proves.
+    """
+    accepted = np.zeros_like(ratio_BL)
+    for length in range(1, len(fanout) + 1):
+        share = np.ones(len(ratio_BL))
+        for depth in reversed(range(length)):
+            share = 1 - (1 - np.minimum(1.0, ratio_BL[:, depth] * share)) ** fanout[depth]
+        accepted[:, length - 1] = share
+    return accepted
 
 
 def _levels(laws: Laws, vocabulary: int, length: int) -> Iterator[Law]:

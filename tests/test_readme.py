@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from analysis import drafters, growth, heads, limits, peers, prefixes, quality, reports, tasks, turns
+from analysis import drafters, growth, heads, limits, peers, prefixes, quality, reports, shapes, tasks, turns
 from analysis.report import table
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
@@ -166,6 +166,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("chains", "chains-cpu", rules_markdown),
         ("overhead", "overhead-cpu", overhead.markdown),
         ("growth", "growth-cpu", growth.markdown),
+        *((f"shapes-{texts}", f"shapes-{texts}-cpu", shapes.markdown) for texts in ("prose", "dialogues", "115m")),
         ("quality", "quality-cpu", quality.markdown),
         ("arms-dots", "arms-dots-cpu", turns.markdown),
         ("quality-smollm2", "quality-smollm2-cpu", quality.markdown),
