@@ -1,4 +1,4 @@
-"""Earlier answers: what a client was told before may be told again, as code that is edited or forms that are filled.
+"""Earlier answers: an answer may repeat an earlier one, as when code is edited or a form is filled in.
 
 Only requests that use this drafter take part, each within its client and `cache_salt`. How fast an answer comes may
 show that it resembles an earlier one, so nobody has it by default.
