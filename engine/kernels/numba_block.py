@@ -122,13 +122,69 @@ def _match(tokens, rows, likeliest_tokens):
 
 
 @compiled_for_cpu(**EXACT)
+def _read(logits, filters, distribution):
+    """Compute the distribution of a node, if the temperature is above 0; return (the largest logit, or NaN if any is
+    NaN; at temperature 0 the most likely token).
+    """
+    temperature, least_log, top_k, top_p = filters
+    if temperature > 0:
+        return filtered_distribution(logits, temperature, least_log, top_k, top_p, distribution), 0
+    token, most = likeliest(logits)
+    return most, token
+
+
+@compiled_for_cpu(**EXACT)
+def _followed(parents, node_tokens, node, share_of, number):
+    """Return the child to which the walk continues; the node itself if the walk ends there.
+
+    parents, node_tokens: [nodes] of a request; share_of: the distribution at the node.
+    """
+    mass = 0.0
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node:
+            mass += np.float64(share_of[node_tokens[child]])
+            if number < mass:
+                return child
+    return node
+
+
+@compiled_for_cpu(**EXACT)
+def _begins(node_rows, length, walked, end):
+    """Whether a chain goes on below the walk, which took `walked` tokens to the row `end`."""
+    return walked < length and node_rows[walked] == end
+
+
+@compiled_for_cpu(**EXACT)
+def _refuse(parents, node_tokens, node, distribution):
+    """Set the probabilities of the node's children to 0, and scale the others to 1; a distribution without any other
+    token is unchanged (this has probability zero).
+    """
+    refused, total = np.zeros(len(parents), np.float32), 0.0
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node:
+            refused[child] = distribution[node_tokens[child]]
+            distribution[node_tokens[child]] = np.float32(0)
+    for column in range(len(distribution)):
+        total += np.float64(distribution[column])
+    if total > 0:
+        for column in range(len(distribution)):
+            distribution[column] = np.float32(np.float64(distribution[column]) / total)
+        return
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node:
+            distribution[node_tokens[child]] = refused[child]
+
+
+@compiled_for_cpu(**EXACT)
 def decide(
     logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
-    numbers, verdict, largest,
+    numbers, parents, node_tokens, walk_numbers, verdict, largest,
 ):  # fmt: skip
     """Compute distributions and verdicts request by request: a request's distributions are read while they are cached.
 
-    verdict: [3, B] chain, length, token. largest: [N + M] of nodes and draft distributions, NaN for a row with NaN.
+    parents: [N] of nodes of text drafts, -1 for others; walk_numbers: [B, depths], without depths if there are no text
+    drafts. verdict: [4, B] chain, length, token, node at which the walk through text drafts ended. largest: [N + M] of
+    nodes and draft distributions, NaN for a row with NaN.
     """
     num_chains, most = tokens.shape
     widest = 0
@@ -136,39 +192,67 @@ def decide(
         widest = max(widest, starts[request + 1] - starts[request])
     room, rows = np.empty((3, most + 1)), np.empty(most + 1, np.int64)
     distributions, peaks = np.empty((widest, logits.shape[1]), np.float32), np.empty(widest, np.int64)
+    is_known = np.empty(widest, np.bool_)
     chain = 0
     for request in range(len(temperatures)):
         first, count = starts[request], starts[request + 1] - starts[request]
         temperature = temperatures[request]
+        filters = temperature, least_logs[request], top_ks[request], top_ps[request]
+        own_parents, own_tokens = parents[first : first + count], node_tokens[first : first + count]
         for node in range(count):
+            # Nodes of text drafts are read if the walk or a chain comes there.
+            is_known[node] = own_parents[node] < 0
+            largest[first + node] = 0.0
+            if is_known[node]:
+                largest[first + node], peaks[node] = _read(logits[first + node], filters, distributions[node])
+        end, walked = 0, 0
+        while walked < walk_numbers.shape[1]:
             if temperature > 0:
-                largest[first + node] = filtered_distribution(
-                    logits[first + node],
-                    temperature,
-                    least_logs[request],
-                    top_ks[request],
-                    top_ps[request],
-                    distributions[node],
-                )
+                child = _followed(own_parents, own_tokens, end, distributions[end], walk_numbers[request, walked])
             else:
-                peaks[node], largest[first + node] = likeliest(logits[first + node])
+                child = end
+                for node in range(end + 1, count):
+                    if own_parents[node] == end and own_tokens[node] == peaks[end]:
+                        child = node
+            if child == end:
+                break
+            end, walked = child, walked + 1
+            if not is_known[end]:
+                is_known[end] = True
+                largest[first + end], peaks[end] = _read(logits[first + end], filters, distributions[end])
+        if temperature > 0 and walk_numbers.shape[1] > 0:
+            _refuse(own_parents, own_tokens, end, distributions[end])
+        # Chains that begin with the walked path are verified below it; if there are none, an empty one is.
+        last, lives = chain, walked == 0
+        while last < num_chains and requests[last] == request:
+            lives |= _begins(node_rows[last], lengths[last], walked, first + end)
+            last += 1
         smallest = math.inf
-        while chain < num_chains and requests[chain] == request:
-            for depth in range(most + 1):
-                rows[depth] = node_rows[chain, depth] - first
-            drafted = tokens[chain, : lengths[chain]]
+        for number in range(chain, last if lives else chain + 1):
+            if lives and walked > 0 and not _begins(node_rows[number], lengths[number], walked, first + end):
+                continue
+            begin = walked if lives else 0
+            drafted = tokens[number, begin : lengths[number] if lives else 0]
+            rows[0] = node_rows[number, walked] - first if lives else end
+            for depth in range(1, len(drafted) + 1):
+                node = node_rows[number, walked + depth] - first
+                rows[depth] = node
+                if not is_known[node]:
+                    is_known[node] = True
+                    largest[first + node], peaks[node] = _read(logits[first + node], filters, distributions[node])
             if temperature > 0:
                 score, stop, token = _of_chain(
-                    drafted, distributions, rows, draft, draft_rows[chain],
-                    numbers[1, chain], numbers[3, chain, 0], numbers[4, chain, 0], room,
+                    drafted, distributions, rows, draft, draft_rows[number, begin:],
+                    numbers[1, number], numbers[3, number, 0], numbers[4, number, 0], room,
                 )  # fmt: skip
             else:
                 stop = _match(drafted, rows, peaks)
                 score, token = -float(stop), peaks[rows[stop]]
-            if chain == 0 or requests[chain - 1] != request or score < smallest:
+            if smallest == math.inf or score < smallest:
                 smallest = score
-                verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
-            chain += 1
+                verdict[0, request], verdict[1, request], verdict[2, request] = number, walked + stop, token
+        verdict[3, request] = end
+        chain = last
     # If one of a row's logits is NaN, all of its probabilities are.
     for row in range(len(draft)):
         largest[len(logits) + row] = draft[row, 0]

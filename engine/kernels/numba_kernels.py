@@ -8,12 +8,14 @@ from torch import Tensor
 
 from engine.kernels import numba_block, numba_rows
 from engine.kernels.numba_rows import arrays_of
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable, TextNodes
 from engine.kernels.torch_kernels import Kernels
 
 
 class NumbaKernels(Kernels):
     """Compiled operations. They check no bounds, so shapes are checked here."""
+
+    takes_texts = True
 
     def distribution(
         self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
@@ -59,13 +61,18 @@ class NumbaKernels(Kernels):
         chains: Chains,
         node_CX: Tensor,
         numbers: Tensor,
+        texts: TextNodes | None = None,
     ) -> tuple[Ints, Floats]:
         draft_MV = chains.draft.probs_NV
-        verdict_3B = np.empty((3, len(temperature_B)), np.int64)
+        verdict_4B = np.empty((4, len(temperature_B)), np.int64)
+        texts = texts or TextNodes.none(len(logits_NV), len(temperature_B))
+        assert {*map(len, (texts.parent_N, texts.token_N))} == {len(logits_NV)}, "a parent and a token of each node"
+        assert len(texts.number_BL) == len(temperature_B), "numbers of each request"
         largest = np.empty(len(logits_NV) + len(draft_MV))
         assert starts[-1] == len(logits_NV), "each row of logits is a node's"
         of_chains = chains.tokens_CL, chains.length_C, chains.request_C, node_CX, draft_MV, chains.draft.row_CX, numbers
         of_requests = temperature_B.numpy(), *arrays_of(filters, len(temperature_B)), starts
         arrays = [operand.numpy() for operand in of_chains]
-        numba_block.decide(logits_NV.numpy(), *of_requests, *arrays, verdict_3B, largest)
-        return verdict_3B, largest
+        of_texts = texts.parent_N, texts.token_N, texts.number_BL
+        numba_block.decide(logits_NV.numpy(), *of_requests, *arrays, *of_texts, verdict_4B, largest)
+        return verdict_4B, largest

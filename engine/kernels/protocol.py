@@ -146,6 +146,22 @@ class ChainNoise:
 
 
 @dataclass(frozen=True)
+class TextNodes:
+    """Nodes of text drafts among the N nodes of a step, on the host."""
+
+    parent_N: Ints
+    """Node above, counted from the request's root; -1 of nodes that are on no text draft."""
+    token_N: Ints
+    number_BL: Floats
+    """Uniform numbers that decide about the children at each depth."""
+
+    @staticmethod
+    def none(num_nodes: int, num_requests: int) -> TextNodes:
+        """Return those of a step without text drafts."""
+        return TextNodes(np.full(num_nodes, -1), np.zeros(num_nodes, np.int64), np.zeros((num_requests, 0)))
+
+
+@dataclass(frozen=True)
 class ChainVerdict:
     """Result of each request: the selected chain, its accepted length, and one further token."""
 

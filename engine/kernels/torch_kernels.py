@@ -27,6 +27,7 @@ from engine.kernels.protocol import (
     Ints,
     KVMoves,
     ProbsTable,
+    TextNodes,
 )
 
 # Number of largest probabilities among which top-p first searches for its edge.
@@ -36,6 +37,8 @@ _TOP_P_WINDOW = 1024
 class Kernels:
     """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
+    takes_texts = False
+    """Whether `decide` verifies text drafts, too."""
     by_tiles = False
     """Whether operations work on tiles of a row. The rules `token`, `block` and `bv_race` then store a sum for each
     tile instead of whole rows.
@@ -139,16 +142,20 @@ class Kernels:
         chains: Chains,
         node_CX: Tensor,
         numbers: Tensor,
+        texts: TextNodes | None = None,
     ) -> tuple[Ints, Floats]:
-        """Return ([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
+        """Return ([4, B] chain, accepted length, next token and end of the walk of each request, [N + M] largest
+        numbers), on the host.
 
         The verdict is that of `race` on `distribution` of the logits; at temperature 0 the longest match with the most
         likely tokens. The largest numbers show non-finite rows: the largest logit of each of N nodes, then one
         probability of each of M draft distributions. They are NaN if a logit was, and non-finite if a number of the
         model was. filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the
         node below the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers`
-        returns them.
+        returns them. texts: nodes of text drafts, if `takes_texts`; they are verified first, and the node at which this
+        walk ends is counted from the request's root.
         """
+        assert texts is None, "these kernels verify no text drafts"
         counts_B = torch.from_numpy(np.diff(starts)).to(logits_NV.device)
         temperature_N = torch.where(temperature_B > 0, temperature_B, 1.0).repeat_interleave(counts_B)
         probs_NV = self.distribution(
@@ -164,7 +171,9 @@ class Kernels:
             torch.stack([one.chain_B, one.accepted_B, one.next_token_B]) for one in (drawn, certain)
         )
         largest = torch.cat([logits_NV.amax(1), chains.draft.probs_NV[:, 0]])
-        return torch.where(temperature_B > 0, drawn_3B, certain_3B).cpu().numpy(), largest.double().cpu().numpy()
+        verdict_3B = torch.where(temperature_B > 0, drawn_3B, certain_3B)
+        ends_B = torch.zeros_like(verdict_3B[:1])
+        return torch.cat([verdict_3B, ends_B]).cpu().numpy(), largest.double().cpu().numpy()
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
         """Move rows of contiguous [layers, slots, heads, dim] in place, by sequence.

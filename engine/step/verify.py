@@ -11,7 +11,7 @@ chains.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import msgspec
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import Draft
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TextNodes
 from engine.kernels.transfer import to_device, to_device_at_once, to_host
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
@@ -30,7 +30,7 @@ from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.chain_rules import verify_certain, verify_race
-from engine.speculation.verification.text_drafts import Walk, below, refuse, walk
+from engine.speculation.verification.text_drafts import Walk, below, edges_of, refuse, walk, walk_to
 from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
 Ints = npt.NDArray[np.int64]
@@ -72,11 +72,15 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVer
 
 def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
     kernels = draft.parameters.kernels
-    if _are_plain(rows, draft) and kernels.takes_logits(logits_NV):
+    if _are_plain(rows, draft, kernels.takes_texts) and kernels.takes_logits(logits_NV):
         temperature_R, nodes = draft.parameters.temperature_N, draft.nodes
         operands = draft.parameters.filters, nodes.starts, draft.chains, nodes.node_CX, draft.numbers
-        verdict, largest_N = kernels.decide(logits_NV, temperature_R, *operands)
-        return draft, emitted(rows, draft, *verdict.tolist()), largest_N
+        texts = _text_nodes(rows, draft)
+        verdict, largest_N = kernels.decide(logits_NV, temperature_R, *operands, texts)
+        emissions = emitted(rows, draft, *verdict[:3].tolist())
+        if texts is not None:
+            emissions = _with_text_drafts(rows, draft, emissions, verdict.tolist())
+        return draft, emissions, largest_N
     target = target_distributions(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.text_drafts for row in rows):
@@ -93,19 +97,61 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
     return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
 
 
-def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
+def _are_plain(rows: Sequence[Row], draft: Draft, takes_texts: bool) -> bool:
     """Whether `decide` can verify all rows: their distributions depend on logits, temperatures and filters alone, it
-    has their rules, and their trees have tokens.
+    has their rules, and their trees have tokens. takes_texts: of the kernels.
     """
     return draft.tokens_M is None and all(
         row.text is None
-        and not row.text_drafts
+        and (takes_texts or not row.text_drafts)
         and not row.shifts
         and not row.sampling.seed_stable
         and not row.speculation.over_acceptance
         and (row.speculation.rule in _BY_LOGITS or not row.fanout or row.sampling.is_greedy)
         for row in rows
     )
+
+
+def _text_nodes(rows: Sequence[Row], draft: Draft) -> TextNodes | None:
+    """Return the nodes of text drafts among those of a step; None if there are none."""
+    if not any(row.text_drafts for row in rows):
+        return None
+    starts = draft.starts.tolist()
+    nodes = TextNodes.none(starts[-1], len(rows))
+    numbers_BL = np.zeros((len(rows), max(row.longest_chain for row in rows)))
+    for number, row in enumerate(rows):
+        if not row.text_drafts:
+            continue
+        tree, start = draft.trees[number], starts[number]
+        for parent, children in edges_of(tree, row.first_text_draft).items():
+            for child in children:
+                nodes.parent_N[start + child] = parent
+                nodes.token_N[start + child] = tree.tokens[child - 1]
+        numbers_BL[number, : row.longest_chain] = _walk_numbers(row)
+    return replace(nodes, number_BL=numbers_BL)
+
+
+def _walk_numbers(row: Row) -> Floats:
+    """Return [L] the uniform numbers that decide about text drafts at each depth."""
+    return uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, np.arange(row.longest_chain))
+
+
+def _with_text_drafts(
+    rows: Sequence[Row], draft: Draft, emissions: Sequence[Emission], verdict: Sequence[Sequence[int]]
+) -> list[Emission]:
+    """Return the emissions with what text drafts contributed; verdict: of `Kernels.decide`."""
+    found = []
+    for row, tree, emission, *of_row in zip(rows, draft.trees, emissions, *verdict, strict=True):
+        if row.text_drafts:
+            chain, accepted, token, node = of_row
+            followed = walk_to(tree, row.first_text_draft, node)
+            rank = int(draft.layout.rank_C[chain])
+            lives = (
+                tree.paths[rank][: followed.depth + 1] == followed.path and len(tree.paths[rank]) > followed.depth + 1
+            )
+            emission = _emission_below(row, tree, followed, lives, rank, accepted, token)
+        found.append(emission)
+    return found
 
 
 def emitted(
@@ -119,8 +165,7 @@ def emitted(
     ranks = draft.layout.rank_C[chains].tolist()
     found = zip(rows, draft.trees, ranks, accepted, next_tokens, strict=True)
     return [
-        _emission(row, tree, rank, count, token, min(count, max(0, row.draft_length - 1)))
-        for row, tree, rank, count, token in found
+        _emission(row, tree, rank, count, token, min(count, _most_kept(row))) for row, tree, rank, count, token in found
     ]
 
 
@@ -276,8 +321,7 @@ def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence
     for number in numbers:
         row = rows[number]
         probability = {node: next(found) for node in nodes[number]}
-        uniform_L = uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, np.arange(row.longest_chain))
-        walks[number] = walk(draft.trees[number], row.first_text_draft, probability, uniform_L.tolist())
+        walks[number] = walk(draft.trees[number], row.first_text_draft, probability, _walk_numbers(row).tolist())
     return walks
 
 
@@ -290,14 +334,30 @@ def _emissions(
     found = zip(numbers, ranks, verdict.accepted, verdict.next_tokens, verdict.shifts, verdict.bias, strict=True)
     for number, rank, accepted, next_token, shifts, bias in found:
         row, tree, followed = rows[number], draft.trees[number], task.walks.get(number)
-        num_draft_kept = max(0, row.draft_length - 1)  # the draft model never ran on the last token of a chain
-        if followed is not None:
+        if followed is None:
+            emission = _emission(row, tree, rank, accepted, next_token, min(accepted, _most_kept(row)))
+        else:
             accepted += followed.depth
-            if not task.goes_on_R[number]:
-                rank, num_draft_kept = followed.rank, 0
-        text_draft_counts = () if followed is None else _count_text_drafts(row, tree, followed)
-        emission = _emission(row, tree, rank, accepted, next_token, min(accepted, num_draft_kept))
-        yield msgspec.structs.replace(emission, text_draft_counts=text_draft_counts, shifts=shifts, bias=bias)
+            emission = _emission_below(row, tree, followed, bool(task.goes_on_R[number]), rank, accepted, next_token)
+        yield msgspec.structs.replace(emission, shifts=shifts, bias=bias)
+
+
+def _most_kept(row: Row) -> int:
+    """Return the most accepted tokens with draft K/V: the draft model never ran on the last token of a chain."""
+    return max(0, row.draft_length - 1)
+
+
+def _emission_below(
+    row: Row, tree: Tree, followed: Walk, goes_on: bool, rank: int, accepted: int, next_token: int
+) -> Emission:
+    """Return the emission of a row with text drafts.
+
+    followed: their accepted part. goes_on: whether a chain of this rank was verified below it. accepted: number of all
+    accepted tokens.
+    """
+    most_kept = _most_kept(row) if goes_on else 0
+    emission = _emission(row, tree, rank if goes_on else followed.rank, accepted, next_token, min(accepted, most_kept))
+    return msgspec.structs.replace(emission, text_draft_counts=_count_text_drafts(row, tree, followed))
 
 
 def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, num_draft_kept: int) -> Emission:

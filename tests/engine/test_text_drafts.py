@@ -87,14 +87,11 @@ def walk_by_single_children(
     return Walk(path, rank, refused)
 
 
-@pytest.mark.parametrize(
-    ("name", "temperature"),
-    grid([("text drafts alone", 1.0), ("bv_race", 0.7), ("traversal", 1.0)], {("text drafts alone", 1.0)}),
-)
-def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], name: str, temperature: float) -> None:
-    """Trees that the load decides on, with several children of most nodes."""
-    settings = {"temperature": temperature}
-    exact = output_distribution.exact_distribution(pair[0], settings, BRANCHING)
+@pytest.mark.parametrize("name", grid(ADAPTIVE, {"text drafts alone"}))
+def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
+    """Trees that the load decides on, with several children of most nodes; by one kernel, and with penalties by plain
+    operations.
+    """
     widest = 0
 
     def noted(right: Any, *operands: Any) -> Any:
@@ -102,36 +99,20 @@ def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], n
         widest = max(widest, *map(len, edges_of(operands[0], operands[1]).values()))
         return right(*operands)
 
-    def sampled() -> Any:
-        times = StepTimes(FREE.points())
-        return output_distribution.sample(
-            pair, ADAPTIVE[name], settings, prompt=BRANCHING, times=times, prediction=PREDICTION
+    def p_value(sampling: str) -> float:
+        settings = SAMPLINGS[sampling]
+        exact = output_distribution.exact_distribution(pair[0], settings, BRANCHING)
+        counts = output_distribution.sample(
+            pair, ADAPTIVE[name], settings, prompt=BRANCHING, times=StepTimes(FREE.points()), prediction=PREDICTION
         )
+        return g_test(counts, exact)
 
+    assert p_value("plain") > ALPHA
     with instead("engine.step.verify", "walk", noted):
-        assert g_test(sampled(), exact) > ALPHA
+        assert p_value("penalties") > ALPHA
     assert widest >= 2
     with instead("engine.step.verify", "walk", walk_by_single_children):
-        assert g_test(sampled(), exact) < ALPHA
-
-
-@pytest.mark.parametrize("names", [BOTH, ALL])
-def test_the_load_decides_on_text_drafts(names: tuple[str, ...]) -> None:
-    """Free ones are drafted and dear ones are not; the answer is the same."""
-    shape = Speculation() if "model" not in names else BV_RACE
-    adaptive = msgspec.structs.replace(shape, drafters=names, adaptive=True)
-    plain, _ = answer(Speculation())
-    num_nodes = {}
-    for node_s in (1e-9, 0.1):
-        engine = build()
-        engine.scheduler.times = times = StepTimes(Machine(node_s=node_s).points())
-        engine.scheduler.controller = Controller(times, 5)
-        one = tiny.request("x", PROMPT_TOKENS, adaptive, 60)
-        run = tiny.run(engine, [msgspec.structs.replace(one, prediction=tuple(plain))])
-        assert run.tokens["x"] == plain
-        num_nodes[node_s] = sum(part.num_nodes for step in run.outcomes["x"] for part in step.text_draft_counts)
-    assert num_nodes[1e-9] > 30
-    assert not num_nodes[0.1]
+        assert p_value("penalties") < ALPHA
 
 
 def with_answers_first(pair: tuple[LoadedModel, LoadedModel], same_seed: bool) -> tuple[Counter[tuple[int, ...]], int]:

@@ -26,6 +26,7 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
+from engine.kernels import numba_block
 from engine.kernels.protocol import ChainNoise, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.plan import level_widths
@@ -34,8 +35,9 @@ from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.text_drafts import Below, below, refuse
 from tests.grid import FAMILIES
+from tests.kernels.test_kernel_mutants import BLOCK, kernels_with
 from tests.speculation.exact import from_prefix
-from tests.speculation.served import KERNELS, Fit, fit, small_world
+from tests.speculation.served import KERNELS, WITHOUT_TEXTS, Fit, fit, small_world
 from tests.speculation.test_served_steps import VOCABULARY, row_of, step
 from tests.wrong import instead
 
@@ -285,10 +287,26 @@ def test_what_a_step_serves_is_the_enumerated_law(drafting: Drafting) -> None:
     assert sampled(drafting).p_value > ALPHA
 
 
+@pytest.mark.parametrize("kernels", [KERNELS, WITHOUT_TEXTS], ids=["one kernel", "walk before the kernels"])
 @pytest.mark.parametrize("drafting", CHAINS, ids=str)
-def test_kernels_serve_the_enumerated_law(drafting: Drafting) -> None:
+def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) -> None:
     """Those of the device: Numba's on a CPU."""
-    assert sampled(drafting, KERNELS, seed=NUM_ROWS).p_value > ALPHA
+    assert sampled(drafting, kernels, seed=NUM_ROWS).p_value > ALPHA
+
+
+@pytest.mark.skipif(not KERNELS.takes_texts, reason="a kernel of a CPU")
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("draft_rows[number, begin:]", "draft_rows[number]"),
+        ("verdict[2, request] = number, walked + stop, token", "verdict[2, request] = number, stop, token"),
+    ],
+    ids=["draft distributions from the root", "accepted tokens below the walk alone"],
+)
+def test_a_wrong_kernel_is_rejected(right: str, wrong: str) -> None:
+    kernels = kernels_with(BLOCK, right, wrong)
+    with instead(numba_block, "decide", lambda _, *operands: kernels.decide(*operands)):
+        assert sampled(CHAINS[-1], KERNELS, num_rows=1_000).p_value < ALPHA
 
 
 @pytest.mark.slow
@@ -300,7 +318,7 @@ def test_triton_s_race_serves_the_enumerated_law() -> None:
     assert sampled(CHAINS[-1], mixed, num_rows=300).p_value > ALPHA
 
 
-@pytest.mark.parametrize("kernels", [TORCH, KERNELS], ids=["plain", "kernels"])
+@pytest.mark.parametrize("kernels", [TORCH, WITHOUT_TEXTS], ids=["plain", "kernels"])
 @pytest.mark.parametrize("part", PARTS[1:])
 def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Kernels) -> None:
     """`leads_CL` is not among its operands: rules by nodes read it."""

@@ -38,10 +38,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "one token": drafts("bv_race", 1),
     "filtered": {**drafts("bv_race", 2, 1), "sampling": {"temperature": 0.7, "top_k": 3, "top_p": 0.9}},
     "no unlikely ones": {**drafts("block", 1, 1), "sampling": {"min_p": 0.3}},
+    "text drafts alone": served.ROWS["text drafts alone"],
+    "filtered text drafts": {**served.ROWS["text drafts alone"], "sampling": {"temperature": 0.8, "top_p": 0.9}},
+    "race with text drafts": served.ROWS["bv_race with text drafts"],
+    "block with text drafts": served.ROWS["block with text drafts"],
 }
 GREEDY = {
     "greedy": {**drafts("rrs", 3, 1), "sampling": {"temperature": 0.0}},
     "greedy plain": {**OFF, "sampling": {"temperature": 0.0}},
+    "greedy text drafts": {**served.ROWS["text drafts alone"], "sampling": {"temperature": 0.0}},
+    "greedy race with text drafts": {**served.ROWS["bv_race with text drafts"], "sampling": {"temperature": 0.0}},
 }
 NUM_ROWS = 3000
 """Rows of every type."""
@@ -79,19 +85,25 @@ def test_rows_have_the_target_s_law() -> None:
 WRONG = {
     "laws of the next node": (
         BLOCK,
-        "node_rows[chain, depth] - first",
-        "min(node_rows[chain, depth] - first + 1, count - 1)",
+        "node_rows[number, walked + depth] - first",
+        "min(node_rows[number, walked + depth] - first + 1, count - 1)",
     ),
     "the first request's temperature": (BLOCK, "temperature = temperatures[request]", "temperature = temperatures[0]"),
-    "one number for two decisions": (BLOCK, "numbers[3, chain, 0]", "numbers[1, chain, 0]"),
-    "no filters": (BLOCK, "top_ks[request],\n                    top_ps[request]", "0, np.float32(1)"),
+    "one number for two decisions": (BLOCK, "numbers[3, number, 0]", "numbers[1, number, 0]"),
+    "no filters": (BLOCK, "top_ks[request], top_ps[request]", "0, np.float32(1)"),
     "a token more": (BLOCK, "top_ks[request],", "top_ks[request] + 1,"),
+    "each child by itself": (BLOCK, "mass += np.float64(share_of", "mass = np.float64(share_of"),
+    "refused tokens stay": (BLOCK, "if total > 0:\n", "if total > 2:\n"),
+    "one number for all depths": (BLOCK, "walk_numbers[request, walked]", "walk_numbers[request, 0]"),
     "the first request's min_p": (BLOCK, "least_logs[request]", "least_logs[0]"),
     "no temperature": (ROWS, "log = (logits[column] - most) / temperature", "log = logits[column] - most"),
 }
 
 
-@pytest.mark.parametrize("wrong", grid(WRONG, {"one number for two decisions"}))
+IN_THE_GATE = {"one number for two decisions", "each child by itself"}
+
+
+@pytest.mark.parametrize("wrong", grid(WRONG, IN_THE_GATE))
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
     kernels = kernels_with(*WRONG[wrong])
     with instead(numba_block, "decide", lambda _, *operands: kernels.decide(*operands)):
@@ -142,9 +154,9 @@ def test_numbers_that_are_not_finite_are_found(number: float, kind: str) -> None
     [
         drafts("token", 1, 1),
         {**OFF, "sampling": {"seed_stable": True}},
-        served.ROWS["text drafts alone"],
+        served.ROWS["one text draft"],
     ],
-    ids=["another rule", "seed-stable", "text drafts"],
+    ids=["another rule", "seed-stable", "another rule with text drafts"],
 )
 def test_other_rows_take_the_general_path(fields: dict[str, Any]) -> None:
     with (

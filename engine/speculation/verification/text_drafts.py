@@ -41,33 +41,39 @@ class Walk:
 
 
 def edges_of(tree: Tree, first_text_draft: int) -> dict[int, list[int]]:
-    """Return the children of every node that has some, in the chains' order; chains from `first_text_draft` on are text
-    drafts.
-    """
-    children: dict[int, list[int]] = {}
+    """Return the children of every node that has some, in order; chains from `first_text_draft` on are text drafts."""
+    children: dict[int, set[int]] = {}
     for path in tree.paths[first_text_draft:]:
         for node, child in pairwise(path):
-            if child not in children.setdefault(node, []):
-                children[node].append(child)
-    return children
+            children.setdefault(node, set()).add(child)
+    return {node: sorted(below) for node, below in children.items()}
+
+
+def walk_to(tree: Tree, first_text_draft: int, node: int) -> Walk:
+    """Return the walk that ended at a node."""
+    path = [node]
+    while path[-1]:
+        path.append(tree.parents[path[-1] - 1])
+    path.reverse()
+    rank = next(i for i, nodes in enumerate(tree.paths) if i >= first_text_draft and nodes[: len(path)] == path)
+    refused = edges_of(tree, first_text_draft).get(node, ())
+    return Walk(path, rank, [tree.tokens[child - 1] for child in refused])
 
 
 def walk(tree: Tree, first_text_draft: int, probability: dict[int, float], uniform_L: Sequence[float]) -> Walk:
     """Follow the text drafts; `probability` is the target's of each node's token, `uniform_L` decides at each depth."""
     children = edges_of(tree, first_text_draft)
-    path, refused = [0], [tree.tokens[child - 1] for child in children[0]]
-    while path[-1] in children:
-        mass, before = 0.0, len(path)
-        for child in children[path[-1]]:
+    node, depth = 0, 0
+    while node in children:
+        mass = 0.0
+        for child in children[node]:
             mass += probability[child]
-            if uniform_L[before - 1] < mass:
-                path.append(child)
+            if uniform_L[depth] < mass:
+                node, depth = child, depth + 1
                 break
-        if len(path) == before:
+        else:
             break
-        refused = [tree.tokens[child - 1] for child in children.get(path[-1], ())]
-    rank = next(i for i, nodes in enumerate(tree.paths) if i >= first_text_draft and nodes[: len(path)] == path)
-    return Walk(path, rank, refused)
+    return walk_to(tree, first_text_draft, node)
 
 
 def refuse(probs_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]) -> None:
