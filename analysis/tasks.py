@@ -137,7 +137,7 @@ def read_prompts(file: Path, folder: str, per_task: int) -> list[TaskPrompt]:
     """Return some prompts of each task, as user messages in a model's chat template."""
     tokenizer = import_transformers().AutoTokenizer.from_pretrained(folder)
     by_task: dict[str, list[TaskPrompt]] = defaultdict(list)
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").strip().split("\n"):
         stated = json.loads(line)
         if len(by_task[stated["task"]]) == per_task:
             continue

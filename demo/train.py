@@ -16,7 +16,7 @@ learning-rate schedule.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,6 @@ from demo.modeling import (
     save_model,
     write_json,
 )
-from distill.losses import distillation_loss
-from distill.texts import continued
 from distill.training import autocast, build_optimizer
 
 STAGES = ("prepare", "target", "draft", "evaluate")
@@ -220,6 +218,45 @@ def sample_corpus(
     flat = torch.cat(rows).numpy().astype(np.uint16)
     offsets = np.arange(len(flat) + 1, dtype=np.int64) * row_length
     return Corpus(flat.ravel(), offsets, np.full(len(flat), "sampled"))
+
+
+def continued(
+    logits_of: Callable[[Tensor], Tensor], prompts: Sequence[Sequence[int]], length: int, generator: torch.Generator
+) -> Tensor:
+    """Sample texts at temperature 1: [B, length] tokens, through end tokens (a new turn or text follows one).
+
+    logits_of: takes the next tokens [B, N] of all texts, each once, and returns logits [B, V] after the last of them.
+    """
+    known_BT = torch.full((len(prompts), length), -1)
+    for row, prompt in enumerate(prompts):
+        kept = torch.tensor(prompt[: length - 1])
+        known_BT[row, : len(kept)] = kept
+    known_BT = known_BT.to(generator.device)
+    token_ids_BN = known_BT[:, : min(length - 1, *map(len, prompts))]
+    fed, position = [], 0
+    while True:
+        logits_BV = logits_of(token_ids_BN)
+        fed.append(token_ids_BN)
+        position += token_ids_BN.shape[1]
+        if position == length:
+            return torch.cat(fed, 1)
+        drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator).squeeze(1)
+        known_B = known_BT[:, position]
+        token_ids_BN = torch.where(known_B >= 0, known_B, drawn_B).unsqueeze(1)
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor, tv_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 - TV.
+
+    The total variation is one minus the probability that speculative sampling accepts a drafted token.
+    The share of KL that always stays keeps some mass on the target's less likely tokens.
+    """
+    log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+    p = log_p.exp()
+    weights = weights / weights.sum()
+    divergence = ((p * (log_p - log_q)).sum(-1) * weights).sum()
+    variation = (0.5 * (p - log_q.exp()).abs().sum(-1) * weights).sum()
+    return (1 - tv_weight) * divergence + tv_weight * variation, 1 - variation
 
 
 def position_weights(inputs: Tensor, tokenizer: PreTrainedTokenizerFast, prompt_weight: float) -> Tensor:

@@ -1,9 +1,13 @@
-"""The target while a head is trained for it: it samples texts, and its states and distributions are what is learned."""
+"""The target while a head is trained for it: its states and distributions, by passes over whole texts.
+
+Weights of a GGUF file are dequantised to bfloat16, so that the states are those of the file's own numbers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ from torch.nn.functional import linear
 
 from engine.attention.tensors import NORMED
 from engine.errors import ConfigError
+from engine.models.gguf.folder import file_of
 from engine.models.heads.head import TargetWeights
 from engine.models.loading import arithmetic_dtype, load
 from engine.models.taps import observing
@@ -22,11 +27,19 @@ class Observed:
     """One pass of the target over a batch of texts."""
 
     logits_BV: Tensor
-    """Below the last token of each text."""
+    """Below the last token of each row."""
     taps_BTX: Tensor
     """Its states at the taps, concatenated."""
     last_BTD: Tensor
     """Its states after the final norm."""
+
+
+def _short_name(name: str) -> str:
+    """Return a model's name without a folder of this machine: that of its GGUF file or folder, or on the hub."""
+    folder = Path(name)
+    if not folder.exists():
+        return name
+    return (file_of(folder) or folder).name
 
 
 class Target:
@@ -36,12 +49,13 @@ class Target:
         """Raises ConfigError and LoadError, as loading does."""
         has_bfloat16 = device.type == "cpu" and arithmetic_dtype("bfloat16", device) == torch.bfloat16
         self.name, self.device = name, device
+        self.short_name = _short_name(name)
         self.model = load(name, revision, "bfloat16" if has_bfloat16 else "auto", device).model
         self.model.set_attn_implementation("sdpa")
         if device.type == "cpu" and not has_bfloat16:
             self.model.float()
         num_layers = self.config.num_hidden_layers
-        self.taps = tuple(taps or sorted({min(2, num_layers), num_layers // 2, max(0, num_layers - 3)}))
+        self.taps = tuple(taps or sorted({min(2, num_layers), num_layers // 2, num_layers}))
         if bad := [tap for tap in self.taps if not 0 <= tap <= num_layers]:
             raise ConfigError(f"--taps {bad[0]}: {name} has {num_layers} layers")
         self.weights = TargetWeights.of(self.model, torch.float32)
@@ -51,12 +65,17 @@ class Target:
         """The transformers config of its text."""
         return self.model.config.get_text_config()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a token on disk."""
+        return 2 * int(self.config.hidden_size) * (len(self.taps) + 1)
+
     @torch.inference_mode()
-    def observe(self, token_ids_BT: Tensor, cache: Any) -> Observed:
-        """One pass over further tokens of texts."""
+    def observe(self, token_ids_BT: Tensor) -> Observed:
+        """One pass over whole texts; shorter ones are filled up at their ends, which no other token sees."""
         states: dict[int, Tensor] = {}
         with observing(self.model, (*self.taps, NORMED), states.__setitem__):
-            logits_BTV = self.model(token_ids_BT, past_key_values=cache, logits_to_keep=1).logits
+            logits_BTV = self.model(token_ids_BT.to(self.device), use_cache=False, logits_to_keep=1).logits
         taps_BTX = torch.cat([states[tap] for tap in self.taps], -1)
         return Observed(logits_BTV[:, -1].float(), taps_BTX, states[NORMED])
 

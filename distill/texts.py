@@ -1,57 +1,55 @@
-"""Texts that the target samples at temperature 1, with its states at every token.
+"""Texts on disk: what the target samples, and whole texts that are given.
 
-A *batch* is a file: `token_ids` [B, T], `taps` [B, T, X] and `last` [B, T, D], the states after the final norm, from
-which the target's distribution below each token follows. Training reads the files and needs no further pass of the
-target. Batch n is a function of the seed and n, so that an interrupted run samples what it would have sampled.
+A *batch* is a file of texts: `token_ids` and `counts` [T] of all texts one after the other, and `lengths` [N]. Sampled
+batches and batches of given texts take turns. Sampled batch n is a function of the settings and n. So an interrupted
+run samples what it would have sampled, and a longer run begins with the texts of a shorter one.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from distill.target import Target
+from distill.dialogues import LearnedText
 from engine.errors import ConfigError
 
-Prompts = Sequence[tuple[int, ...]]
+GIVEN, SAMPLED = "given", "sampled"
 
 
-@dataclass(frozen=True)
-class TextSizes:
-    """Amount of text that is sampled."""
+class TextPlace(NamedTuple):
+    """Place of a text in a file."""
 
-    num_batches: int
-    batch_size: int
-    """Texts that are sampled together."""
+    file: Path
+    first: int
     length: int
-    """Tokens of a text, with its prompt."""
+    before: int
+    """Number of leading tokens below which nothing is learned."""
+    after: int
+    """The same at its end."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all texts."""
-        return self.num_batches * self.batch_size * self.length
+    def cropped(self, context: int) -> TextPlace:
+        """Return the place of the part in which something is learned, with some tokens before it."""
+        start = max(0, self.before - context)
+        length = self.length - start - self.after
+        return self._replace(first=self.first + start, length=length, before=self.before - start, after=0)
 
 
 class Texts:
-    """Sampled texts on disk."""
+    """The texts of a folder."""
 
-    def __init__(self, folder: Path, sizes: TextSizes) -> None:
-        self.folder, self.sizes = folder, sizes
-
-    def file(self, number: int) -> Path:
-        """File of a batch."""
-        return self.folder / f"{number:05d}.safetensors"
+    def __init__(self, folder: Path, batch_size: int) -> None:
+        self.folder, self.batch_size = folder, batch_size
 
     def check(self, settings: dict[str, Any]) -> None:
         """Write the settings of the texts; raises ConfigError if the folder holds other texts."""
@@ -64,85 +62,109 @@ class Texts:
         self.folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(settings) + "\n", encoding="utf8")
 
-    def sample(self, target: Target, prompts: Prompts, seed: int) -> None:
-        """Sample the batches that are missing; raises ConfigError if the disk is too small."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        missing = [number for number in range(self.sizes.num_batches) if not self.file(number).exists()]
-        state_bytes = 2 * target.config.hidden_size * (len(target.taps) + 1)
-        needed = len(missing) * self.sizes.batch_size * self.sizes.length * state_bytes
-        if needed > (free := shutil.disk_usage(self.folder).free):
-            raise ConfigError(
-                f"{self.folder}: these texts and states need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB "
-                "are free; lower --tokens, or choose another disk with --texts"
-            )
-        batch_tokens = self.sizes.batch_size * self.sizes.length
-        total = self.sizes.num_tokens
-        with tqdm(
-            total=total, initial=total - len(missing) * batch_tokens, desc="sample", unit="token", unit_scale=True
-        ) as bar:
-            for number in missing:
-                chosen = np.random.default_rng((seed, number)).integers(len(prompts), size=self.sizes.batch_size)
-                tensors = sample_batch(target, [prompts[index] for index in chosen], self.sizes.length, seed, number)
-                partial = self.file(number).with_suffix(".part")
-                save_file(tensors, partial)
-                partial.replace(self.file(number))
-                bar.update(batch_tokens)
+    def file(self, source: str, number: int) -> Path:
+        """File of a batch."""
+        return self.folder / f"{source}-{number:05d}.safetensors"
 
-    def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """Some texts, counted over all batches."""
-        parts: list[dict[str, Tensor]] = []
-        for number in numbers:
-            file, row = divmod(number, self.sizes.batch_size)
-            with safe_open(self.file(file), "pt") as opened:
-                parts.append({name: opened.get_slice(name)[row] for name in opened.keys()})  # noqa: SIM118
-        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    def files(self, num_tokens: float) -> list[Path]:
+        """Return the files of the first batches that have this many tokens together, as far as they are there."""
+        found, total = [], 0
+        for file in self._in_turns():
+            if total >= num_tokens or not file.exists():
+                break
+            found.append(file)
+            total += num_tokens_of(file)
+        return found
 
+    def _in_turns(self) -> Iterator[Path]:
+        """Yield the files of sampled batches, each with a batch of given texts after it as long as there are some."""
+        for number in count():
+            yield self.file(SAMPLED, number)
+            if (given := self.file(GIVEN, number)).exists():
+                yield given
 
-def sample_batch(target: Target, prompts: Prompts, length: int, seed: int, number: int) -> dict[str, Tensor]:
-    """Continue prompts to texts of `length` tokens, and return the target's states at every token with them."""
-    from transformers import DynamicCache
+    def num_given(self) -> int:
+        """Return the number of tokens of all given texts."""
+        return sum(num_tokens_of(file) for file in self.folder.glob(f"{GIVEN}-*.safetensors"))
 
-    cache = DynamicCache(config=target.model.config)
-    taps: list[Tensor] = []
-    last: list[Tensor] = []
+    def add(self, source: str, number: int, texts: Sequence[LearnedText]) -> None:
+        """Write a batch, without texts in which nothing is learned."""
+        texts = [text for text in texts if any(text.counts[1:])]
+        tensors = {
+            "token_ids": torch.tensor([token for text in texts for token in text.token_ids], dtype=torch.int32),
+            "counts": torch.tensor([one for text in texts for one in text.counts], dtype=torch.bool),
+            "lengths": torch.tensor([len(text.token_ids) for text in texts], dtype=torch.int32),
+        }
+        write_tensors(tensors, self.file(source, number))
 
-    def logits_of(token_ids_BN: Tensor) -> Tensor:
-        observed = target.observe(token_ids_BN, cache)
-        if not taps:
-            target.check_logits(observed)
-        taps.append(observed.taps_BTX.to("cpu", torch.bfloat16))
-        last.append(observed.last_BTD.to("cpu", torch.bfloat16))
-        return observed.logits_BV
+    def give(self, texts: Iterator[LearnedText]) -> None:
+        """Write whole texts."""
+        for number in count():
+            if not (batch := list(islice(texts, self.batch_size))):
+                return
+            self.add(GIVEN, number, batch)
 
-    generator = torch.Generator(target.device).manual_seed((seed << 32) + number)
-    token_ids_BT = continued(logits_of, prompts, length, generator)
-    return {
-        "token_ids": token_ids_BT.to("cpu", torch.int32),
-        "taps": torch.cat(taps, 1),
-        "last": torch.cat(last, 1),
-    }
+    def sample(self, texts_of: Callable[[int], Sequence[LearnedText]], num_tokens: int, bar: tqdm[Any]) -> None:
+        """Sample the batches that are missing up to a number of tokens in all texts. texts_of: samples a batch."""
+        total = 0
+        for file in self._in_turns():
+            if total >= num_tokens:
+                return
+            if not file.exists():
+                number = int(file.stem.rpartition("-")[2])
+                self.add(SAMPLED, number, texts_of(number))
+            total += num_tokens_of(file)
+            bar.n = min(total, num_tokens)
+            bar.refresh()
 
 
-def continued(
-    logits_of: Callable[[Tensor], Tensor], prompts: Sequence[Sequence[int]], length: int, generator: torch.Generator
-) -> Tensor:
-    """Sample texts at temperature 1: [B, length] tokens, through end tokens (a new turn or text follows one).
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a file that is whole whenever it is there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".part")
+    save_file(tensors, partial)
+    partial.replace(file)
 
-    logits_of: takes the next tokens [B, N] of all texts, each once, and returns logits [B, V] after the last of them.
-    """
-    known_BT = torch.full((len(prompts), length), -1)
-    for row, prompt in enumerate(prompts):
-        kept = torch.tensor(prompt[: length - 1])
-        known_BT[row, : len(kept)] = kept
-    known_BT = known_BT.to(generator.device)
-    token_ids_BN = known_BT[:, : min(length - 1, *map(len, prompts))]
-    fed, position = [], 0
-    while True:
-        logits_BV = logits_of(token_ids_BN)
-        fed.append(token_ids_BN)
-        position += token_ids_BN.shape[1]
-        if position == length:
-            return torch.cat(fed, 1)
-        drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator).squeeze(1)
-        known_B = known_BT[:, position]
-        token_ids_BN = torch.where(known_B >= 0, known_B, drawn_B).unsqueeze(1)
+
+def lengths_of(file: Path) -> list[int]:
+    """Return the lengths of a batch's texts."""
+    with safe_open(file, "pt") as opened:
+        lengths: list[int] = opened.get_tensor("lengths").tolist()
+    return lengths
+
+
+def num_tokens_of(file: Path) -> int:
+    """Return the number of tokens of a batch."""
+    return sum(lengths_of(file))
+
+
+def first_texts(file: Path, number: int) -> list[LearnedText]:
+    """Return the first texts of a batch."""
+    tensors, first, found = load_file(file), 0, []
+    for length in tensors["lengths"].tolist()[:number]:
+        part = slice(first, first + length)
+        found.append(LearnedText(tensors["token_ids"][part].tolist(), tensors["counts"][part].tolist()))
+        first += length
+    return found
+
+
+def places_of(files: Sequence[Path]) -> list[TextPlace]:
+    """Return the places of all texts of some batches."""
+    found = []
+    for file in files:
+        tensors, first = load_file(file), 0
+        for length in tensors["lengths"].tolist():
+            learned = tensors["counts"][first : first + length].nonzero().flatten().tolist()
+            found.append(TextPlace(file, first, length, learned[0], length - 1 - learned[-1]))
+            first += length
+    return found
+
+
+def learned_counts(files: Sequence[Path], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Return [V] how often each token follows a token whose distribution is learned."""
+    found = np.zeros(vocab_size, dtype=np.int64)
+    for file in files:
+        tensors = load_file(file)
+        token_ids, counts = tensors["token_ids"][1:].numpy(), tensors["counts"][:-1].numpy()
+        found += np.bincount(token_ids[counts], minlength=vocab_size)
+    return found

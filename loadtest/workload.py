@@ -28,7 +28,7 @@ def load(task: str) -> list[Prompt]:
     """
     resource = files("demo").joinpath(f"heldout_{task}.jsonl") if task in TASKS else Path(task)
     try:
-        lines = resource.read_text(encoding="utf8").splitlines()
+        lines = resource.read_text(encoding="utf8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{task}: neither a task ({', '.join(TASKS)}) nor a file that can be read: {error}") from error
     prompts = [_prompt(line, f"{task}:{number}") for number, line in enumerate(lines, 1) if line.strip()]

@@ -94,8 +94,13 @@ class CheckedAnswer:
         return sum(outcome.bias for _, outcome in self.steps)
 
 
-def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, CheckedAnswer]:
-    """Answer all requests on an idle engine; the limits of served requests do not apply."""
+def run_to_end(
+    engine: Engine, requests: Sequence[Request], progress: Callable[[int], object] = lambda _: None
+) -> dict[str, CheckedAnswer]:
+    """Answer all requests on an idle engine; the limits of served requests do not apply.
+
+    progress: is called with the number of tokens of each result of a step.
+    """
     answers = {request.request_id: CheckedAnswer() for request in requests}
     engine.scheduler.tables.forget_all()  # passes outside the scheduler may have written anywhere
     for request in requests:
@@ -105,6 +110,7 @@ def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Checked
             answer = answers[outcome.request_id]
             answer.steps.append((len(answer.tokens), outcome))
             answer.tokens += outcome.token_ids
+            progress(len(outcome.token_ids))
     return answers
 
 

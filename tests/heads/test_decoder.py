@@ -172,12 +172,24 @@ def test_weights_are_stored_in_a_smaller_type_only_if_it_has_all_numbers(target:
     head = folders.load(folders.write_eagle(tmp_path / "head"), target)
     exact = backends(target, head, torch.bfloat16)
     assert exact[1].forms.layers == "float32"
-    for weight in decoder._decoded_weights(head.model):
+    for weight in decoder._decoded_weights(head.model, {}):
         weight.data = weight.data.bfloat16().float()
     rounded = backends(target, head, torch.bfloat16)
     assert rounded[1].forms == forms_of(torch.bfloat16)
     assert rounded[1].weight_bytes < 0.7 * exact[1].weight_bytes
     assert difference(head, rounded) < (0.1 if HAS_PAIRS else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_the_target_do_not_choose_the_type_of_a_head_s_own(
+    target: LoadedModel, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Embeddings that the target's decoder has in float32, or in blocks of a GGUF file, are no weights of the head."""
+    written = folders.write_eagle(tmp_path / "head", **SHARING)
+    head = folders.load(written, target)
+    for module in decoder._decoded_modules(head.model):
+        module.weight.data = module.weight.data.bfloat16().float()
+    assert backends(target, head, dtype)[1].forms == forms_of(torch.bfloat16)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

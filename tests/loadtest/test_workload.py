@@ -19,12 +19,13 @@ def test_the_tasks_have_prompts() -> None:
 def test_a_file_gives_its_records_in_turn(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     file = tmp_path / "own prompts.jsonl"
-    records = [{"messages": chat}, {"prompt": "Once"}, {"text": "upon"}]
-    file.write_text("\n\n".join(map(json.dumps, records)) + "\n")
+    records = [{"messages": chat}, {"prompt": "Once"}, {"text": "upon\u2028a"}]  # this separator ends no record
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    file.write_text("\n\n".join(lines) + "\n", encoding="utf8")
     assert load(str(file)) == [
         Prompt("/v1/chat/completions", {"messages": chat}),
         Prompt("/v1/completions", {"prompt": "Once"}),
-        Prompt("/v1/completions", {"prompt": "upon"}),
+        Prompt("/v1/completions", {"prompt": "upon\u2028a"}),
     ]
     assert parser().parse_args(["--tasks", f"dialogues,{file}"]).tasks == ["dialogues", str(file)]
 

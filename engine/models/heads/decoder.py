@@ -7,7 +7,7 @@ head whose numbers differ runs through them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,13 +51,15 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         """Lay out a head's weights.
 
         target: the target's backend, whose embeddings and output head are used in place of missing ones. dtype: of the
-        stored weights, if it has all their numbers; otherwise they are stored in float32. wanted: requested formats.
+        target's weights. Those of the head are stored in bfloat16 or this type, whichever has all their numbers,
+        otherwise in float32. wanted: requested formats.
         """
         self._head = head
-        stored = dtype if all(_fits(weight, dtype) for weight in _decoded_weights(head)) else torch.float32
-        wanted = wanted or ModelConfig(target="")
-        forms = forms_of(stored, wanted.draft_weights, wanted.activations == "auto")
-        super().__init__(_as_model(head), forms, shared=_shared(head, target))
+        wanted, shared = wanted or ModelConfig(target=""), _shared(head, target)
+        weights = _decoded_weights(head, shared)
+        narrow = (one for one in (torch.bfloat16, dtype) if all(_fits(weight, one) for weight in weights))
+        forms = forms_of(next(narrow, torch.float32), wanted.draft_weights, wanted.activations == "auto")
+        super().__init__(_as_model(head), forms, shared=shared)
         config, ids, block = head.config, head.target_ids, head.config.block
         leaves_normed = config.norm_output or block is not None
         self._put(nt.NORM_FLAGS, np.array([config.norm_before_residual, leaves_normed], dtype=np.int64))
@@ -289,8 +291,14 @@ def _decoded_modules(head: Any) -> list[Any]:
     return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear | nn.Embedding)]
 
 
-def _decoded_weights(head: Any) -> list[Tensor]:
-    return [head.shared.embedding_VD, head.shared.head_VD, *(module.weight for module in _decoded_modules(head))]
+def _decoded_weights(head: Any, shared: Collection[int]) -> list[Tensor]:
+    """Return the weights that a decoder lays out. shared: fields of the products that it takes from the target's."""
+    of_target = {
+        nt.EMBEDDING: (head.embed_tokens, head.shared.embedding_VD),
+        nt.LM_HEAD: (head.lm_head, head.shared.head_VD),
+    }
+    laid_out = [weight for field, (own, weight) in of_target.items() if own is None and field not in shared]
+    return [*laid_out, *(module.weight for module in _decoded_modules(head))]
 
 
 def _fits(weight: Tensor, dtype: torch.dtype) -> bool:
