@@ -1,4 +1,4 @@
-"""`python -m analysis.tasks`: answers to the prompts of six tasks, compared with llama.cpp and transformers.
+"""`python -m analysis.tasks`: answers to the prompts of several tasks, compared with llama.cpp and transformers.
 
 Same weights (a GGUF file is read by llama.cpp as it is), same prompts in the model's own chat template, same number of
 tokens, no end token. Batches of prompts take turns among the arms. Times include the prompts. Reports tokens a second
@@ -241,18 +241,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompts = read_prompts(options.prompts, options.target, options.per_task)
     options.prompt = max(len(prompt.tokens) for prompt in prompts)
     arms = Arms(options)
-    cells = [
-        measure(arms, prompts, concurrency, temperature, options)
-        for temperature, concurrency in itertools.product(options.temperature, options.concurrency)
-    ]
     lengths = {"median": statistics.median(len(prompt.tokens) for prompt in prompts), "longest": options.prompt}
     own = file_of(Path(options.target))
     about = {"model": own.name if own else Path(options.target).name, "prompts": len(prompts), "prompt_tokens": lengths}
-    names = vars(options).keys() - {"target", "draft", "output", "prompts"}
-    result = document(
-        "answers to prompts of six tasks, in one process", options, sorted(names), cells=cells, about=about
-    )
-    write(result, options.output)
+    names = sorted(vars(options).keys() - {"target", "draft", "output", "prompts"})
+    cells: list[dict[str, Any]] = []
+    for temperature, concurrency in itertools.product(options.temperature, options.concurrency):
+        cells.append(measure(arms, prompts, concurrency, temperature, options))
+        title = "answers to prompts of several tasks, in one process"
+        result = document(title, options, names, cells=cells, about=about)
+        write(result, options.output)  # a run that is stopped leaves its cells
     print(markdown(result))
     print(tasks_markdown(result))
     return 0

@@ -1,4 +1,4 @@
-"""Answers to the prompts of six tasks, measured on a small GGUF file."""
+"""Answers to the prompts of several tasks, measured on a small GGUF file."""
 
 from __future__ import annotations
 
