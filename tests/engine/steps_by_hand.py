@@ -114,10 +114,10 @@ class Checked:
                     for i, (node, token) in enumerate(zip(path[1:], tokens, strict=True))
                 }
             numbers = uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, np.arange(row.longest_chain))
-            assert taken == walk(tree, row.first_text_draft, probability, numbers.tolist())
+            assert taken == walk(tree, row.first_text_draft, probability, numbers.tolist()), "another walk"
             emitted = [*emission.accepted, emission.next_token]
-            assert emitted[: taken.depth] == [tree.tokens[node - 1] for node in taken.path[1:]]
-            assert emitted[taken.depth] not in taken.refused
+            assert emitted[: taken.depth] == [tree.tokens[node - 1] for node in taken.path[1:]], "another walk"
+            assert emitted[taken.depth] not in taken.refused, "another walk"
             begun = [tree.tokens[node - 1] for node in taken.path[1:]]
             drawn = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths[: row.first_text_draft]]
             is_alive = any(chain[: taken.depth] == begun and len(chain) > taken.depth for chain in drawn)
