@@ -25,7 +25,10 @@ def wait_until_idle(http: httpx.Client) -> None:
 def test_a_full_queue_refuses_with_retry_after(one_seat: Daemon, one_seat_http: httpx.Client) -> None:
     """With one seat and one place taken the next call gets 429, whole or streamed; the waiting one runs later."""
     wait_until_idle(one_seat_http)
-    with open_stream(one_seat_http, PATH, **LONG) as running:
+    with (
+        openai.OpenAI(base_url=f"{one_seat.url}/v1", api_key=KEYS[0], max_retries=0) as client,
+        open_stream(one_seat_http, PATH, **LONG) as running,
+    ):
         next(running)
         with open_stream(one_seat_http, PATH, **{**LONG, "max_tokens": 3}) as waiting:
             waiting.wait_for_comment()
@@ -35,10 +38,7 @@ def test_a_full_queue_refuses_with_retry_after(one_seat: Daemon, one_seat_http: 
                 assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
                 assert "--max-num-queued-reqs" in error["message"]
                 assert int(response.headers["retry-after"]) > 0
-            with (
-                openai.OpenAI(base_url=f"{one_seat.url}/v1", api_key=KEYS[0], max_retries=0) as client,
-                pytest.raises(openai.RateLimitError),
-            ):
+            with pytest.raises(openai.RateLimitError):
                 client.completions.create(model=MODEL, prompt="x")
             assert one_seat_http.get("/load").json() == {"server_load": 2, "running": 1, "waiting": 1}
             running.response.close()
