@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.drafting import head, one_pass, reading
 from engine.drafting.one_pass import BlockDrafter
@@ -162,10 +163,12 @@ def test_tokens_accepted_from_text_drafts_are_read_too(target: LoadedModel, tmp_
         expected = oracle(written, target)
     engine = tiny.build(target, folders.load(written, target), budget=64, max_copied_tokens=8)
     recorder = Recorder(engine)
-    both = Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup"))
+    both = Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prediction"))
     prompts = [tiny.prompts(VOCABULARY, [10], seed=number)[0] * 3 for number in range(4)]
+    plain = [tiny.request(str(number), prompt, tiny.OFF, max_tokens=15) for number, prompt in enumerate(prompts)]
+    begun = tiny.run(tiny.build(target, None, budget=64), plain).tokens
     requests = [
-        tiny.request(str(number), prompt, both, max_tokens=30, temperature=0.2, seed=number)
+        replace(tiny.request(str(number), prompt, both, max_tokens=30), prediction=tuple(begun[str(number)]))
         for number, prompt in enumerate(prompts)
     ]
     run = tiny.run(engine, requests)
