@@ -161,7 +161,7 @@ def test_penalties_count_drafted_tokens_where_they_are(checked: Checked, specula
 def test_distributions_that_forget_a_node_s_path_are_found_out(module: str) -> None:
     with (
         instead(module, "node_distributions", tiny.distributions_at_the_root),
-        pytest.raises(AssertionError, match="Not equal to tolerance|another walk"),
+        pytest.raises(AssertionError, match=r"Not equal to tolerance|another walk"),
     ):
         run_all()
 
