@@ -70,14 +70,14 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(plan: Plan) -> StepWork:
         """Return the work of a plan."""
-        return StepWork.of_rows(plan.rows)
+        return StepWork.from_rows(plan.rows)
 
     @staticmethod
-    def of_rows(of_step: Iterable[WorkRow]) -> StepWork:
+    def from_rows(planned: Iterable[WorkRow]) -> StepWork:
         """Return the work of a step with these rows."""
         rows = []
         prompt = prompt_text = read = 0
-        for row in of_step:
+        for row in planned:
             if row.emits:
                 rows.append(row)
             read += row.num_draft_known

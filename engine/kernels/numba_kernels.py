@@ -73,6 +73,6 @@ class NumbaKernels(Kernels):
         of_chains = chains.tokens_CL, chains.length_C, chains.request_C, node_CX, draft_MV, chains.draft.row_CX, numbers
         of_requests = temperature_B.numpy(), *arrays_of(filters, len(temperature_B)), starts
         arrays = [operand.numpy() for operand in of_chains]
-        of_texts = texts.parent_N, texts.token_N, texts.number_BL
-        numba_block.decide(logits_NV.numpy(), *of_requests, *arrays, *of_texts, verdict_4B, largest)
+        text_arrays = texts.parent_N, texts.token_N, texts.number_BL
+        numba_block.decide(logits_NV.numpy(), *of_requests, *arrays, *text_arrays, verdict_4B, largest)
         return verdict_4B, largest

@@ -157,7 +157,7 @@ class TextNodes:
 
     @staticmethod
     def none(num_nodes: int, num_requests: int) -> TextNodes:
-        """Return those of a step without text drafts."""
+        """Return the nodes of a step without text drafts: none."""
         return TextNodes(np.full(num_nodes, -1), np.zeros(num_nodes, np.int64), np.zeros((num_requests, 0)))
 
 

@@ -37,12 +37,19 @@ class TextPlanner:
         trees = [self._tree(part.sequence) for part in wanting]
         if not any(map(len, trees)):
             return []
+        reached_by_id = {part.sequence.sequence_id: reached(part) for part in emitting}
         options = [
-            TextOption(tree.parents, tree.probabilities, reached(part), tree.depths, bool(part.fanout))
+            TextOption(
+                tree.parents,
+                tree.probabilities,
+                reached_by_id[part.sequence.sequence_id],
+                tree.depths,
+                bool(part.fanout),
+            )
             for tree, part in zip(trees, wanting, strict=True)
         ]
-        num_tokens = sum([1.0 + float(reached(part).sum()) for part in emitting])
-        chosen = self.choice.choose(times, StepWork.of_rows(parts), num_tokens, options)
+        num_tokens = sum([1.0 + float(depths.sum()) for depths in reached_by_id.values()])
+        chosen = self.choice.choose(times, StepWork.from_rows(parts), num_tokens, options)
         return [
             part._replace(text_drafts=tree.chains(nodes), num_nodes=part.num_nodes + len(nodes))
             for part, tree, nodes in zip(wanting, trees, chosen, strict=True)

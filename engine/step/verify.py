@@ -141,9 +141,9 @@ def _with_text_drafts(
 ) -> list[Emission]:
     """Return the emissions with what text drafts contributed; verdict: of `Kernels.decide`."""
     found = []
-    for row, tree, emission, *of_row in zip(rows, draft.trees, emissions, *verdict, strict=True):
+    for row, tree, emission, *decided in zip(rows, draft.trees, emissions, *verdict, strict=True):
         if row.text_drafts:
-            chain, accepted, token, node = of_row
+            chain, accepted, token, node = decided
             followed = walk_to(tree, row.first_text_draft, node)
             rank = int(draft.layout.rank_C[chain])
             lives = (

@@ -293,11 +293,11 @@ def _decoded_modules(head: Any) -> list[Any]:
 
 def _decoded_weights(head: Any, shared: Collection[int]) -> list[Tensor]:
     """Return the weights that a decoder lays out. shared: fields of the products that it takes from the target's."""
-    of_target = {
+    weights_by_field = {
         nt.EMBEDDING: (head.embed_tokens, head.shared.embedding_VD),
         nt.LM_HEAD: (head.lm_head, head.shared.head_VD),
     }
-    laid_out = [weight for field, (own, weight) in of_target.items() if own is None and field not in shared]
+    laid_out = [weight for field, (own, weight) in weights_by_field.items() if own is None and field not in shared]
     return [*laid_out, *(module.weight for module in _decoded_modules(head))]
 
 

@@ -114,7 +114,7 @@ class _Growth:
         if parent < 0:
             self.tree._first_tokens = frozenset(odds)
         total = sum(odds.values())
-        shares = {token: probability * best * of_token / total for token, of_token in odds.items()}
+        shares = {token: probability * best * odd / total for token, odd in odds.items()}
         if parent < 0 or min(shares.values()) >= self._least:
             self.tree._kinds[parent] = kind
         for token, share in shares.items():
