@@ -2,7 +2,8 @@
 
 Every node of a text tree has an estimated probability that the answer goes on with its path. Verified, it adds this
 much to the expected tokens of the step, less what the request's other drafts add anyway. The nodes of all requests are
-sorted by this gain, and the step takes the number of them with the most expected tokens per second.
+sorted by this gain, and the step takes the number of them with the most expected tokens per second. The time of its
+prompts does not count: they take it with any drafts, and in it many drafts would appear to cost nothing.
 
 Non-anticipating, as `controller.py` is. Not for requests whose drafts must not depend on the load
 (`Speculation.adaptive`): theirs are a function of the text.
@@ -82,7 +83,9 @@ class TextChoice:
         gains = np.cumsum([gain for gain, _, _ in order])
         works = [base, *(_with_nodes(base, order[:count], options) for count in counts)]
         tokens = num_tokens + np.array([0.0, *(gains[count - 1] for count in counts)])
-        rates = tokens / times.step_s(works)
+        seconds = times.step_s([base.without_prompts, *works])
+        prompts_s = seconds[1] - seconds[0]
+        rates = tokens / (seconds[1:] - prompts_s)
         rates[0] *= _CLEAR_GAIN
         best = int(rates.argmax())
         self._num_idle = 0 if best else self._num_idle + 1

@@ -159,6 +159,15 @@ def _read_queries(joined, head, num_shared, first_row, scale, queries):
 
 
 @compiled_for_cpu(**FAST)
+def _sees_nodes(words):
+    """Whether a row sees any node."""
+    seen = np.int64(0)
+    for number in range(len(words)):
+        seen |= words[number]
+    return seen != 0
+
+
+@compiled_for_cpu(**FAST)
 def attend(joined, keys, values, head, rows, scale, window, page_size, text, limits, positions, words, attended):
     """Write to `attended` [T, H * D] the attention of some rows of one sequence, for the query heads of one K/V head.
 
@@ -181,14 +190,12 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
     no_scales, no_bias = np.empty((1, 0, BLOCK), np.float32), np.zeros(max(TILE, num_blocks * BLOCK), np.float32)
     _read_queries(joined, head, num_shared, first_row, scale, queries)
     states[:, 0] = _HIDDEN
-    most_limit = 0
+    last_key = 0
     for row in range(first_row, last_row):
-        most_limit = max(most_limit, limits[row])
-    for start in range(first_key, num_keys, TILE):
+        last_key = max(last_key, num_keys if _sees_nodes(words[row]) else limits[row])
+    for start in range(first_key, last_key, TILE):
         count = min(TILE, num_keys - start)
         stop = start + count
-        if start >= most_limit and stop <= end:
-            continue
         _find_slots(pages, page_size, start, count, slots)
         _lay_out_keys(keys, head, slots, offsets, count, key_blocks)
         of_tile = value_blocks[: num_blocks * count * BLOCK].reshape(num_blocks, count, BLOCK)

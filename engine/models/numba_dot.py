@@ -54,8 +54,10 @@ HAS_PAIRS = LANES == 16 and "+avx512bf16" in FEATURES
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _AHEAD = 1024
 """Prefetch distance, in bytes."""
-MOST_DOT_ROWS = 6
-"""Rows whose sums are computed together: sums of a group and of all groups have a register each."""
+MOST_DOT_ROWS = 4 if LANES == 16 else 6
+"""Rows whose sums are computed together: sums of a group and of all groups have a register each, or fewer rows would
+be faster.
+"""
 _ROWS = 96
 """Rows that are rounded together: they stay in a cache."""
 _SHORTS, _PAIRS = ir.VectorType(SHORT, 2 * LANES), ir.VectorType(Bfloat(), 2 * LANES)

@@ -181,7 +181,9 @@ def test_every_processor_has_these_numbers(name: str, form: str, monkeypatch: py
     features = PROCESSORS[name]
     skip_without(features)
     changes = {"_IS_X86 = platform.machine() in": "_IS_X86 = () and"} if not features else {}
-    copy = copy_of_products(monkeypatch, features, {**changes, "MOST_DOT_ROWS = 6": "MOST_DOT_ROWS = 3"})
+    copy = copy_of_products(
+        monkeypatch, features, {**changes, "MOST_DOT_ROWS = 4 if LANES == 16 else 6": "MOST_DOT_ROWS = 3"}
+    )
     for depth in (RECORD,) if form in STORED else (2 * GROUP, GROUP + 5):
         signs = normal(copy.BLOCK + 3, depth).sign()
         weight, extreme = random_weight(form, depth, copy.BLOCK + 3), signs if form not in STORED else None
@@ -238,7 +240,9 @@ def test_wrong_variants_are_noticed(wrong: str | None, monkeypatch: pytest.Monke
     form, changes = WRONG[wrong] if wrong else ("int8", {})
     if wrong == "float16 scales as bfloat16":
         changes = {**changes, "if _WIDENS_HALVES:": "if not FEATURES:"}
-    copy = copy_of_products(monkeypatch, None, {**changes, "MOST_DOT_ROWS = 6": "MOST_DOT_ROWS = 3"})
+    copy = copy_of_products(
+        monkeypatch, None, {**changes, "MOST_DOT_ROWS = 4 if LANES == 16 else 6": "MOST_DOT_ROWS = 3"}
+    )
     depth = 2 * RECORD if form in STORED else 2 * GROUP + 5
     weight, rows = random_weight(form, depth), normal(5, depth, seed=1)
     rows[:, -5:] += 3

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.config import EARLIER_ANSWERS
 from engine.control.step_time import StepTimes
-from engine.control.step_work import StepWork
+from engine.control.step_work import MIXED, StepWork
 from engine.control.text_acceptance import TextAcceptance, usual_acceptance
 from engine.control.text_choice import NOTHING, TextChoice, TextOption
 from engine.request import Request, Sampling, Speculation
@@ -194,6 +195,23 @@ def test_the_choice_is_the_best_of_all_sets_of_nodes(node_s: float) -> None:
     wrong = [list(range(len(tree))) for tree in TREES], [list(range(len(TREES[0]))), []]
     if node_s > 0.001:
         assert all(rate(one) < rate(chosen) for one in wrong)
+
+
+@pytest.mark.parametrize("node_s", [0.001, 0.004, 0.02])
+def test_prompts_in_the_step_change_nothing(node_s: float) -> None:
+    """They take their time with any drafts; counted in, it would make every draft cheap."""
+    times = StepTimes(Machine(node_s=node_s).points())
+    base = StepWork(rows=2, text=2)
+    options = [option(tree) for tree in TREES]
+    beside = replace(base, prompt=2000, prompt_text=2_000_000)
+    chosen = TextChoice().choose(times, base, 2.0, options)
+    assert TextChoice().choose(times, beside, 2.0, options) == chosen
+    all_nodes = StepWork(rows=2, text=2, nodes=sum(map(len, TREES)), drafting=2, shape=MIXED)
+    if node_s > 0.001:
+        assert sum(map(len, chosen)) < all_nodes.nodes
+        with_all = replace(all_nodes, prompt=2000, prompt_text=2_000_000)
+        num_tokens = 2 + sum(sum(tree.probabilities) for tree in TREES)
+        assert num_tokens / times.step_s([with_all])[0] > 2 / times.step_s([beside])[0]
 
 
 def test_drafts_of_the_model_take_the_gain_of_text_drafts_away() -> None:
