@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import engine.step.verify as verifying
+from engine.config import MODEL, PROMPT_LOOKUP, Weights
 from engine.plan import LogitContext
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling import rows
@@ -102,6 +103,30 @@ def test_at_temperature_0_several_drafts_accept_more(pair) -> None:  # type: ign
         runs[name] = tiny.run(engine, [tiny.request(str(i), text, speculation) for i, text in enumerate(texts)])
         assert runs[name].tokens == runs["off"].tokens
     assert runs["tree"].num_accepted > runs["chains"].num_accepted > runs["chain"].num_accepted
+
+
+@pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a CPU's decoder sums a row in one order")
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_logprobs_with_drafts_are_those_of_plain_decoding(pair, weights: Weights) -> None:  # type: ignore[no-untyped-def]
+    """To the bit, in trees and below text drafts, where rows of products are rounded, too."""
+    texts = [
+        (text * 4)[:length] for length, text in zip((50, 61, 64), tiny.prompts(101, [17] * 3, seed=4), strict=True)
+    ]
+    found = {}
+    for name, speculation in {
+        "off": tiny.OFF,
+        "chains": Speculation(rule="greedy", num_drafts=4, draft_length=3),
+        "tree": Speculation(rule="traversal", num_drafts=16, draft_length=3, tree=(4, 2, 2)),
+        "text": Speculation(rule="block", num_drafts=1, draft_length=2, drafters=(MODEL, PROMPT_LOOKUP)),
+    }.items():
+        engine = tiny.build(*pair, max_num_drafts=16, weights=weights, max_copied_tokens=12)
+        requests = [tiny.request(str(i), text, speculation, 20) for i, text in enumerate(texts)]
+        ended = tiny.run(engine, [msgspec.structs.replace(one, num_logprobs=3) for one in requests])
+        found[name] = {
+            key: [one for outcome in outcomes for one in outcome.logprobs] for key, outcomes in ended.outcomes.items()
+        }
+        assert (ended.num_accepted > 10) is (name != "off")
+        assert found[name] == found["off"]
 
 
 def test_another_seed_gives_other_tokens(pair) -> None:  # type: ignore[no-untyped-def]

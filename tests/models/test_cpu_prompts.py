@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import NO_NODES, SequenceInput
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.models import cpu_decoder, numba_table
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.cpu_decoder import CpuDecoder
+from engine.models.cpu_weights import Form, Forms
 from engine.models.numba_attention import TILE, attend
 from engine.models.numba_work import TEAM
 from engine.models.probe import find_kv_shape
 from engine.models.runner import ModelRunner
+from engine.speculation.topology import merge_chains
 from tests.engine import tiny
 from tests.models.test_cpu_decoder import MODELS
 from tests.models.test_lean import randomised
@@ -69,6 +72,51 @@ def test_results_do_not_depend_on_the_rows_that_attend_together() -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+PATH = [7, 8, 9, 10, 11, 12]
+OTHERS = [[7, 8, 20, 21, 22, 23], [30, 31, 32, 33, 34, 35]]
+
+
+def logits_below(loaded: Any, decoder: CpuDecoder, text: list[int], chains: list[list[int]]) -> Tensor:
+    """Logits [7, V] below a text and below each token of `PATH`, which chains of a tree have, or else the text."""
+    tree = merge_chains(chains)
+    runs = ModelRunner(loaded.model, find_kv_shape(loaded), 60, PAGE, loaded.vocab_size, decoder)
+    blocks = list(range(60))
+    cuts = [0, len(text) - 40, len(text) - 1] if chains else [0, 33, len(text) - 1]
+    for first, last in itertools.pairwise(cuts):
+        runs.forward([SequenceInput(text[first:last], first, blocks, NO_NODES, slice(0, 0))])
+    if chains:
+        nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
+        found = runs.forward([SequenceInput(text[-1:], len(text) - 1, blocks, nodes, slice(0, None))])
+        return found[list(tree.paths[chains.index(PATH)])]
+    tokens = [text[-1], *PATH]
+    return torch.cat(
+        [
+            runs.forward([SequenceInput([token], len(text) - 1 + number, blocks, NO_NODES, slice(0, None))])
+            for number, token in enumerate(tokens)
+        ]
+    )
+
+
+TREES = {
+    "one chain": [PATH],
+    "the last of a tree": [*OTHERS, PATH],
+    "more than a word": [*[[40 + chain] * 6 for chain in range(12)], *OTHERS, PATH],
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, windows in some layers"])
+@pytest.mark.parametrize("length", [TILE - 3, TILE - 1, TILE, 2 * TILE + 5])
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_a_node_has_the_bits_of_its_token_in_the_text(form: Form, length: int, name: str) -> None:
+    """So drafted answers are plain decoding's, where rows are rounded and other bits would decide near ties, too."""
+    loaded = randomised(MODELS[name], seed=5)
+    decoder = CpuDecoder(loaded.model, Forms(form, form))
+    text = np.random.default_rng(length).integers(3, 101, length).tolist()
+    plain = logits_below(loaded, decoder, text, [])
+    for chains in TREES.values():
+        assert torch.equal(logits_below(loaded, decoder, text, chains), plain)
+
+
 def test_passes_with_much_work_have_more_cores() -> None:
     """Many rows, or K/V as large as the weights; the choice of a pass does not last."""
     loaded = randomised(MODELS["llama"], seed=5)
@@ -91,7 +139,8 @@ def test_wrong_parts_are_found_out(wrong: str) -> None:
 
     class OfFirstTile(CpuDecoder):
         def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: Any, wanted_N: Tensor) -> Tensor:
-            metadata.layout.num_keys[:] = np.minimum(metadata.layout.num_keys, TILE)
+            for bound in (metadata.layout.ends, metadata.layout.limits, metadata.layout.num_keys):
+                bound[:] = np.minimum(bound, TILE)
             return super().logits(token_ids_T, positions_T, metadata, wanted_N)
 
     if wrong == "rows are left out":
