@@ -193,7 +193,7 @@ def tokens_of(weights: dict[str, Tensor]) -> Tensor | None:
 
 
 def take_weights(head: Head, weights: dict[str, Tensor], folder: Path) -> None:
-    """Replace a head's weights by those of another one; raise ConfigError if it has other ones."""
+    """Give a head the weights of an earlier head; raise ConfigError if the earlier one has other weights."""
     try:
         head.load_state_dict(weights)
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """The target while a head is trained for it: its states and distributions, by passes over whole texts.
 
-Weights of a GGUF file are dequantised to bfloat16, so that the states are those of the file's own numbers.
+Weights of a GGUF file are dequantised to bfloat16, so the states are those of the weights in the file.
 """
 
 from __future__ import annotations

@@ -153,6 +153,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("peers-batches", "peers-batches-cpu", peers.markdown),
         ("tasks-smollm2", "tasks-smollm2-cpu", tasks.markdown),
         ("tasks-smollm2-passes", "tasks-smollm2-cpu", tasks.tasks_markdown),
+        ("tasks-copying", "tasks-copying-cpu", tasks.markdown),
         ("peers-smollm2-file", "peers-smollm2-file-cpu", partial(peers.markdown, own=peers.OFF)),
         ("peers-115m-q8", "peers-115m-q8-cpu", peers.markdown),
         ("peers-115m-q4", "peers-115m-q4-cpu", peers.markdown),
