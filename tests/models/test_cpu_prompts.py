@@ -108,7 +108,7 @@ TREES = {
 @pytest.mark.parametrize("length", [TILE - 3, TILE - 1, TILE, 2 * TILE + 5])
 @pytest.mark.parametrize("form", ["float32", "int8"])
 def test_a_node_has_the_bits_of_its_token_in_the_text(form: Form, length: int, name: str) -> None:
-    """So drafted answers are plain decoding's, where rows are rounded and other bits would decide near ties, too."""
+    """Drafted answers are then plain decoding's, where rows are rounded and other bits would decide near ties, too."""
     loaded = randomised(MODELS[name], seed=5)
     decoder = CpuDecoder(loaded.model, Forms(form, form))
     text = np.random.default_rng(length).integers(3, 101, length).tolist()
