@@ -31,7 +31,7 @@ from engine.config import EngineFacts, SchedulerConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import Point, StepTimes
 from engine.errors import ConfigError
-from engine.plan import level_widths
+from engine.fanout import num_nodes
 from engine.request import Request, Speculation
 from engine.scheduling.outcome import Outcome, Timing
 from engine.scheduling.request_checks import with_fixed_shape
@@ -228,7 +228,7 @@ def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency
     """
     if load.longest_text > facts.max_model_len:
         raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
-    num_nodes = max(sum(level_widths(speculation_of(name).fanout)) for name in names)
+    num_nodes = max(num_nodes(speculation_of(name).fanout) for name in names)
     needed = concurrency * -(-(load.longest_text + num_nodes) // facts.block_size)
     share = facts.num_blocks // len(names)
     if needed > share:

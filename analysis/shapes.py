@@ -24,13 +24,12 @@ from analysis.load import PROMPTS_HELP
 from analysis.loading import add_pair_arguments, load_pair, prompts_of
 from analysis.pair import answers_of, laws_along, log_probs
 from engine.errors import ConfigError
-from engine.plan import level_widths
+from engine.fanout import Fanout, level_widths, num_nodes
 from engine.request import Speculation
 from engine.speculation.theory import Law
 from engine.step.engine import Engine
 from loadtest.results import document, table
 
-Fanout = tuple[int, ...]
 KINDS = ("one chain", "from the root", "after a stem", "at several depths")
 _LONGEST, _STEMS, _BRANCHES = 8, range(1, 5), (2, 3, 4, 8)
 _AT_SEVERAL_DEPTHS = ((2, 2), (3, 2), (2, 1, 2), (3, 1, 2), (2, 1, 1, 2), (2, 2, 2))
@@ -174,7 +173,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError("all answers are too short to be followed; choose other --prompts")
         tokens = {fanout: tokens_a_pass(texts, fanout, temperature) for fanout in all_shapes()}
         for fanout, emitted in tokens.items():
-            nodes = sum(level_widths(fanout))
+            nodes = num_nodes(fanout)
             shapes.append({"temperature": temperature, "shape": fanout, "nodes": nodes, "tokens_per_pass": emitted})
         for row_cost in options.row_costs:
             best = best_of_kinds(tokens, row_cost, options.draft_cost)

@@ -13,32 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
-from math import prod
-from operator import mul
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.fanout import Fanout, level_widths, num_chains, num_nodes
 from engine.fixed_edits import FixedEdits
 from engine.request import DrafterCount, Sampling, Speculation, TextDraft, TokenLogprob
 from engine.text_counts import TextCounts
-
-
-@lru_cache(maxsize=1024)
-def level_widths(fanout: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of drafted nodes by depth, from 1 on, if every node of depth d has `fanout[d]` children."""
-    return tuple(accumulate(fanout, mul))
-
 
 RECORDED_RULES = frozenset({"block", "bv_race"})
 """Rules whose steps are recorded."""
 
 
-def are_recorded(speculation: Speculation, fanout: tuple[int, ...]) -> bool:
+def are_recorded(speculation: Speculation, fanout: Fanout) -> bool:
     """Whether steps that draw these drafts of a request are recorded: independent chains, and an exact rule of few."""
     if not fanout:
         return True
@@ -123,7 +114,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     speculation: Speculation
     """Speculation of the request; `fanout` is the part of it that this step drafts."""
-    fanout: tuple[int, ...]
+    fanout: Fanout
     """Children of every drawn node by depth; empty when nothing is drawn."""
     text_drafts: tuple[TextDraft, ...] = ()
     """Text drafts of this step."""
@@ -186,7 +177,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_drafts(self) -> int:
         """Return the number of chains drawn below the root; 0 if nothing is drawn."""
-        return prod(self.fanout) if self.fanout else 0
+        return num_chains(self.fanout) if self.fanout else 0
 
     @property
     def draft_length(self) -> int:
@@ -213,7 +204,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_nodes(self) -> int:
         """Return the number of drawn nodes, before equal ones are merged, and of nodes of text drafts."""
-        return sum(self.widths) + num_text_nodes(self.text_drafts)
+        return num_nodes(self.fanout) + num_text_nodes(self.text_drafts)
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from engine.config import MODEL
+from engine.fanout import Fanout
 
 _MIN_TEMPERATURE = 1e-5
 GRAMMAR = "grammar"
@@ -136,7 +137,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         return self.adaptive and self.num_drafts > 0
 
     @property
-    def fanout(self) -> tuple[int, ...]:
+    def fanout(self) -> Fanout:
         """Return the children of every drawn node by depth; if the engine chooses the shape, the maximum."""
         if not self.num_drafts:
             return ()

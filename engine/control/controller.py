@@ -29,11 +29,11 @@ from msgspec.structs import replace
 from engine.control.acceptance import SUREST, Acceptance
 from engine.control.step_time import StepTimes
 from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
-from engine.plan import are_recorded, level_widths
+from engine.fanout import Fanout, level_widths
+from engine.plan import are_recorded
 from engine.request import Request
 
 Numbers = npt.NDArray[np.float64]
-Fanout = tuple[int, ...]
 
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 _CLEAR_GAIN = 1.03

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from engine.plan import Plan, level_widths
+from engine.fanout import Fanout, level_widths
+from engine.plan import Plan
 from engine.request import TextDraft
 
 Shape = tuple[int, int]
@@ -35,7 +36,7 @@ class WorkRow(Protocol):
         """Return the number of known tokens that the draft model computes."""
 
     @property
-    def fanout(self) -> tuple[int, ...]: ...
+    def fanout(self) -> Fanout: ...
     @property
     def text_drafts(self) -> tuple[TextDraft, ...]: ...
     @property

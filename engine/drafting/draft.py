@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 from engine.drafting.numbers import noise_of
+from engine.fanout import Fanout, chains_through, num_chains, width_at
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.transfer import to_device
-from engine.plan import Plan, Row, level_widths
+from engine.plan import Plan, Row
 from engine.sampling.distribution import DistributionParameters
 from engine.speculation.drafting import method_below
 from engine.speculation.rule_facts import MOST_LIKELY
@@ -41,8 +41,7 @@ Ints = npt.NDArray[np.int64]
 class ChainShape(NamedTuple):
     """Drafts of a row."""
 
-    fanout: tuple[int, ...]
-    """Children of every node by depth; empty when nothing is drawn."""
+    fanout: Fanout
     method: str
     """Method of drawing several children of a node."""
     method_of_one: str
@@ -54,7 +53,7 @@ class ChainShape(NamedTuple):
 
     @property
     def num_chains(self) -> int:
-        return prod(self.fanout)
+        return num_chains(self.fanout)
 
     @property
     def length(self) -> int:
@@ -63,7 +62,7 @@ class ChainShape(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _shape_of(fanout: tuple[int, ...], method: str, stable: bool, greedy: bool) -> ChainShape:
+def _shape_of(fanout: Fanout, method: str, stable: bool, greedy: bool) -> ChainShape:
     likeliest = stable or (greedy and method != "iid")
     of_one = MOST_LIKELY if stable else method_below(method, 1)
     return ChainShape(fanout, MOST_LIKELY if likeliest else method, of_one)
@@ -270,19 +269,19 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, probs_row_CL: Ints, devi
         for number, shape in enumerate(shapes):
             if depth >= shape.length:
                 continue
-            widths = (1, *level_widths(shape.fanout))
-            apart, below = shape.num_chains // widths[depth], shape.num_chains // widths[depth + 1]
+            apart, below = chains_through(shape.fanout, depth), chains_through(shape.fanout, depth + 1)
+            num_parents = width_at(shape.fanout, depth)
             mine = slice(first[number], first[number] + shape.num_chains)
             probs_row_CL[mine, depth] = num_probs + len(rows) + np.arange(shape.num_chains) // apart
             leader_C[mine] = first[number] + np.arange(shape.num_chains) // below * below
             shares |= below > 1
             count = shape.fanout[depth]
             of_draw = alike.setdefault(shape.method if count > 1 else shape.method_of_one, {}).setdefault(count, [])
-            of_draw += range(len(rows), len(rows) + widths[depth])
-            parents.append(first[number] + np.arange(widths[depth]) * apart)
-            rows += [number] * widths[depth]
+            of_draw += range(len(rows), len(rows) + num_parents)
+            parents.append(first[number] + np.arange(num_parents) * apart)
+            rows += [number] * num_parents
         chain_N = np.concatenate(parents)
-        below_N = np.array([shapes[row].num_chains // level_widths(shapes[row].fanout)[depth] for row in rows])
+        below_N = np.array([chains_through(shapes[row].fanout, depth + 1) for row in rows])
         yield Level(
             chain_N=slice(None) if _are_all(chain_N, len(leader_C)) else to_device(chain_N, device),
             row_N=np.array(rows),

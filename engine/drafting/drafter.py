@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attention.inputs import NodeInput
 from engine.config import DraftFacts
 from engine.drafting.draft import Layout
+from engine.fanout import Fanout
 from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Emission, Plan, Row
@@ -105,14 +106,14 @@ class RecordedDrafter(Drafter, Protocol):
     """A drafter whose drafting is part of recorded steps: `start` and `below` look at no number."""
 
     @property
-    def pass_nodes(self) -> Callable[[tuple[int, ...], int], Sequence[NodeInput]]:
+    def pass_nodes(self) -> Callable[[Fanout, int], Sequence[NodeInput]]:
         """Return a function of a text's fanout and last token: the text's nodes in each pass of `DraftWork`."""
 
     def table_of(self, row: Row, number: int) -> tuple[int, ...]:
         """Return the blocks in which the K/V of a row's text and nodes lies. number: among all rows."""
 
     def work_of(
-        self, passes: Sequence[Pass], fanouts: tuple[tuple[int, ...], ...], before_T: Tensor | None, last_R: Tensor
+        self, passes: Sequence[Pass], fanouts: tuple[Fanout, ...], before_T: Tensor | None, last_R: Tensor
     ) -> DraftWork:
         """Return the work of these passes, for texts that draft these shapes; before_T, last_R: as in `HeadInputs`."""
 

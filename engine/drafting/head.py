@@ -19,16 +19,17 @@ from torch import Tensor
 from engine.attention.inputs import NodeInput, SequenceInput
 from engine.drafting.drafter import DraftWork, HeadInputs, HeadPlaces
 from engine.drafting.reading import readings, slots_before, states_at
+from engine.fanout import Fanout, width_at
 from engine.kernels.transfer import to_device
 from engine.models.heads.runner import HeadRunner
 from engine.models.runner import ModelRunner, Pass
-from engine.plan import Emission, Plan, Row, level_widths
+from engine.plan import Emission, Plan, Row
 
 
 class HeadDrafter:
     """Base of drafters with a head."""
 
-    pass_nodes: Callable[[tuple[int, ...], int], Sequence[NodeInput]]
+    pass_nodes: Callable[[Fanout, int], Sequence[NodeInput]]
     """See `RecordedDrafter`."""
     _wants_ends = True
     """Whether the pass that reads texts has outputs that are needed."""
@@ -67,7 +68,7 @@ class HeadDrafter:
         return row.block_ids
 
     def work_of(
-        self, passes: Sequence[Pass], fanouts: tuple[tuple[int, ...], ...], before_T: Tensor | None, last_R: Tensor
+        self, passes: Sequence[Pass], fanouts: tuple[Fanout, ...], before_T: Tensor | None, last_R: Tensor
     ) -> DraftWork:
         """Return the work of these passes."""
         assert before_T is not None
@@ -121,7 +122,7 @@ class HeadDrafter:
 
 
 @lru_cache(maxsize=128)
-def places_of(fanouts: tuple[tuple[int, ...], ...], device: torch.device) -> HeadPlaces:
+def places_of(fanouts: tuple[Fanout, ...], device: torch.device) -> HeadPlaces:
     """Return the places of the nodes of texts that draft these shapes."""
     depths = range(max(map(len, fanouts)))
     return HeadPlaces(
@@ -131,26 +132,25 @@ def places_of(fanouts: tuple[tuple[int, ...], ...], device: torch.device) -> Hea
     )
 
 
-def _parents(fanouts: Sequence[tuple[int, ...]], depth: int) -> Any:
+def _parents(fanouts: Sequence[Fanout], depth: int) -> Any:
     """Return [N] the index of each node's parent among the nodes of the level above that draft."""
     found = []
     start = 0
     for fanout in fanouts:
         if len(fanout) < depth:
             continue
-        widths = (1, *level_widths(fanout))
         if len(fanout) > depth:
-            found.append(start + np.arange(widths[depth]) // fanout[depth - 1])
-        start += widths[depth - 1]
+            found.append(start + np.arange(width_at(fanout, depth)) // fanout[depth - 1])
+        start += width_at(fanout, depth - 1)
     return np.concatenate(found)
 
 
-def _draft_rows(fanouts: Sequence[tuple[int, ...]], depth: int) -> Any:
+def _draft_rows(fanouts: Sequence[Fanout], depth: int) -> Any:
     """Return [N] the draft row of each node of a depth: the draft rows of a text are contiguous."""
     found = []
     start = 0
     for fanout in fanouts:
         if len(fanout) > depth:
-            found.append(np.full((1, *level_widths(fanout))[depth], start + depth))
+            found.append(np.full(width_at(fanout, depth), start + depth))
         start += len(fanout)
     return np.concatenate(found)

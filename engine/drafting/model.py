@@ -17,9 +17,10 @@ from engine.attention.tensors import slot_moves
 from engine.drafting.draft import Layout
 from engine.drafting.drafter import DraftWork
 from engine.drafting.levels import levels_of
+from engine.fanout import Fanout, level_widths, node_of
 from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner, Pass
-from engine.plan import Emission, Plan, Row, level_widths
+from engine.plan import Emission, Plan, Row
 from engine.sampling.distribution import DistributionParameters
 
 
@@ -118,12 +119,11 @@ class ModelDrafter:
 
 def _node_index(row: Row, chain: int, depth: int) -> int:
     """Return the index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted token)."""
-    width = row.widths[depth - 1]
-    return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
+    return row.end + node_of(row.fanout, chain, depth) - 1
 
 
 @lru_cache(maxsize=1024)
-def level_nodes(fanout: tuple[int, ...]) -> NodeInput:
+def level_nodes(fanout: Fanout) -> NodeInput:
     """Return the nodes of the last level; those of the levels above are cached."""
     widths = level_widths(fanout)
     node_N = np.arange(widths[-1])

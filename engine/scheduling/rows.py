@@ -8,8 +8,9 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.control.controller import Fanout, menu
-from engine.plan import LogitContext, Row, are_recorded, first_draft_key, level_widths, num_text_nodes
+from engine.control.controller import menu
+from engine.fanout import Fanout, level_widths, num_nodes
+from engine.plan import LogitContext, Row, are_recorded, first_draft_key, num_text_nodes
 from engine.request import Speculation, TextDraft
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
@@ -25,7 +26,7 @@ class PlannedRow(NamedTuple):
     end: int
     """Index after the last known token."""
     emits: bool
-    fanout: tuple[int, ...]
+    fanout: Fanout
     text_drafts: tuple[TextDraft, ...]
     draft_first: int
     draft_end: int
@@ -67,7 +68,7 @@ class PlannedRow(NamedTuple):
     @property
     def draft_stop(self) -> int:
         """Return the index after its last draft K/V, drawn nodes included; 0 if the draft model computes nothing."""
-        return self.end + sum(self.widths) if self.draft_end > self.draft_first else 0
+        return self.end + num_nodes(self.fanout) if self.draft_end > self.draft_first else 0
 
     @property
     def is_recorded(self) -> bool:
@@ -98,7 +99,7 @@ def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
 def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
     """Return the drafts of a request without a controller: at most `most_nodes` (at least one) if it is adaptive."""
     most = max(1, most_nodes)
-    if not speculation.adaptive or sum(level_widths(speculation.fanout)) <= most:
+    if not speculation.adaptive or num_nodes(speculation.fanout) <= most:
         return speculation.fanout
     shapes = menu(speculation.num_drafts, speculation.draft_length, speculation.draft_length)
     num_drafts, length = max((s for s in shapes if prod(s) <= most), key=prod)
@@ -111,9 +112,7 @@ def _most_known(sequence: Sequence, budget: int) -> int:
     return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
 
 
-def plan_row(
-    sequence: Sequence, fanout: tuple[int, ...], budget: int, most_text_nodes: int, draft_chunk: int
-) -> PlannedRow:
+def plan_row(sequence: Sequence, fanout: Fanout, budget: int, most_text_nodes: int, draft_chunk: int) -> PlannedRow:
     """Plan the part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
     most_text_nodes: of text drafts that are a function of the text alone. draft_chunk: for a row without drafts, number
@@ -135,7 +134,7 @@ def plan_row(
     if not sequence.may_draft:
         fanout = ()
     text_drafts = finder.find(sequence.tokens, most_text_nodes, most) if finder else ()
-    nodes = sum(level_widths(fanout)) + num_text_nodes(text_drafts)
+    nodes = num_nodes(fanout) + num_text_nodes(text_drafts)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
     # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by `lag`.

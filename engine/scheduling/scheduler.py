@@ -16,11 +16,12 @@ from bisect import insort
 from collections.abc import Iterator
 
 from engine.config import SchedulerConfig
-from engine.control.controller import Controller, Fanout
+from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.control.text_choice import NOTHING, Numbers
+from engine.fanout import Fanout, num_nodes
 from engine.fixed_edits import SharedEdits
-from engine.plan import Emission, Grammar, Plan, Row, StepVerdict, level_widths
+from engine.plan import Emission, Grammar, Plan, Row, StepVerdict
 from engine.request import Request
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.draft_prefill import DraftPrefill
@@ -379,7 +380,7 @@ class Scheduler:
     def _num_text(self, sequence: Sequence) -> int:
         """Return the number of tokens for which blocks must be free before it starts."""
         from_text = self.config.max_copied_tokens if sequence.text_draft_finder else 0
-        return len(sequence.tokens) + sum(level_widths(sequence.request.speculation.fanout)) + from_text
+        return len(sequence.tokens) + num_nodes(sequence.request.speculation.fanout) + from_text
 
     # -- committing -------------------------------------------------------------------------
 

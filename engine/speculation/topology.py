@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.fanout import Fanout, chains_through, num_chains
 
 
 class Tree(NamedTuple):
@@ -81,17 +82,11 @@ def merge_chains(chains: Sequence[Sequence[int]]) -> Tree:
 
 
 @lru_cache(maxsize=1024)
-def drawn_tree(fanout: tuple[int, ...]) -> Tree:
-    """Return the tree of draws without tokens in which every node of depth d has `fanout[d]` children; equal ones
-    are not merged.
-    """
-    num_chains = prod(fanout)
-    chains: list[list[int]] = [[] for _ in range(num_chains)]
-    width = 1
-    for count in fanout:
-        width *= count
-        for number, chain in enumerate(chains):
-            # The children of all nodes of a depth have distinct numbers in place of tokens.
-            chain.append(number // (num_chains // width))
-    tree = merge_chains(chains)
+def drawn_tree(fanout: Fanout) -> Tree:
+    """Return the tree of draws, without tokens; equal ones are not merged."""
+    depths = range(1, 1 + len(fanout))
+    # All nodes of a depth have distinct numbers in place of tokens.
+    tree = merge_chains(
+        [[chain // chains_through(fanout, depth) for depth in depths] for chain in range(num_chains(fanout))]
+    )
     return Tree([], tree.parents, tree.depths, tree.paths)

@@ -23,8 +23,9 @@ import torch
 from engine.config import PROMPT_LOOKUP, EngineConfig
 from engine.control.step_time import NUM_TERMS, Point, StepTimes
 from engine.control.step_work import StepWork
+from engine.fanout import num_nodes
 from engine.models.loading import Progress
-from engine.plan import Plan, Row, level_widths
+from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
 from engine.step.engine import Engine
 from engine.step.recorded.inputs import NUM_TEXT
@@ -240,7 +241,7 @@ def synthetic_plan(
     draft.
     """
     fanout = speculation.fanout
-    longest = context + max(sum(level_widths(fanout)) + num_text, num_prompt)
+    longest = context + max(num_nodes(fanout) + num_text, num_prompt)
     blocks_per_row = min(longest // engine.facts.block_size + 2, engine.facts.num_blocks)
     store = engine.scheduler.tables.draft
     rows = []

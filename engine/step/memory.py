@@ -11,7 +11,7 @@ import torch
 from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
 from engine.config_check import lookahead
 from engine.errors import ConfigError
-from engine.plan import level_widths
+from engine.fanout import num_nodes
 
 _DEFAULT_CPU_BYTES = 1 << 30
 # Share of the free memory after reservations; the rest is for the activations of a pass.
@@ -103,7 +103,7 @@ def _window_blocks(config: EngineConfig) -> int:
 def _num_drawn(config: EngineConfig) -> int:
     """Return the drafted nodes of a request that names no shape."""
     wanted = config.speculation
-    return sum(level_widths(wanted.tree)) if wanted.tree else wanted.num_drafts * wanted.draft_length
+    return num_nodes(wanted.tree) if wanted.tree else wanted.num_drafts * wanted.draft_length
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:

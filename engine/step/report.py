@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.drafting.draft import Draft, method_of, with_tokens
 from engine.errors import NON_FINITE, RequestError
+from engine.fanout import chains_through
 from engine.kernels.protocol import ChainVerdict
 from engine.kernels.transfer import to_device, to_device_at_once, to_host
 from engine.plan import Emission, Plan, Row, StepVerdict, TargetShift
@@ -242,8 +243,8 @@ def observe_gap(
     if chains.shifts is not None:
         zero_1 = torch.zeros_like(mine[:1])
         p_1V, _ = apply_shifts(p_1V, q_1V, chains.shifts.select(zero_1), zero_1, zero_1)
-    apart = row.num_drafts // row.fanout[0]
-    p_V, q_V, tokens_K = likeliest(p_1V[0], q_1V[0], chains.tokens_CL[::apart, 0])
+    tokens_C = chains.tokens_CL[:: chains_through(row.fanout, 1), 0]
+    p_V, q_V, tokens_K = likeliest(p_1V[0], q_1V[0], tokens_C)
     gap = acceptance_gap(speculation.rule, method_of(row), p_V.cpu().numpy(), q_V.cpu().numpy(), tokens_K.tolist())
     emissions = list(verdict.emissions)
     emissions[number] = msgspec.structs.replace(emissions[number], gap=gap)

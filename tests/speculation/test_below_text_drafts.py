@@ -26,10 +26,10 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
+from engine.fanout import level_widths
 from engine.kernels import numba_block
 from engine.kernels.protocol import ChainNoise, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
-from engine.plan import level_widths
 from engine.request import Speculation, TextDraft
 from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node

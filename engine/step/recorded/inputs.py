@@ -21,6 +21,7 @@ from engine.attention.inputs import NO_NODES, NodeInput, place, slots_of, words_
 from engine.drafting.draft import Layout
 from engine.drafting.drafter import RecordedDrafter
 from engine.drafting.numbers import SCORE_PART, draw_numbers
+from engine.fanout import Fanout
 from engine.kernels.transfer import Field, views
 from engine.plan import Row
 from engine.sampling.distribution import FILTERS
@@ -66,7 +67,7 @@ class StepShape(NamedTuple):
     distributions: Distributions
 
     @property
-    def fanout(self) -> tuple[int, ...]:
+    def fanout(self) -> Fanout:
         """Return the children of every node by depth."""
         return (self.num_drafts, *(1,) * (self.draft_length - 1)) if self.num_drafts else ()
 
@@ -91,7 +92,7 @@ class StepShape(NamedTuple):
         return is_enough and self.num_drafts >= other.num_drafts and self.distributions.can_make(other.distributions)
 
 
-PassNodes = Callable[[tuple[int, ...], int], Sequence[NodeInput]]
+PassNodes = Callable[[Fanout, int], Sequence[NodeInput]]
 
 
 class DraftPasses(NamedTuple):
@@ -122,7 +123,7 @@ def _rows(queries: int, num_text: int, nodes: NodeInput) -> _Rows:
     return np.arange(queries) < len(offsets), np.pad(offsets, rest), np.pad(depths, rest), words, num_seen
 
 
-def _rows_of_passes(shape: StepShape, passes: DraftPasses, fanout: tuple[int, ...]) -> Iterator[_Rows]:
+def _rows_of_passes(shape: StepShape, passes: DraftPasses, fanout: Fanout) -> Iterator[_Rows]:
     """Yield the rows of a request that drafts `fanout`, pass by pass."""
     sizes, own = passes.sizes(shape), passes.nodes_of(fanout, 0)
     for number, queries in enumerate(sizes[:-1]):
@@ -157,7 +158,7 @@ class _Tables(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _table_of(shape: StepShape, passes: DraftPasses, fanout: tuple[int, ...]) -> _Tables:
+def _table_of(shape: StepShape, passes: DraftPasses, fanout: Fanout) -> _Tables:
     """Return the tables of one request, without the axis of requests."""
     used, offsets, depths, words, num_seen = zip(*_rows_of_passes(shape, passes, fanout), strict=True)
     tree, num_drafts, length = drawn_tree(fanout), fanout[0] if fanout else 0, len(fanout)
@@ -186,7 +187,7 @@ def _table_of(shape: StepShape, passes: DraftPasses, fanout: tuple[int, ...]) ->
 
 
 @lru_cache(maxsize=256)
-def tables_of(shape: StepShape, passes: DraftPasses, fanouts: tuple[tuple[int, ...], ...]) -> _Tables:
+def tables_of(shape: StepShape, passes: DraftPasses, fanouts: tuple[Fanout, ...]) -> _Tables:
     """Return the tables of requests that draft these shapes; padding drafts nothing."""
     padded = [*fanouts, *[()] * (shape.sequences - len(fanouts))]
     return _Tables(*map(np.stack, zip(*(_table_of(shape, passes, fanout) for fanout in padded), strict=True)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
+from engine.fanout import num_chains
 from engine.kernels.torch_kernels import Kernels
 from engine.plan import Plan, Row
 from engine.request import Sampling
@@ -64,7 +64,7 @@ def shape_of(plan: Plan, by_head: bool = False) -> StepShape | None:
     # The draft model's first pass is needed even if it only reads.
     least = int(not by_head and any(row.draft_input_ids for row in rows))
     fanouts = {row.fanout for row in rows}
-    num_drafts = max([least, *[prod(fanout) for fanout in fanouts if fanout]])
+    num_drafts = max([least, *[num_chains(fanout) for fanout in fanouts if fanout]])
     draft_length = max([least, *map(len, fanouts)])
     distributions = _distributions_of([row.sampling for row in rows])
     return StepShape(len(rows), num_drafts, draft_length, distributions)

@@ -1,0 +1,45 @@
+"""Trees of drawn nodes in which all nodes of a depth have equally many children.
+
+Nodes are numbered from 1 on, level by level; the root is node 0. Each leaf is the end of a chain, and the chains are in
+the order of the leaves, so those through one node follow each other.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+
+Fanout = tuple[int, ...]
+"""Children of every drawn node by depth, from the root on; empty if nothing is drawn."""
+
+
+@lru_cache(maxsize=1024)
+def level_widths(fanout: Fanout) -> tuple[int, ...]:
+    """Return the number of nodes by depth, from 1 on."""
+    return tuple(accumulate(fanout, mul))
+
+
+def num_nodes(fanout: Fanout) -> int:
+    """Return the number of nodes, without the root."""
+    return sum(level_widths(fanout))
+
+
+def num_chains(fanout: Fanout) -> int:
+    """Return the number of chains; one of length 0 if nothing is drawn."""
+    return level_widths(fanout)[-1] if fanout else 1
+
+
+def width_at(fanout: Fanout, depth: int) -> int:
+    """Return the number of nodes of a depth; the root has depth 0."""
+    return level_widths(fanout)[depth - 1] if depth else 1
+
+
+def chains_through(fanout: Fanout, depth: int) -> int:
+    """Return the number of chains through each node of a depth."""
+    return num_chains(fanout) // width_at(fanout, depth)
+
+
+def node_of(fanout: Fanout, chain: int, depth: int) -> int:
+    """Return the node of a chain at a depth from 1 on."""
+    return 1 + sum(level_widths(fanout)[: depth - 1]) + chain // chains_through(fanout, depth)
