@@ -228,8 +228,8 @@ def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency
     """
     if load.longest_text > facts.max_model_len:
         raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
-    num_nodes = max(num_nodes(speculation_of(name).fanout) for name in names)
-    needed = concurrency * -(-(load.longest_text + num_nodes) // facts.block_size)
+    most_nodes = max(num_nodes(speculation_of(name).fanout) for name in names)
+    needed = concurrency * -(-(load.longest_text + most_nodes) // facts.block_size)
     share = facts.num_blocks // len(names)
     if needed > share:
         raise ConfigError(
