@@ -22,19 +22,9 @@ import numpy.typing as npt
 
 from engine.fanout import Fanout, level_widths, num_chains, num_nodes
 from engine.fixed_edits import FixedEdits
+from engine.needs import needs_of_distribution, needs_of_drafts
 from engine.request import DrafterCount, Sampling, Speculation, TextDraft, TokenLogprob
 from engine.text_counts import TextCounts
-
-RECORDED_RULES = frozenset({"block", "bv_race"})
-"""Rules whose steps are recorded."""
-
-
-def are_recorded(speculation: Speculation, fanout: Fanout) -> bool:
-    """Whether steps that draw these drafts of a request are recorded: independent chains, and an exact rule of few."""
-    if not fanout:
-        return True
-    is_usual = speculation.rule in RECORDED_RULES and speculation.draft_method in ("", "iid")
-    return is_usual and not speculation.over_acceptance and set(fanout[1:]) <= {1}
 
 
 def num_text_nodes(drafts: Sequence[TextDraft]) -> int:
@@ -138,16 +128,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.text is not None and (self.text.grammar is not None or bool(self.sampling.bad_words))
 
     @property
-    def is_never_recorded(self) -> bool:
-        """Whether steps with this request are launched operation by operation, whatever it drafts: its distribution
-        depends on more than its logits, or must not depend on the others in the step.
-        """
-        return self.text is not None or bool(self.shifts) or self.sampling.seed_stable
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a recorded step takes a row that drafts this, if the sizes fit."""
-        return not (self.text_drafts or self.is_never_recorded) and are_recorded(self.speculation, self.fanout)
+    def needs(self) -> int:
+        """Return what the row needs of a step (`engine.needs`)."""
+        of_distribution = needs_of_distribution(self.text is not None, bool(self.shifts), self.sampling)
+        return of_distribution | needs_of_drafts(self.speculation, self.fanout, bool(self.text_drafts))
 
     @property
     def num_known(self) -> int:

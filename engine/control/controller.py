@@ -30,7 +30,7 @@ from engine.control.acceptance import SUREST, Acceptance
 from engine.control.step_time import StepTimes
 from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
 from engine.fanout import Fanout, level_widths
-from engine.plan import are_recorded
+from engine.needs import needs_of_drafts
 from engine.request import Request
 
 Numbers = npt.NDArray[np.float64]
@@ -172,8 +172,8 @@ class Controller:
         otherwise the last choice stays. Called before each step.
 
         others: drafts of each of the other requests in the step (`Row.fanout`). lags: tokens that the draft model
-        must catch up on, by adaptive request. other_text: total length of the others' texts. is_eager: whether the step
-        is not recorded, whatever the adaptive requests draft.
+        must catch up on, by adaptive request. other_text: tokens of the other requests' texts. is_eager: whether the
+        step is not recorded, whatever the adaptive requests draft.
         """
         began = time.perf_counter()
         self._step += 1
@@ -182,7 +182,7 @@ class Controller:
             self.acceptance.fade(self._step - self._learned)
             self._learned = self._step
             text = other_text + sum(len(one.tokens) for one in adaptive)
-            draws_eagerly = not all(are_recorded(one.request.speculation, (1,)) for one in adaptive)
+            draws_eagerly = any(needs_of_drafts(one.request.speculation, (1,)) for one in adaptive)
             catch_up_s = self._catch_up_s(adaptive, lags)
             self._choose(_Load(adaptive, other_shapes, text, catch_up_s, is_eager, draws_eagerly), ids)
             self._chosen_for = ids, other_shapes

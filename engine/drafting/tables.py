@@ -17,6 +17,7 @@ from engine.drafting.draft import Layout
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
 from engine.models.heads.samplers import Tables
+from engine.needs import ALONE, TEXT
 from engine.plan import Plan
 from engine.sampling.distribution import DistributionParameters, distribution
 
@@ -38,7 +39,7 @@ def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
     """Whether the distributions depend on logits, temperature and filters alone, and all draws are independent."""
     return (
         layout.max_length > 0
-        and not any(row.text or row.sampling.seed_stable for row in plan.sampling_rows)
+        and not any(row.needs & (TEXT | ALONE) for row in plan.sampling_rows)
         and layout.are_independent
     )
 

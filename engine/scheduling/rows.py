@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from engine.control.controller import menu
 from engine.fanout import Fanout, level_widths, num_nodes
-from engine.plan import LogitContext, Row, are_recorded, first_draft_key, num_text_nodes
+from engine.needs import needs_of_drafts
+from engine.plan import LogitContext, Row, first_draft_key, num_text_nodes
 from engine.request import Speculation, TextDraft
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
@@ -71,10 +72,10 @@ class PlannedRow(NamedTuple):
         return self.end + num_nodes(self.fanout) if self.draft_end > self.draft_first else 0
 
     @property
-    def is_recorded(self) -> bool:
-        """Return `Row.is_recorded` of the row."""
-        is_usual = not (self.text_drafts or self.sequence.is_never_recorded)
-        return is_usual and are_recorded(self.sequence.request.speculation, self.fanout)
+    def needs(self) -> int:
+        """Return what the row needs of a step (`engine.needs`)."""
+        of_drafts = needs_of_drafts(self.sequence.request.speculation, self.fanout, bool(self.text_drafts))
+        return self.sequence.needs | of_drafts
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +155,7 @@ def plan_row(sequence: Sequence, fanout: Fanout, budget: int, most_text_nodes: i
 
 def text_of(sequence: Sequence) -> LogitContext | None:
     """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
-    if not sequence.edits_logits and not sequence.holds_back:
+    if not sequence.has_context:
         return None
     of_request = sequence.num_prompt, sequence.fixed_edits, sequence.counts, sequence.request.limits.min_tokens
     return LogitContext(tuple(sequence.tokens), *of_request, sequence.grammar)

@@ -60,7 +60,7 @@ class Scheduler:
         self.num_cache_queries = 0
         """Tokens of all admitted texts."""
         self.num_cache_hits = 0
-        """Number of these with K/V in the prefix cache."""
+        """Tokens of admitted texts with K/V in the prefix cache."""
         self._waiting: list[Sequence] = []
         """Sorted by `urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
@@ -211,7 +211,7 @@ class Scheduler:
             [part.fanout for part in others],
             [self.draft_prefill.lag(part.sequence) for part in adaptive],
             sum(part.end for part in others),
-            not all(part.is_recorded for part in emitting),
+            any(part.needs for part in emitting),
         )
         drafts = self.controller.drafts_with_prompt(sum(part.num_known - part.emits for part in parts.values()))
         for part in adaptive:
@@ -246,7 +246,7 @@ class Scheduler:
         return self.controller.reached(part.sequence, part.fanout)
 
     def _usual_drafts(self, decoding: list[Sequence]) -> int:
-        """Return the tokens that the adaptive ones of these would draft in the current shape."""
+        """Return the number of tokens that the adaptive sequences would draft now."""
         if self.controller is None:
             return 0
         num_drafts, length = self.controller.choice.shape

@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass, field
 import msgspec
 
 from engine.fixed_edits import SharedEdits
+from engine.needs import needs_of_distribution
 from engine.plan import Grammar, TargetShift
 from engine.request import Request
 from engine.scheduling.store import Key, next_key, root_key
@@ -51,7 +52,7 @@ class Sequence:
     draft_block_ids: tuple[int, ...] = ()
     """Blocks of the draft model's K/V, if these are not those of the target's."""
     first_draft_block: int = 0
-    """Number of these, from the beginning of the text, that it does not hold."""
+    """Draft blocks at the beginning of the text that the sequence does not hold."""
     num_published_blocks: int = 0
     """Number of its blocks whose target K/V others may use."""
     num_drafted_blocks: int = 0
@@ -101,10 +102,14 @@ class Sequence:
         return self.num_emitted < self.request.limits.min_tokens
 
     @property
-    def is_never_recorded(self) -> bool:
-        """Return `Row.is_never_recorded` of its next row that emits."""
-        sampling = self.request.sampling
-        return self.edits_logits or self.holds_back or bool(self.shifts) or sampling.seed_stable
+    def has_context(self) -> bool:
+        """Whether its distribution depends on more than its logits (`Row.text`)."""
+        return self.edits_logits or self.holds_back
+
+    @property
+    def needs(self) -> int:
+        """Return what its next row that emits needs of a step, whatever it drafts (`engine.needs`)."""
+        return needs_of_distribution(self.has_context, bool(self.shifts), self.request.sampling)
 
     @property
     def num_emitted(self) -> int:

@@ -43,7 +43,8 @@ from engine.models.loading import (
 )
 from engine.models.probe import BackendChoice, choose_backend, find_kv_shape, has_kernel, is_replayed, runs
 from engine.models.runner import ModelRunner
-from engine.plan import RECORDED_RULES
+from engine.needs import needs_of_drafts
+from engine.request import Speculation
 from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
@@ -261,8 +262,8 @@ def kv_shape_of(model: LoadedModel) -> KVShape:
 def recorded_drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
     """Return the shapes for which steps are recorded: plain decoding, the configured one, and the controller's menu."""
     wanted = config.speculation
-    is_recorded = wanted.rule in RECORDED_RULES and wanted.draft_method in ("", "iid") and set(wanted.tree[1:]) <= {1}
-    if draft is None or not is_recorded:
+    drafted = Speculation(rule=wanted.rule, draft_method=wanted.draft_method)
+    if draft is None or needs_of_drafts(drafted, wanted.tree or (1,)):
         return [PLAIN]
     num_drafts = min(wanted.num_drafts, RULES[wanted.rule].max_drafts or wanted.num_drafts)
     return [PLAIN, *menu(num_drafts, wanted.draft_length, wanted.max_draft_length)]

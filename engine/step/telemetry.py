@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.control.step_work import PLAIN, Shape, StepWork
+from engine.needs import OF_DISTRIBUTION
 from engine.plan import Plan
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
@@ -248,7 +249,7 @@ class Telemetry:
         work = replace(StepWork.of(plan), is_eager=is_eager)
         # Without its drafts such a step may not be recorded, either.
         plain = replace(
-            work.plain, is_eager=(is_eager and any(row.is_never_recorded for row in plan.sampling_rows)) or None
+            work.plain, is_eager=(is_eager and any(row.needs & OF_DISTRIBUTION for row in plan.sampling_rows)) or None
         )
         usual_plain_s, predicted_s = (float(step_s) for step_s in times.step_s([plain, work]))
         prompt_s = self._prompt_s(plan, work, measured) if work.prompt else 0.0
@@ -268,7 +269,7 @@ class Telemetry:
         times = self._scheduler.times
         assert times is not None
         # Without its prompts such a step may not be recorded, either.
-        is_eager = bool(work.is_eager) and not all(row.is_recorded for row in plan.sampling_rows)
+        is_eager = bool(work.is_eager) and any(row.needs for row in plan.sampling_rows)
         usual_s = times.rest_s(replace(work.without_prompts, is_eager=is_eager or None))
         # The same tokens take another time in a pass that has no drafts. What is known of shapes is about drafts.
         drafting = replace(work, shape=PLAIN)

@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.drafting.draft import Draft
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TextNodes
 from engine.kernels.transfer import to_device, to_device_at_once, to_host
+from engine.needs import LOSSY, OF_DISTRIBUTION, RULE, TEXT_DRAFTS
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
 from engine.sampling.node_distributions import NodePaths, node_distributions
@@ -37,8 +38,6 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-_BY_LOGITS = ("block", "bv_race")
-"""Rules that `Kernels.decide` follows: the race, and block verification, which is its race of one chain."""
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 """Rules that on CUDA store a sum for each tile of the vocabulary, instead of arrays [chains, vocabulary]."""
 
@@ -72,7 +71,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVer
 
 def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
     kernels = draft.parameters.kernels
-    if _are_plain(rows, draft, kernels.takes_texts) and kernels.takes_logits(logits_NV):
+    if _can_decide(rows, draft, kernels.takes_texts) and kernels.takes_logits(logits_NV):
         temperature_R, nodes = draft.parameters.temperature_N, draft.nodes
         operands = draft.parameters.filters, nodes.starts, draft.chains, nodes.node_CX, draft.numbers
         texts = _text_nodes(rows, draft)
@@ -97,18 +96,13 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
     return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
 
 
-def _are_plain(rows: Sequence[Row], draft: Draft, takes_texts: bool) -> bool:
-    """Whether `decide` can verify all rows: their distributions depend on logits, temperatures and filters alone, it
-    has their rules, and their trees have tokens. takes_texts: of the kernels.
-    """
-    return draft.tokens_M is None and all(
-        row.text is None
-        and (takes_texts or not row.text_drafts)
-        and not row.shifts
-        and not row.sampling.seed_stable
-        and not row.speculation.over_acceptance
-        and (row.speculation.rule in _BY_LOGITS or not row.fanout or row.sampling.is_greedy)
-        for row in rows
+def _can_decide(rows: Sequence[Row], draft: Draft, takes_texts: bool) -> bool:
+    """Whether `Kernels.decide` can verify all rows, and their trees have tokens; takes_texts: of the kernels."""
+    unmet = OF_DISTRIBUTION | LOSSY | RULE | (0 if takes_texts else TEXT_DRAFTS)
+    # At temperature 0 every rule accepts the same tokens.
+    unmet_at_0 = unmet & ~RULE
+    return draft.tokens_M is None and not any(
+        row.needs & (unmet_at_0 if row.sampling.is_greedy else unmet) for row in rows
     )
 
 

@@ -78,7 +78,7 @@ def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
 
 def _is_usual(row: Row) -> bool:
     """Whether the row's results follow from its logits and the numbers of a step."""
-    return row.emits and len(row.input_ids) == 1 and not row.prompt_next and row.is_recorded
+    return row.emits and len(row.input_ids) == 1 and not row.prompt_next and not row.needs
 
 
 def _is_read_at_once(row: Row) -> bool:
