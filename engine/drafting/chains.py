@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
-from engine.drafting.drafter import Drafter, DrawsAtOnce
+from engine.drafting.drafter import Drafter
 from engine.drafting.numbers import drafting_numbers, draw_numbers
 from engine.kernels.protocol import Chains, ProbsTable, TargetShifts
 from engine.kernels.torch_kernels import Kernels
@@ -76,8 +76,7 @@ def draw_plan(
 
     layout, parameters: of the sampling rows; uniform_LC: the numbers for drafting.
     """
-    draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
-    drawn = None if draw is None else draw(plan, layout, parameters, uniform_LC)
+    drawn = None if drafter is None else drafter.draw(plan, layout, parameters, uniform_LC)
     if drawn is not None:
         return drawn
     probs_NV = torch.empty((layout.num_probs, vocab_size), device=uniform_LC.device)

@@ -65,6 +65,13 @@ class Drafter(Protocol):
         token_N: the nodes' tokens, on the device; rows whose chains end there have no nodes among them.
         """
 
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable] | None:
+        """Draw all levels of a step in one call: return [C, L] the tokens that `begin` and `chains.draw_levels` would
+        draw, and the distributions they were drawn from; None for plans that need these two.
+        """
+
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """After the step: store the K/V of the accepted path as that of the text, for each sampling row the first
         `num_draft_kept` tokens of its chain `rank`.
@@ -115,21 +122,10 @@ class RecordedDrafter(Drafter, Protocol):
     def work_of(
         self, passes: Sequence[Pass], fanouts: tuple[Fanout, ...], before_T: Tensor | None, last_R: Tensor
     ) -> DraftWork:
-        """Return the work of these passes, for texts that draft these shapes; before_T, last_R: as in `HeadInputs`."""
+        """Return the work of passes, for texts that draft these fanouts; before_T, last_R: as in `HeadInputs`."""
 
     def read_before(self, plan: Plan, num_text: int) -> None:
         """Read what texts that draft miss before their last `num_text` tokens."""
 
     def start(self, work: DraftWork) -> Tensor:
         """Carry out the work up to the roots; return [N, V] logits below them. `below` goes on."""
-
-
-class DrawsAtOnce(Protocol):
-    """A drafter's method `draw`, if it has one: draw all levels of a step in one call."""
-
-    def __call__(
-        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Return [C, L] the tokens that `begin` and `chains.draw_levels` would draw, and the distributions they were
-        drawn from; None for plans that need these two.
-        """
