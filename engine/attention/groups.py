@@ -177,7 +177,7 @@ def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int
 
 
 def _group(batch: StepLayout, numbers: Ints, block_size: int, device: torch.device) -> Group:
-    """Return the group of the sequences of these numbers."""
+    """Return the group of the sequences with these numbers."""
     num_rows_B, first_key_B = batch.counts[numbers], batch.first_keys[numbers]
     num_keys_B = batch.num_keys[numbers] - first_key_B
     num_queries, num_keys = int(num_rows_B.max()), int(num_keys_B.max())

@@ -162,7 +162,7 @@ def _attend(
     """Attend for one tile of a sequence's queries and one K/V head over one part of the keys; write the result and its
     log-sum-exp.
 
-    The first loop reads tiles of keys that all queries see, without a mask; the second reads the others.
+    The first loop reads tiles of keys that all queries see, without a mask; the second reads the other keys.
     """
     sequence, tile, part, num_parts, part_keys = _share_of(
         tl.program_id(0), counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added,

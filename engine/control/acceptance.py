@@ -55,7 +55,7 @@ class Acceptance:
         self._answers = _KEEP_ANSWERS * self._answers + np.array([num_prompt, num_emitted, 1.0])
 
     def fade(self, num_steps: int = 1) -> None:
-        """Apply the observations of these steps, and reduce the weight of older ones."""
+        """Apply the observations of the last steps, and reduce the weight of older observations."""
         for counts in self._counts.values():
             counts *= _KEEP**num_steps
         for (num_drafts, num_tried, num_taken), count in self._new.items():

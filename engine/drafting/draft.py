@@ -79,7 +79,7 @@ class Draw:
 
     method: str
     parent_N: Tensor | None
-    """Indices of these parents in the level; None for all of them in order."""
+    """Indices of the parents in the level; None for all parents in order."""
     chain_NK: Tensor | None
     """First chain through each of their children; None if these are all chains in order."""
     shape: tuple[int, int]
@@ -181,7 +181,7 @@ class Layout:
     trees: tuple[Tree, ...]
     """Tree of each row's draws."""
     node_M: Tensor
-    """Index of each node's token in the chains' tokens, flat, for all nodes of these trees, row by row."""
+    """Index of each node's token in the chains' tokens, flat, for all nodes of the trees, row by row."""
 
     @property
     def num_chains(self) -> int:

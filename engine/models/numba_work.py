@@ -1,8 +1,8 @@
 """Share the work of one call among cores, in Numba.
 
 The caller and some helper threads run the same function over the same table of arrays. It runs in phases, and the parts
-of a phase are claimed one by one. No thread waits for a helper to begin: if it is late, or its core is busy, the others
-complete its parts. A phase ends when all its parts are done.
+of a phase are claimed one by one. No thread waits for a helper to begin: if it is late, or its core is busy, other
+threads complete its parts. A phase ends when all its parts are done.
 
 Between two calls a helper polls for work, and yields its core to other threads that want it; after a while it sleeps.
 """

@@ -45,7 +45,7 @@ class PromptLimit:
         return max(_LEAST_TOKENS, fitting)
 
     def take(self, first: int, count: int) -> None:
-        """Reserve the time of these prompt tokens."""
+        """Reserve the time of `count` prompt tokens after `first` others."""
         self._work = self._with(first, count)
 
 

@@ -34,7 +34,7 @@ _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 """Tokens of texts."""
 _WITH_LONGER_TEXTS = (1, 4, 16)
-"""Numbers of requests whose plain steps are measured after the first, the second and the longest of these texts;
+"""Numbers of requests whose plain steps are measured after texts of the first, the second and the longest length;
 other numbers are measured after the first only.
 """
 _TEXT = 256

@@ -85,7 +85,7 @@ class Engine:
         """Requests that could not continue in this step."""
 
     def step(self) -> list[Outcome]:
-        """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
+        """Advance every planned sequence: sampling rows by at least one token, other rows by a prompt chunk."""
         plan = self.scheduler.plan()  # rows, token counts and blocks
         with self.telemetry.phase("parts"):
             verdict = self.carry_out(plan)

@@ -100,8 +100,8 @@ def _shifts(
 def broken_rows(plan: Plan, draft: Draft | None, largest: Floats) -> frozenset[int]:
     """Return the sequence ids of rows for which a model computed NaN or infinity (an overflow, or wrong weights).
 
-    Such a request ends with an error; the others of its step continue. Its K/V is wiped before others get its blocks:
-    a kernel reads masked keys too, and zero times NaN is NaN. largest: what `largest_numbers` returned.
+    Such a request ends with an error; other requests of the step continue. Its K/V is wiped before others get its
+    blocks: a kernel reads masked keys too, and zero times NaN is NaN. largest: what `largest_numbers` returned.
     """
     is_finite = np.isfinite(largest)
     if draft is None or is_finite.all():

@@ -45,12 +45,14 @@ class Distributions(NamedTuple):
     """Filters that change the distribution of any request."""
 
     def can_make(self, other: Distributions) -> bool:
-        """Whether this makes the others, too: a filter changes nothing of a request that does not ask for it."""
+        """Whether steps of these distributions make those of the other ones: a filter changes nothing of a request that
+        does not ask for it.
+        """
         return self.any_greedy >= other.any_greedy and set(self.filters) >= set(other.filters)
 
 
 DISTRIBUTIONS = (Distributions(False, ()), Distributions(True, tuple(FILTERS)))
-"""Steps are recorded for each of these: softmax alone, and any distribution."""
+"""Distributions for which steps are recorded: softmax alone, and any."""
 PAGES, DRAFT_PAGES = "pages", "draft pages"
 """Fields of the block tables."""
 MOST_NODES = 64
@@ -136,7 +138,7 @@ class _Tables(NamedTuple):
     """Arrays that follow from the draft shapes of all requests of a step; each [S, ...]."""
 
     is_used: Bools
-    """[S, rows of all passes] Whether the request uses the row; the others are padding."""
+    """[S, rows of all passes] Whether the request uses the row; other rows are padding."""
     offsets: Ints
     """[S, rows of all passes] Offset of the row's token from the end of the text; the root has -1."""
     depths: Ints
