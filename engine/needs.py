@@ -1,4 +1,4 @@
-"""What a row needs of a step; every fast path states which needs it meets.
+"""Needs of a row in a step; every fast path states which needs it meets.
 
 A row without needs has a distribution that follows from its logits, temperature and filters, and drafts independent
 chains that race, or nothing. Needs are bits of an integer.

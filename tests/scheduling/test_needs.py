@@ -1,4 +1,4 @@
-"""What rows need of a step, and that a planned row needs what its row needs."""
+"""Needs of rows: those of each kind, and those of a planned row compared with its row's."""
 
 from __future__ import annotations
 
