@@ -1,6 +1,6 @@
 """The target while a head is trained for it: its states and distributions, by passes over whole texts.
 
-Weights of a GGUF file are dequantised to bfloat16, so the states are those of the weights in the file.
+Weights of a GGUF file are dequantised to bfloat16, so the states follow from the weights in the file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ TEXT, SHIFTS, ALONE, RULE, LOSSY, TREE, TEXT_DRAFTS = (1 << number for number in
 """Its distribution depends on its text, or on earlier drafts; it must not depend on other rows; its drafts are verified
 by a rule without a race, or by a lossy one; they are a tree, or depend on each other; it has text drafts.
 """
-OF_DISTRIBUTION = TEXT | SHIFTS | ALONE
+DISTRIBUTION_NEEDS = TEXT | SHIFTS | ALONE
 """Needs whatever is drafted; no recorded step meets them."""
 RACES = frozenset({"block", "bv_race"})
 """Rules that are races of independent chains."""
@@ -25,7 +25,7 @@ def needs_of_distribution(has_context: bool, has_shifts: bool, sampling: Samplin
 
 
 def needs_of_drafts(speculation: Speculation, fanout: Fanout, has_text_drafts: bool = False) -> int:
-    """Return the needs of these drafts of a request."""
+    """Return the needs of a request's drafts."""
     needs = TEXT_DRAFTS * has_text_drafts
     if speculation.over_acceptance and (fanout or has_text_drafts):
         needs |= LOSSY

@@ -130,8 +130,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs(self) -> int:
         """Return what the row needs of a step (`engine.needs`)."""
-        of_distribution = needs_of_distribution(self.text is not None, bool(self.shifts), self.sampling)
-        return of_distribution | needs_of_drafts(self.speculation, self.fanout, bool(self.text_drafts))
+        distribution_needs = needs_of_distribution(self.text is not None, bool(self.shifts), self.sampling)
+        return distribution_needs | needs_of_drafts(self.speculation, self.fanout, bool(self.text_drafts))
 
     @property
     def num_known(self) -> int:

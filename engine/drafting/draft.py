@@ -276,8 +276,8 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, probs_row_CL: Ints, devi
             leader_C[mine] = first[number] + np.arange(shape.num_chains) // below * below
             shares |= below > 1
             count = shape.fanout[depth]
-            of_draw = alike.setdefault(shape.method if count > 1 else shape.method_of_one, {}).setdefault(count, [])
-            of_draw += range(len(rows), len(rows) + num_parents)
+            drawing = alike.setdefault(shape.method if count > 1 else shape.method_of_one, {}).setdefault(count, [])
+            drawing += range(len(rows), len(rows) + num_parents)
             parents.append(first[number] + np.arange(num_parents) * apart)
             rows += [number] * num_parents
         chain_N = np.concatenate(parents)

@@ -156,7 +156,7 @@ def _begins(node_rows, length, walked, end):
 
 @compiled_for_cpu(**EXACT)
 def _refuse(parents, node_tokens, node, distribution):
-    """Set the probabilities of the node's children to 0, and scale those of the other tokens to the sum 1; a
+    """Set the probabilities of the node's children to 0, and scale the other tokens' probabilities to the sum 1; a
     distribution without any other token is unchanged (this has probability zero).
     """
     refused, total = np.zeros(len(parents), np.float32), 0.0

@@ -71,8 +71,8 @@ class NumbaKernels(Kernels):
         largest = np.empty(len(logits_NV) + len(draft_MV))
         assert starts[-1] == len(logits_NV), "each row of logits is a node's"
         of_chains = chains.tokens_CL, chains.length_C, chains.request_C, node_CX, draft_MV, chains.draft.row_CX, numbers
-        of_requests = temperature_B.numpy(), *arrays_of(filters, len(temperature_B)), starts
+        request_arrays = temperature_B.numpy(), *arrays_of(filters, len(temperature_B)), starts
         arrays = [operand.numpy() for operand in of_chains]
         text_arrays = texts.parent_N, texts.token_N, texts.number_BL
-        numba_block.decide(logits_NV.numpy(), *of_requests, *arrays, *text_arrays, verdict_4B, largest)
+        numba_block.decide(logits_NV.numpy(), *request_arrays, *arrays, *text_arrays, verdict_4B, largest)
         return verdict_4B, largest

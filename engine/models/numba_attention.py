@@ -168,7 +168,7 @@ def _read_queries(joined, head, num_shared, first_row, scale, queries):
 
 @compiled_for_cpu(**FAST)
 def _gather(scores, start, num_text, first, bounds, words, node_positions, tile, places):
-    """Copy a row's scores of a tile of its own text; return whether it sees any of these keys.
+    """Copy a row's scores of a tile of the text that ends with it; return whether the row sees any key of the tile.
 
     scores: [N] of the keys from number `start` on, `num_text` of the text and then the nodes; first: the tile's first
     key after `start`; bounds: limit and near, as in `_mask`; tile: output, [`TILE`]; places: output, [`TILE`] where in
@@ -228,8 +228,8 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
     joined: [T, at least H * D] queries; rows: the first one and the end; window: 0 is none; text: of the sequence, its
     pages, first key, key from which on keys are nodes, number of keys, and positions of nodes.
 
-    A row sums over tiles of its own text, in which the nodes that it sees follow the known tokens. So a node's result
-    has the bits that it would have as a token of the text, whatever else is drafted.
+    A row sums over tiles of the text that ends with it: the known tokens, then the nodes that it sees. So a node's
+    result has the bits that it would have as a token of the text, whatever else is drafted.
     """
     pages, first_key, end, num_keys, node_positions = text
     first_row, last_row = rows
@@ -264,12 +264,12 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
         row = first_row + query // num_shared
         bounds[query, 0], bounds[query, 1] = limits[row], positions[row] - window + 1 if window > 0 else 0
 
-    of_tile = value_blocks[: num_blocks * TILE * BLOCK].reshape(num_blocks, TILE, BLOCK)
+    tile_values = value_blocks[: num_blocks * TILE * BLOCK].reshape(num_blocks, TILE, BLOCK)
     tile_scores = scores.reshape(-1)[: num_queries * TILE].reshape(num_queries, TILE)
     for start in range(first_key, min(last_key, rest_start), TILE):
         _find_slots(pages, page_size, start, TILE, slots)
         _lay_out_keys(keys, head, slots, offsets, TILE, key_blocks)
-        _lay_out_values(values, head, slots, TILE, of_tile)
+        _lay_out_values(values, head, slots, TILE, tile_values)
         product(queries, key_blocks, no_scales, no_bias, tile_scores, (0, TILE // BLOCK), (0, 1))
         for query in range(num_queries):
             limit, near = bounds[query, 0], bounds[query, 1]
@@ -278,16 +278,16 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
                 _scale(results[query], _soften(tile_scores[query], states[query]))
             else:
                 tile_scores[query] = np.float32(0)
-        _add_values(tile_scores, of_tile, no_scales, no_bias, found, results)
+        _add_values(tile_scores, tile_values, no_scales, no_bias, found, results)
 
     if num_rest > 0:
-        of_rest = value_blocks[: num_blocks * num_rest * BLOCK].reshape(num_blocks, num_rest, BLOCK)
+        rest_values = value_blocks[: num_blocks * num_rest * BLOCK].reshape(num_blocks, num_rest, BLOCK)
         tile, weights = np.empty(TILE, np.float32), np.empty((num_queries, num_rest), np.float32)
         _find_slots(pages, page_size, rest_start, num_rest, slots)
         for first in range(0, num_rest, TILE):
             blocks = key_blocks[first // BLOCK : (first + TILE) // BLOCK]
             _lay_out_keys(keys, head, slots[first:], offsets, min(TILE, num_rest - first), blocks)
-        _lay_out_values(values, head, slots, num_rest, of_rest)
+        _lay_out_values(values, head, slots, num_rest, rest_values)
         num_columns = (num_rest + BLOCK - 1) // BLOCK
         product(queries, key_blocks, no_scales, no_bias, scores, (0, num_columns), (0, 1))
         for first in range(0, num_text + most_nodes, TILE):
@@ -301,7 +301,7 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
                 for key in range(TILE):
                     if places[key] >= 0:
                         weights[query, places[key]] = tile[key]
-            _add_values(weights, of_rest, no_scales, no_bias, found, results)
+            _add_values(weights, rest_values, no_scales, no_bias, found, results)
 
     for query in range(num_queries):
         share = np.float32(1) / states[query, 1]

@@ -74,8 +74,8 @@ class PlannedRow(NamedTuple):
     @property
     def needs(self) -> int:
         """Return what the row needs of a step (`engine.needs`)."""
-        of_drafts = needs_of_drafts(self.sequence.request.speculation, self.fanout, bool(self.text_drafts))
-        return self.sequence.needs | of_drafts
+        draft_needs = needs_of_drafts(self.sequence.request.speculation, self.fanout, bool(self.text_drafts))
+        return self.sequence.needs | draft_needs
 
     @property
     def num_tokens(self) -> int:

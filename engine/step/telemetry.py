@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.control.step_work import PLAIN, Shape, StepWork
-from engine.needs import OF_DISTRIBUTION
+from engine.needs import DISTRIBUTION_NEEDS
 from engine.plan import Plan
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
@@ -249,7 +249,8 @@ class Telemetry:
         work = replace(StepWork.of(plan), is_eager=is_eager)
         # Without its drafts such a step may not be recorded, either.
         plain = replace(
-            work.plain, is_eager=(is_eager and any(row.needs & OF_DISTRIBUTION for row in plan.sampling_rows)) or None
+            work.plain,
+            is_eager=(is_eager and any(row.needs & DISTRIBUTION_NEEDS for row in plan.sampling_rows)) or None,
         )
         usual_plain_s, predicted_s = (float(step_s) for step_s in times.step_s([plain, work]))
         prompt_s = self._prompt_s(plan, work, measured) if work.prompt else 0.0

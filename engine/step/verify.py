@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.drafting.draft import Draft
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TextNodes
 from engine.kernels.transfer import to_device, to_device_at_once, to_host
-from engine.needs import LOSSY, OF_DISTRIBUTION, RULE, TEXT_DRAFTS
+from engine.needs import DISTRIBUTION_NEEDS, LOSSY, RULE, TEXT_DRAFTS
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
 from engine.sampling.node_distributions import NodePaths, node_distributions
@@ -98,7 +98,7 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
 
 def _can_decide(rows: Sequence[Row], draft: Draft, takes_texts: bool) -> bool:
     """Whether `Kernels.decide` can verify all rows, and their trees have tokens; takes_texts: of the kernels."""
-    unmet = OF_DISTRIBUTION | LOSSY | RULE | (0 if takes_texts else TEXT_DRAFTS)
+    unmet = DISTRIBUTION_NEEDS | LOSSY | RULE | (0 if takes_texts else TEXT_DRAFTS)
     # At temperature 0 every rule accepts the same tokens.
     unmet_at_0 = unmet & ~RULE
     return draft.tokens_M is None and not any(

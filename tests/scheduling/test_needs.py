@@ -1,4 +1,4 @@
-"""Needs of rows: those of each kind, and those of a planned row compared with its row's."""
+"""Needs of each kind of row; a planned row has the needs of the row that is built from it."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Distributions(NamedTuple):
     """Filters that change the distribution of any request."""
 
     def can_make(self, other: Distributions) -> bool:
-        """Whether steps of these distributions make those of the other ones: a filter changes nothing of a request that
-        does not ask for it.
+        """Whether a step with these distributions serves requests of the other: a filter changes nothing of a request
+        that does not ask for it.
         """
         return self.any_greedy >= other.any_greedy and set(self.filters) >= set(other.filters)
 
