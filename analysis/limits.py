@@ -59,7 +59,7 @@ def build(options: argparse.Namespace, num_cores: int, folders: tuple[Path, Path
 
 def rates(num_cores: int) -> dict[str, float]:
     """Measure bytes a second that this many cores read from memory, and the decoder's operations a second."""
-    from engine.kernels import compiled_for_cpu
+    from engine.kernels.compiled import compiled_for_cpu
     from engine.models.numba_product import product
     from engine.models.numba_vectors import BLOCK
 

@@ -93,7 +93,7 @@ def verification() -> int:
     for num_requests, num_chains, length in product((1, 2, 3, 5), (1, 2, 3), range(1, 9)):
         count = num_requests * num_chains
         request_C = np.repeat(np.arange(num_requests), num_chains)
-        numbers = torch.from_numpy(draw_numbers(request_C, request_C, request_C, length))
+        numbers = torch.from_numpy(draw_numbers(TORCH, request_C, request_C, request_C, length))
         _, noise = noise_of(numbers, length)
         draft, target = (
             ProbsTable(probs_NV, torch.zeros((count, n), dtype=torch.int64), TORCH) for n in (length, length + 1)

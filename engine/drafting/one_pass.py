@@ -20,7 +20,6 @@ from engine.attention.inputs import NO_NODES, NodeInput
 from engine.drafting.draft import Layout
 from engine.drafting.drafter import DraftWork, HeadInputs
 from engine.drafting.head import HeadDrafter
-from engine.drafting.levels import levels_of
 from engine.drafting.reading import states_at
 from engine.drafting.tables import draft_rows_of, draw_from, may_draw_at_once
 from engine.kernels.protocol import ProbsTable
@@ -49,10 +48,10 @@ class OnePassDrafter(HeadDrafter):
     @torch.inference_mode()
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
+    ) -> tuple[Tensor, ProbsTable]:
+        """Run the pass, and draw all chains of all texts from its tables, for rows that allow it."""
         if not self.runner.head.config.has_tables or not may_draw_at_once(plan, layout):
-            return None
+            return super().draw(plan, layout, parameters, uniform_LC)
         work = self._prepared([row for row in plan.rows if row.fanout])
         assert work.of_head is not None
         sampler: ChainSampler = self._run_pass(work)
@@ -107,24 +106,16 @@ class BlockDrafter(OnePassDrafter):
         head = self.runner.head
         masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
         self.pass_nodes = partial(_with_blocks, masks, head.block_config.causalities)
-        self._levels = levels_of(runner)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
         """First of the K/V blocks that only the head's storage has, for masks beyond the row's own K/V blocks."""
 
-    @torch.inference_mode()
-    def draw(
-        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
-        levels, vocab_size = self._levels, self.runner.vocab_size
-        if levels is None or not levels.has_term or not levels.takes(plan, layout, vocab_size):
-            return super().draw(plan, layout, parameters, uniform_LC)
+    def products(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Run the pass; return ([S, draft vocabulary] its products with the output head by draft row, the last tokens
+        of the texts that draft).
+        """
         work = self._prepared([row for row in plan.rows if row.fanout])
         assert work.of_head is not None
-        base_SX = self._pass(work.passes, work.of_head).product_NX
-        probs_NV = torch.empty((layout.num_probs, vocab_size))
-        tokens_CL = levels.draw_below(base_SX, work.of_head.last_R, layout, parameters, uniform_LC, probs_NV)
-        return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
+        return self._pass(work.passes, work.of_head).product_NX, work.of_head.last_R
 
     def table_of(self, row: Row, number: int) -> tuple[int, ...]:
         """Return the row's K/V blocks, and spare ones for the masks that these cannot hold."""

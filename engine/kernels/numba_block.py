@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
 from engine.kernels.numba_rows import draw_from, filtered_distribution, likeliest, sum_of
 

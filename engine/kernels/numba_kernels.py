@@ -10,17 +10,23 @@ from engine.kernels import numba_block, numba_rows
 from engine.kernels.numba_rows import arrays_of
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable, TextNodes
 from engine.kernels.torch_kernels import Kernels
+from engine.sampling import numba_noise
+
+
+def takes(rows_NV: Tensor) -> bool:
+    """Whether compiled operations support the numbers of these rows; plain operations compute with any."""
+    return rows_NV.dtype == torch.float32 and rows_NV.is_contiguous()
 
 
 class NumbaKernels(Kernels):
     """Compiled operations. They check no bounds, so shapes are checked here."""
 
-    takes_texts = True
+    decides = True
 
     def distribution(
         self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
     ) -> Tensor:
-        if not self.takes_logits(logits_NV):
+        if not takes(logits_NV):
             return super().distribution(logits_NV, temperature_N, filters, probs_NV)
         probs_NV = torch.empty_like(logits_NV) if probs_NV is None else probs_NV
         of_rows = temperature_N.contiguous().numpy(), *arrays_of(filters, len(logits_NV))
@@ -30,14 +36,14 @@ class NumbaKernels(Kernels):
         return probs_NV
 
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-        if not self.takes_logits(probs_NV):
+        if not takes(probs_NV):
             return super().draw(probs_NV, row_C, uniform_C)
         token_C = torch.empty_like(row_C)
         numba_rows.draw(probs_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
         return token_C
 
     def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-        if not (chains.max_length and self.takes_logits(target.probs_NV)):
+        if not (chains.max_length and takes(target.probs_NV)):
             return super().race(chains, target, noise)
         verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=chains.length_C.device)
         operands = (
@@ -49,8 +55,8 @@ class NumbaKernels(Kernels):
         assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
         return ChainVerdict(*verdict_3B)
 
-    def takes_logits(self, logits_NV: Tensor) -> bool:
-        return logits_NV.dtype == torch.float32 and logits_NV.is_contiguous()
+    def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
+        return numba_noise.uniform(seed_C, position_C, purpose_P, rank_C, length)
 
     def decide(
         self,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels import triton_block, triton_keep, triton_nucleus, triton_rows
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, KVMoves, ProbsTable
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, KVMoves, ProbsTable
 from engine.kernels.torch_kernels import Kernels
 from engine.kernels.triton_rows import Subtracted
+from engine.sampling import numba_noise
 
 _USUAL_MOVES = 32
 """Usual maximum of moves per sequence. The kernel is compiled for a padded number of moves, so usual steps share one
@@ -57,6 +58,9 @@ class TritonKernels(Kernels):
 
     def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
         return triton_block.winners(chains, score_C, accepted_C, next_token_C)
+
+    def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
+        return numba_noise.uniform(seed_C, position_C, purpose_P, rank_C, length)  # the numbers are made on the host
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
         move_SM2 = torch.from_numpy(_padded(moves)).to(storages[0].device, non_blocking=True)

@@ -25,7 +25,6 @@ from engine.models import numba_table as nt
 from engine.models.backend import Backend
 from engine.models.cpu_weights import (
     Array,
-    Form,
     Forms,
     Product,
     form_of_type,
@@ -36,7 +35,7 @@ from engine.models.cpu_weights import (
     rounds_rows,
     types_of,
 )
-from engine.models.gguf.blocks import BlockTensor
+from engine.models.gguf.blocks import BlockTensor, Form
 from engine.models.kinds import window_of
 from engine.models.numba_vectors import BLOCK
 from engine.models.numba_work import ROW, TEAM

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from numba import from_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor, StoredNumbers, unpacked
+from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor, Form, StoredNumbers, unpacked
 from engine.models.numba_dot import HAS_PAIRS
 from engine.models.numba_product import WIDENS_HALVES
 from engine.models.numba_rounding import best_scales
@@ -25,9 +25,6 @@ from engine.models.numba_vectors import BLOCK, GROUP, LINE
 from engine.models.numba_words import offset_of
 
 Array = npt.NDArray[Any]
-Form = Literal[
-    "float32", "bfloat16", "float16", "pairs", "int8", "int4", "q4_0", "q4_1", "q8_0", "q5_1", "q4_k", "q5_k", "q6_k"
-]
 """Stored form of weights: numbers that are widened, pairs of bfloat16, 8 or 4 bits with a float32 scale, or those of
 GGUF files (`gguf/blocks.py`). Rows are rounded for all but the first three (`numba_rounding.py`)."""
 

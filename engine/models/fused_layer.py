@@ -6,13 +6,11 @@ On every device they are tried once on synthetic rows, and compared with the pla
 from __future__ import annotations
 
 from functools import partial
-from math import prod
 
 import torch
-from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from engine.kernels import usable
+from engine.kernels.checks import close, synthetic_rows, usable
 
 
 def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -23,16 +21,6 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def use_float8(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton's kernel rounds rows to fp8."""
     return usable("rows are rounded to fp8", find_rounding_fault, device, dtype)
-
-
-def synthetic_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return distinct numbers to try kernels on, the same every time."""
-    return torch.arange(prod(shape), device=device).sqrt().mul(7).sin().view(shape).to(dtype)
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether numbers of about 1 differ by no more than some roundings."""
-    return torch.allclose(found.float(), expected.float(), atol=16 * torch.finfo(found.dtype).eps, rtol=0)
 
 
 def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST, exponential, widened
 from engine.models.numba_product import copy, product, transpose
 from engine.models.numba_vectors import BLOCK, LANES

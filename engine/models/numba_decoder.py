@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_attention import attend
@@ -251,7 +251,7 @@ def run(shared, function, table, after_logits, tokens, slots, wanted, parts, see
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
 
     seen: `StepLayout.seen`; states: see `cpu_decoder.CpuDecoder.states_of`; after_logits: address of a function that
-    runs after the logits as the last phase, or 0 (`drafting/numba_levels.py` draws there). Raises IndexError for a
+    runs after the logits as the last phase, or 0 (`cpu/draw_loop.py` draws there). Raises IndexError for a
     token without an embedding.
     """
     for token in tokens:

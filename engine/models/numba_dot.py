@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.models.numba_rounding import round_rows
 from engine.models.numba_scales import ScaleLoads
 from engine.models.numba_vectors import (

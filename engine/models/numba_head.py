@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_layer import norm

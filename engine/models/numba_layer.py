@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST, exponential, rounded
 from engine.models.numba_vectors import BLOCK
 from engine.models.numba_words import value_of

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numba import carray
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.models import numba_table as nt
 from engine.models.numba_layer import gate
 from engine.models.numba_product import product

@@ -25,7 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.models.numba_dot import product_of_dots
 from engine.models.numba_vectors import (
     BLOCK,

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST
 from engine.models.numba_vectors import BYTE, FLOAT, GROUP, INT, INTS, LANES, VECTOR, Emitter, ints
 from engine.models.numba_words import Bfloat, num_parts_of, offset_of

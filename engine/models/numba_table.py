@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.models.numba_vectors import BLOCK
 from engine.models.numba_work import pointer_to
 
@@ -20,7 +20,7 @@ from engine.models.numba_work import pointer_to
 # states, `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has them of the other
 # layers.
 # Heads alone have `PROJECTION`, with L = 1, of the target's states, `KERNELS`, with 2 L, of convolutions, and `TERM`,
-# with L = 1, from the token before to what it adds to logits (`drafting/numba_levels.py`).
+# with L = 1, from the token before to what it adds to logits (`cpu/draw_loop.py`).
 EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY, PROJECTION, KERNELS, TERM = PRODUCTS = range(0, 20, 2)
 # Norms [2 L + 1, D], and after them that of the states that are read; those of queries and keys [L, 2, head], or
 # [0, 2, head]; radians [head / 2] by which a position rotates; epsilon, scale of scores, factor of cosines and sines,

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 
 CAN_SHARE = sys.platform == "linux"
 """Whether this system has the semaphores that helpers sleep on."""

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.attention.attention import HOOK
+from engine.attention.attention import HOOK, PagedKernel
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import KVShape
 from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
-from engine.kernels import raise_if_lost
+from engine.kernels.checks import raise_if_lost
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.gguf.blocks import has_blocks
 from engine.models.gguf.weights import dequantise
@@ -56,8 +56,8 @@ class BackendChoice(NamedTuple):
     """Chosen backend of a model."""
 
     backend: Backend
-    paged: bool
-    """Whether the Triton kernel attends."""
+    paged_kernel: PagedKernel | None
+    """Kernel that attends over pages; None if the plain path attends."""
 
 
 class BackendOption(NamedTuple):
@@ -141,25 +141,27 @@ def choose_backend(
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
     kinds = [kind for kind in backends or BACKENDS if kind.takes(loaded.model)]
-    attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
-    choices = [(kind, paged) for paged in attends for kind in kinds]
-    for kind, paged in choices:
+    kernel = attention_kernel(device)
+    kernels = (None,) if kernel is None else (kernel, None)
+    choices = [(kind, paged_kernel) for paged_kernel in kernels for kind in kinds]
+    for kind, paged_kernel in choices:
         try:
             if kind.make is not _cpu_decoder:
                 _compute_as(loaded, config, device)
-            choice = BackendChoice(kind.make(loaded.model, config, longest), paged)
+            choice = BackendChoice(kind.make(loaded.model, config, longest), paged_kernel)
             only_warns = config.probe == "warn"
-            probe(loaded, shape, choice.backend, paged, block_size=block_size, only_warns=only_warns)
-            if paged and loaded.max_positions > 2 * _LONG_PROMPT:
+            probe(loaded, shape, choice.backend, paged_kernel, block_size=block_size, only_warns=only_warns)
+            if paged_kernel is not None and loaded.max_positions > 2 * _LONG_PROMPT:
                 # Tiles of the largest size: a device may lack the memory for them.
-                probe(loaded, shape, choice.backend, paged, _LONG_PROMPT, block_size, only_warns)
+                probe(loaded, shape, choice.backend, paged_kernel, _LONG_PROMPT, block_size, only_warns)
             return choice
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
             raise_if_lost(device, error)
             # Memory may end on one rank only, which must not try another backend while the others wait for its share.
-            if (kind, paged) == choices[-1] or (loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)):
+            is_last = (kind, paged_kernel) == choices[-1]
+            if is_last or (loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)):
                 raise
-            without = "attention kernel" if paged else kind.name
+            without = "attention kernel" if paged_kernel is not None else kind.name
             log.warning("%s: runs without the %s: %s", loaded.name, without, error)
     raise AssertionError("the last choice works or raises")
 
@@ -186,31 +188,35 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
 def runs(loaded: LoadedModel, shape: KVShape, choice: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
     """Whether a changed model still runs, and agrees with the model through its own attention."""
     try:
-        probe(loaded, shape, choice.backend, choice.paged, block_size=block_size)
+        probe(loaded, shape, choice.backend, choice.paged_kernel, block_size=block_size)
     except Exception:  # the model's own code may raise any exception
         return False
     return True
 
 
-def has_kernel(device: torch.device) -> bool:
-    """Whether the Triton kernel can run here."""
-    return device.type == "cuda" and find_spec("triton") is not None
+def attention_kernel(device: torch.device) -> PagedKernel | None:
+    """Return the kernel that attends over pages on a device; None if there is none."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from engine.attention import triton_attention
+
+    return triton_attention
 
 
-def is_replayed(loaded: LoadedModel, paged: bool) -> bool:
+def is_replayed(loaded: LoadedModel, choice: BackendChoice) -> bool:
     """Whether steps of a model are recorded and replayed as CUDA graphs.
 
     A share of a split model is not: the exchange between ranks is not recorded. All ranks must decide alike, because
     they make the same passes together.
     """
-    return paged and loaded.model.device.type == "cuda" and not loaded.is_share
+    return choice.paged_kernel is not None and loaded.model.device.type == "cuda" and not loaded.is_share
 
 
 def probe(
     loaded: LoadedModel,
     shape: KVShape,
     backend: Backend | None = None,
-    paged: bool = False,
+    paged_kernel: PagedKernel | None = None,
     prompt_length: int = _PROMPT_LENGTH,
     block_size: int = _BLOCK_SIZE,
     only_warns: bool = False,
@@ -222,7 +228,7 @@ def probe(
     """
     num_blocks = prompt_length // block_size + 6
     sizes = num_blocks, block_size, loaded.vocab_size
-    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged)
+    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged_kernel=paged_kernel)
     dtype = runner.backend.weight_used(loaded.model.get_output_embeddings().weight[:1]).dtype
     found = _difference(loaded, runner, prompt_length, dtype)
     if quantises_rows(loaded.model):

@@ -47,7 +47,7 @@ def main() -> NoReturn:
         block_size,
         vocab_size,
         choice.backend,
-        paged=choice.paged,
+        paged_kernel=choice.paged_kernel,
         kernels=choose(device),
     )
     while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
 from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2
 

@@ -41,7 +41,7 @@ from engine.models.loading import (
     load_pair,
     outline_pair,
 )
-from engine.models.probe import BackendChoice, choose_backend, find_kv_shape, has_kernel, is_replayed, runs
+from engine.models.probe import BackendChoice, attention_kernel, choose_backend, find_kv_shape, is_replayed, runs
 from engine.models.runner import ModelRunner
 from engine.needs import needs_of_drafts
 from engine.request import Speculation
@@ -116,7 +116,7 @@ def assemble(
     kernels = choose(device)
     is_head = kind is not None and kind.is_head
     has_draft_pool = draft is not None and not is_head and config.speculation.draft_window > 0
-    is_recorded = not config.model.enforce_eager and all(is_replayed(part.model, part.choice.paged) for part in parts)
+    is_recorded = not config.model.enforce_eager and all(is_replayed(part.model, part.choice) for part in parts)
 
     def make(num_blocks: Sequence[int]) -> list[ModelRunner]:
         return [
@@ -147,9 +147,14 @@ def assemble(
     grammars = GrammarPool(Vocabulary(*config.model.tokenizer_source, *tokens, config.grammars))
     scheduler = _scheduler(config, target, memory, is_head, has_draft_pool)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
+    if kernels.decides:
+        from engine.cpu.step import CpuStep  # Numba is installed if its kernels were chosen
+
+        engine.eager = CpuStep(runners[0], drafter)
     if recordings.shapes:
-        engine.recorded = RecordedSteps(recordings.graphs, kind, has_draft_pool)
-        engine.recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
+        recorded = RecordedSteps(recordings.graphs, kind, has_draft_pool)
+        recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
+        engine.recorded = recorded
     return engine
 
 
@@ -229,7 +234,7 @@ class _Part(NamedTuple):
             vocab_size,
             self.choice.backend,
             self.model.ranks,
-            self.choice.paged,
+            self.choice.paged_kernel,
             is_recorded,
             kernels,
         )
@@ -314,7 +319,7 @@ def _prepare(
         laid_out_bytes = backend.prepare(lambda: True) if is_owner and device.type == "cpu" else 0
         block = loaded.model.config.block
         num_spare = 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // block_size)
-        choice = BackendChoice(backend, has_kernel(device))
+        choice = BackendChoice(backend, attention_kernel(device))
         return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, loaded.weight_types, num_spare)
     progress(f"probing {loaded.name}")
     wanted = draft_model_config(config.model) if earlier else config.model

@@ -23,14 +23,14 @@ import numpy as np
 import torch
 
 from engine.config import ModelConfig
-from engine.kernels import cache_folder
 from engine.kernels.choosing import choose
+from engine.kernels.compiled import cache_folder
 from engine.models.gguf.weights import file_behind, type_of_embeddings, types_of_matrices
 from engine.models.host import usable_cores
 from engine.models.loading import Progress, decoded_dtype
 
 if TYPE_CHECKING:
-    from engine.models.cpu_weights import Form
+    from engine.models.gguf.blocks import Form
 
 log = logging.getLogger("polydraft")
 
@@ -47,7 +47,7 @@ Jobs = Mapping[str, Callable[[], object]]
 def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     """Compile the kernels of the target if no earlier start has; call it before torch has made threads."""
     try:
-        from engine.drafting import numba_levels
+        from engine.cpu import draw_loop
         from engine.models import numba_decoder, numba_multiply
         from engine.models.cpu_weights import types_of
     except ImportError:  # Numba is not installed
@@ -63,7 +63,7 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
         **{f"products-{form}": partial(numba_multiply.multiplication, *types_of(form)) for form in used.products},
         "work": numba_decoder.work,
         **{f"embeddings-{form}": partial(numba_decoder.beginning, *types_of(form)) for form in used.embeddings},
-        "levels": numba_levels.draw,
+        "levels": draw_loop.draw,
     }
     fill(folder, jobs, progress)
 

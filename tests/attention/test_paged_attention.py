@@ -46,7 +46,8 @@ CASES: dict[str, Any] = {
 
 
 def logits(loaded: Any, paged: bool) -> torch.Tensor:
-    model = ModelRunner(loaded.model, find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, paged=paged)
+    kernel = triton_attention if paged else None
+    model = ModelRunner(loaded.model, find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, paged_kernel=kernel)
     prompts, steps = passes()
     model.forward(prompts)
     return model.forward(steps)
@@ -81,7 +82,7 @@ def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
     """It is compiled for blocks of a size."""
     loaded = randomised(CASES["llama"], seed=5)
     with calls_of(triton_attention, "attend_paged") as calls:
-        assert probe(loaded, find_kv_shape(loaded), paged=True, block_size=block_size) < 0.5
+        assert probe(loaded, find_kv_shape(loaded), paged_kernel=triton_attention, block_size=block_size) < 0.5
     assert {operands[0].page_size for operands, _ in calls} == {block_size}
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.drafting.levels import Levels
+from engine.cpu.levels import Levels
 from engine.errors import NON_FINITE
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
 from engine.step.engine import Engine
 from tests.engine import tiny
-from tests.wrong import instead
+from tests.wrong import instead, level_by_level
 
 SHAPES = {
     "plain": Speculation(),
@@ -97,7 +97,8 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool) -> None:
 
     def broken_distribution(draw: Any, *operands: Any) -> Any:
         nonlocal num_drawn
-        tokens_CL, probs_NV = draw(*operands), operands[-1]
+        tokens_CL = draw(*operands)
+        probs_NV = operands[-1].probs_NV
         num_drawn += 1
         if num_drawn == 2:
             probs_NV[1] = float("nan")  # below the second request's root
@@ -123,7 +124,7 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool) -> None:
         if at_once:
             stack.enter_context(instead(Levels, "draw", broken_distribution))
         else:
-            stack.enter_context(instead(Levels, "takes", lambda *_: False))
+            stack.enter_context(level_by_level())
             stack.enter_context(instead(ModelRunner, "run", broken))
         tokens, errors = run(machine, asked)
     assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}

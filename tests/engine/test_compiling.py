@@ -35,7 +35,7 @@ functions = nd.beginning(*kinds), multiplication(*kinds), *nd.functions_of_kv(np
 print(json.dumps([len(said), [one.cache_hits for one in functions]]))
 """
 KERNELS = """
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 
 
 @compiled_for_cpu()
@@ -53,7 +53,7 @@ import logging
 import sys
 sys.path.insert(0, sys.argv[1])
 import small_kernels
-from engine.kernels import cache_folder
+from engine.kernels.compiled import cache_folder
 from engine.step.compiling import fill
 logging.basicConfig(format="%(message)s")
 said = []

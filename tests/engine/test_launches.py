@@ -33,6 +33,7 @@ from analysis.device_model import (
     RECORDED_LAUNCHES,
     VERDICT_LAUNCHES,
 )
+from engine.attention import triton_attention
 from engine.kernels import transfer
 from engine.kernels.triton_kernels import TritonKernels
 from engine.models import lean
@@ -252,7 +253,7 @@ def test_a_layer_of_few_rows_is_ten_kernels() -> None:
         with instead(lean, "use_kernels", lambda *_: True):
             decoder = LeanDecoder(loaded.model)
         shape = find_kv_shape(loaded)
-        runner = ModelRunner(loaded.model, shape, 200, 4, loaded.vocab_size, decoder, paged=True)
+        runner = ModelRunner(loaded.model, shape, 200, 4, loaded.vocab_size, decoder, paged_kernel=triton_attention)
         (step,) = runner.prepare([passes()[1][:1]])
         with (
             counted_launches() as launches,

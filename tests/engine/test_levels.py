@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.drafting import chains, levels, numba_levels
+from engine.cpu import draw_loop, levels
+from engine.cpu.drafting import CompiledDrafting, compiled
+from engine.drafting import chains
 from engine.drafting.draft import ChainShape, Layout, layout_of
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
+from engine.drafting.tables import may_draw_at_once
 from engine.kernels.protocol import ProbsTable
 from engine.plan import Plan
 from engine.request import Request, Speculation
@@ -71,29 +73,30 @@ def requests() -> list[Request]:
 
 
 class Compared:
-    """Calls of a drafter's `draw`, each compared with the loop over levels."""
+    """Calls that draw at once, each compared with the loop over levels."""
 
-    def __init__(self, kind: type[Any] = ModelDrafter) -> None:
+    def __init__(self) -> None:
         self.num_taken = self.num_equal = self.num_drawn = 0
 
         def draw(
-            right: Any, drafter: Any, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-        ) -> tuple[Tensor, ProbsTable] | None:
-            found = right(drafter, plan, layout, parameters, uniform_LC)
-            if found is None:
-                return None
-            found_CL, table = found
-            rows, distributions = plan.sampling_rows, torch.empty_like(table.probs_NV)
-            root_NV = drafter.begin(plan)
-            expected_CL = chains.draw_levels(
-                rows, layout, parameters, uniform_LC, root_NV, drafter.below, distributions
-            )
+            right: Any,
+            drafting: Any,
+            plan: Plan,
+            layout: Layout,
+            parameters: DistributionParameters,
+            uniform_LC: Tensor,
+        ) -> tuple[Tensor, ProbsTable]:
+            drawn_CL, table = right(drafting, plan, layout, parameters, uniform_LC)
+            if not may_draw_at_once(plan, layout):
+                return drawn_CL, table
+            drafter = drafting._drafter
+            expected_CL, expected = chains.draw_by_level(drafter, plan, layout, parameters, uniform_LC)
             self.num_taken += 1
-            self.num_drawn += len(distributions)
-            self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(distributions, table.probs_NV)
-            return expected_CL, replace(table, probs_NV=distributions)
+            self.num_drawn += len(expected.probs_NV)
+            self.num_equal += torch.equal(drawn_CL, expected_CL) and torch.equal(table.probs_NV, expected.probs_NV)
+            return expected_CL, expected
 
-        self.calls = instead(kind, "draw", draw)
+        self.calls = instead(CompiledDrafting, "draw", draw)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ def test_one_call_gives_what_the_loop_gives(
     together: bool,
 ) -> None:
     """With prompts in chunks, prefixes that are shared, requests that end, and some that are preempted."""
-    compared = Compared(kind)
+    compared = Compared()
     pair = pair if kind is ModelDrafter else head_pair
     engine = tiny.build(*pair, num_blocks=90, budget=48, max_draft_length=5)
     with compared.calls:
@@ -173,7 +176,7 @@ WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_HEADS])
 def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, Any], wrong: str) -> None:
-    names = inspect.signature(numba_levels.draw_levels.py_func).parameters
+    names = inspect.signature(draw_loop.draw_levels.py_func).parameters
 
     def spoilt(right: Any, *arguments: Any) -> None:
         named = dict(zip(names, arguments, strict=True))
@@ -183,8 +186,8 @@ def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, 
         right(*(draws if name == "draws" else changed[name] for name in names))
 
     of_head = wrong in WRONG_OF_HEADS
-    compared = Compared(EagleDrafter if of_head else ModelDrafter)
-    with compared.calls, instead(numba_levels, "draw_levels", spoilt):
+    compared = Compared()
+    with compared.calls, instead(draw_loop, "draw_levels", spoilt):
         tiny.run(tiny.build(*(head_pair if of_head else pair), max_draft_length=5), requests())
     assert compared.num_equal < compared.num_taken
 
@@ -228,13 +231,11 @@ def test_models_of_other_vocabularies_take_the_loop() -> None:
     engine = tiny.build(tiny.llama(seed=1), tiny.llama(seed=1), max_draft_length=5)
     runner = engine.draft_runner
     assert runner is not None
-    found = levels.levels_of(runner)
-    assert found is not None
+    assert levels.levels_of(runner) is not None
     runner.num_embeddings = 100
-    compared = Compared()
-    with compared.calls:
-        tiny.run(engine, [tiny.request("a", range(5, 15), SHAPES["chain"], max_tokens=6, temperature=1.0)])
-    assert compared.num_taken == 0
+    assert levels.levels_of(runner) is None
+    assert engine.drafter is not None
+    assert compiled(engine.drafter) is engine.drafter
 
 
 def test_models_of_other_backends_take_the_loop() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.errors import LoadError
-from engine.kernels import choosing, usable
+from engine.kernels import choosing
+from engine.kernels.checks import usable
 from engine.kernels.choosing import cases, choose, find_fault
 from engine.kernels.protocol import ChainVerdict
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -28,8 +29,8 @@ from tests.wrong import instead
 DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
 OWN = {
-    "Numba": ("distribution", "draw", "race", "decide"),
-    "Triton": ("softmax", "truncated", "draw", "nucleus", "draw_residual", "race", "winners", "move"),
+    "Numba": ("distribution", "draw", "race", "decide", "uniform"),
+    "Triton": ("softmax", "truncated", "draw", "nucleus", "draw_residual", "race", "winners", "uniform", "move"),
 }
 EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]
 
@@ -45,7 +46,7 @@ def kernels_of(compiler: str) -> type[Kernels]:
 
 def test_the_specification_and_the_cases_have_every_operation() -> None:
     names = {name for name, _ in inspect.getmembers(Kernels, inspect.isfunction) if not name.startswith("_")}
-    assert names == {*CASES, "takes_logits"}
+    assert names == {*CASES}
     assert all(callable(getattr(TORCH, name)) for name in names)
 
 
@@ -81,6 +82,11 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
             for name in ("chain_B", "accepted_B", "next_token_B")
         }
         for operation in ("race", "winners")
+    },
+    "uniform": {
+        "another position": lambda found: np.roll(found, 1, 1),
+        "another purpose": lambda found: np.roll(found, 1, 0),
+        "nearly": lambda found: found + 1e-15,
     },
     "decide": {
         "another request": lambda found: (np.roll(found[0], 1, 1), found[1]),

@@ -76,14 +76,15 @@ def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> N
     with instead(transformers.AutoModelForCausalLM, "from_pretrained", whole):
         share = load(name, None, "float32", torch.device("cpu"), split=True)
     others = load(name, None, "float32", torch.device("cpu"))
+    by_kernel = probe.BackendChoice(MagicMock(), MagicMock())
     on_cuda = MagicMock()
     on_cuda.device.type = "cuda"
     first, second = replace(share, model=on_cuda, ranks=MagicMock()), replace(share, model=on_cuda)
-    assert not probe.is_replayed(first, paged=True)
-    assert not probe.is_replayed(second, paged=True)
-    assert probe.is_replayed(replace(others, model=on_cuda), paged=True)
-    assert not probe.is_replayed(replace(others, model=on_cuda), paged=False)
-    assert not probe.is_replayed(others, paged=True)
+    assert not probe.is_replayed(first, by_kernel)
+    assert not probe.is_replayed(second, by_kernel)
+    assert probe.is_replayed(replace(others, model=on_cuda), by_kernel)
+    assert not probe.is_replayed(replace(others, model=on_cuda), probe.BackendChoice(MagicMock(), None))
+    assert not probe.is_replayed(others, by_kernel)
 
 
 @pytest.mark.parametrize("is_share", [False, True])

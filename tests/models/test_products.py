@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from engine.attention import triton_attention
 from engine.errors import LoadError
 from engine.models import fused_layer, lean, loading, products, quantising
 from engine.models.backend import Backend, TransformersBackend
@@ -333,7 +334,9 @@ def launches_of_a_layer(make: Callable[[int], LoadedModel], of: Callable[[Loaded
     for num_layers in (2, 3):
         loaded = make(num_layers)
         backend = of(loaded)
-        runner = ModelRunner(loaded.model, find_kv_shape(loaded), 200, 4, loaded.vocab_size, backend, paged=True)
+        runner = ModelRunner(
+            loaded.model, find_kv_shape(loaded), 200, 4, loaded.vocab_size, backend, paged_kernel=triton_attention
+        )
         (step,) = runner.prepare([passes()[1][:1]])
         with counted_launches() as launches:
             runner.run(step)

@@ -232,7 +232,7 @@ class Runner:
 
 def _kernel_folder() -> Path:
     """Folder of the compiled kernels of this process's tree, below NUMBA_CACHE_DIR."""
-    from engine.kernels import cache_folder
+    from engine.kernels.compiled import cache_folder
 
     folder = cache_folder()
     assert folder is not None, "compiled kernels cannot be stored"

@@ -33,8 +33,8 @@ from tests.speculation.exact import from_prefix, random_model
 
 KERNELS = choose(DEVICE)
 """Kernels that serve."""
-WITHOUT_TEXTS: Kernels = type("WithoutTexts", (type(KERNELS),), {"takes_texts": False})()
-"""The same, but text drafts are verified before them, as on a device."""
+WITHOUT_DECIDE: Kernels = type("WithoutDecide", (type(KERNELS),), {"decides": False})()
+"""The same, in separate operations, as on a device: text drafts are verified before the rules."""
 
 _MOST_TREES = 3000
 # Less likely than this is impossible, up to the rounding of the exact law; cells with fewer draws expected are merged.

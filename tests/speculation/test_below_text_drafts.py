@@ -37,7 +37,7 @@ from engine.speculation.verification.text_drafts import Below, below, refuse
 from tests.grid import FAMILIES
 from tests.kernels.test_kernel_mutants import BLOCK, kernels_with
 from tests.speculation.exact import from_prefix
-from tests.speculation.served import KERNELS, WITHOUT_TEXTS, Fit, fit, small_world
+from tests.speculation.served import KERNELS, WITHOUT_DECIDE, Fit, fit, small_world
 from tests.speculation.test_served_steps import VOCABULARY, row_of, step
 from tests.wrong import instead
 
@@ -287,14 +287,14 @@ def test_what_a_step_serves_is_the_enumerated_law(drafting: Drafting) -> None:
     assert sampled(drafting).p_value > ALPHA
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, WITHOUT_TEXTS], ids=["one kernel", "walk before the kernels"])
+@pytest.mark.parametrize("kernels", [KERNELS, WITHOUT_DECIDE], ids=["one kernel", "walk before the kernels"])
 @pytest.mark.parametrize("drafting", CHAINS, ids=str)
 def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) -> None:
     """Those of the device: Numba's on a CPU."""
     assert sampled(drafting, kernels, seed=NUM_ROWS).p_value > ALPHA
 
 
-@pytest.mark.skipif(not KERNELS.takes_texts, reason="a kernel of a CPU")
+@pytest.mark.skipif(not KERNELS.decides, reason="a kernel of a CPU")
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -318,7 +318,7 @@ def test_triton_s_race_serves_the_enumerated_law() -> None:
     assert sampled(CHAINS[-1], mixed, num_rows=300).p_value > ALPHA
 
 
-@pytest.mark.parametrize("kernels", [TORCH, WITHOUT_TEXTS], ids=["plain", "kernels"])
+@pytest.mark.parametrize("kernels", [TORCH, WITHOUT_DECIDE], ids=["plain", "kernels"])
 @pytest.mark.parametrize("part", PARTS[1:])
 def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Kernels) -> None:
     """`leads_CL` is not among its operands: rules by nodes read it."""

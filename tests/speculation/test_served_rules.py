@@ -156,7 +156,7 @@ def engine_noise(chains: Chains, step: int) -> ChainNoise:
     chain_C = np.arange(len(request_C))
     rank_C = chain_C - np.maximum.accumulate(np.where(first, chain_C, 0))
     position_C = np.full_like(request_C, 17 + step)
-    numbers = torch.from_numpy(draw_numbers(1000 + request_C, position_C, rank_C, chains.max_length))
+    numbers = torch.from_numpy(draw_numbers(KERNELS, 1000 + request_C, position_C, rank_C, chains.max_length))
     return noise_of(numbers, chains.max_length)[1]
 
 

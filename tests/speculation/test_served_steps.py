@@ -18,6 +18,7 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import Path, Rows, TabularModel
 from engine.attention.inputs import SequenceInput
+from engine.cpu.verdict import verify_at_once
 from engine.drafting import draft as drafting_module
 from engine.drafting.chains import draw_chains
 from engine.drafting.draft import Draft, with_tokens
@@ -133,7 +134,9 @@ def step(
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             nodes.append((*nodes[parent], token))
         paths += nodes
-    return draft, list(verifying.verify_chains(plan, draft, logarithms(world.target, paths)).emissions)
+    logits_NV = logarithms(world.target, paths)
+    verdict = verify_at_once(plan, draft, logits_NV) or verifying.verify_chains(plan, draft, logits_NV)
+    return draft, list(verdict.emissions)
 
 
 def law_below(path: Path, sampling: dict[str, Any]) -> Law:

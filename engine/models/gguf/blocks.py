@@ -7,7 +7,7 @@ second time. Layouts of blocks: ggml's `block_q4_0` and the like; `gguf.quants` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from gguf import GGML_QUANT_SIZES
@@ -17,9 +17,10 @@ from torch.nn.functional import embedding, linear
 
 from engine.errors import LoadError
 
-if TYPE_CHECKING:
-    from engine.models.cpu_weights import Form
-
+Form = Literal[
+    "float32", "bfloat16", "float16", "pairs", "int8", "int4", "q4_0", "q4_1", "q8_0", "q5_1", "q4_k", "q5_k", "q6_k"
+]
+"""Forms in which the CPU's products store weights (`cpu/weights.py`)."""
 _ROWS_AT_ONCE = 4096
 """Rows of a weight that a product of transformers dequantises at once."""
 

@@ -22,7 +22,8 @@ from engine.models import numba_decoder, numba_head
 from engine.models import numba_table as nt
 from engine.models.backend import Backend
 from engine.models.cpu_decoder import NO_STATES, CpuDecoder, parts_of
-from engine.models.cpu_weights import Array, Form, Product, aligned, forms_of, rounds_rows
+from engine.models.cpu_weights import Array, Product, aligned, forms_of, rounds_rows
+from engine.models.gguf.blocks import Form
 from engine.models.heads.config import BlockConfig
 from engine.models.heads.dflash import DFlash
 from engine.models.heads.eagle import Eagle3

@@ -22,6 +22,7 @@ from engine.drafting.draft import Layout
 from engine.drafting.drafter import RecordedDrafter
 from engine.drafting.numbers import SCORE_PART, draw_numbers
 from engine.fanout import Fanout
+from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.kernels.transfer import Field, views
 from engine.plan import Row
 from engine.sampling.distribution import FILTERS
@@ -207,11 +208,14 @@ class StepInputs:
         spare_blocks: Mapping[str, int],
         drafter: RecordedDrafter | None = None,
         is_head: bool = False,
+        kernels: Kernels = TORCH,
     ) -> None:
         """layout: of the chains that all S requests draft; most_pages: of the longest text with its drafts;
         spare_blocks: to which padding writes its K/V, by table: `PAGES`, and `DRAFT_PAGES` if the draft model has one.
         """
-        self.shape, self._layout = shape, layout
+        self.shape = shape
+        self._layout = layout
+        self._kernels = kernels
         self._drafter = drafter if shape.num_drafts else None
         self._first_key = int(is_head)
         """Index of the first token with draft K/V: for a head, a text's first token has no state before it."""
@@ -351,7 +355,7 @@ class StepInputs:
         seed_S = np.zeros(self.shape.sequences, dtype=np.int64)
         seed_S[: len(rows)] = [row.sampling.seed for row in rows]
         chain_C = layout.request_C
-        v["noise"][:] = draw_numbers(seed_S[chain_C], end_S[chain_C], layout.rank_C, layout.max_length)
+        v["noise"][:] = draw_numbers(self._kernels, seed_S[chain_C], end_S[chain_C], layout.rank_C, layout.max_length)
         v["noise"][SCORE_PART, is_dead_C] = -np.inf  # their scores become the largest: they win no race
 
 

@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.attention import AttentionMetadata
 from engine.attention.paged import DevicePass, Paged
 from engine.control.step_work import Shape, StepWork
 from engine.drafting.chains import draw_levels
@@ -36,6 +35,7 @@ from engine.plan import Plan, StepVerdict
 from engine.sampling.distribution import FILTERS, DistributionParameters, distribution
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
+from engine.step.eager import RecordedMenu
 from engine.step.recorded.buffers import Buffers
 from engine.step.recorded.inputs import NUM_TEXT, PAGES, StepInputs, StepShape
 from engine.step.recorded.menu import shape_of, work
@@ -81,6 +81,7 @@ class RecordedStep:
             shared.spare_blocks,
             self._drafter,
             shared.is_head,
+            target.kernels,
         )
         self._numbers = torch.from_numpy(self._inputs.of([])).to(target.device, copy=True)
         self._views = views(self._numbers, self._inputs.fields)
@@ -248,7 +249,7 @@ class RecordedStep:
                 wanted_N = v["wanted"].view(-1)
             if known in v:
                 token_ids_T, drawn_M = v[known].view(-1), all_rows[:0]
-        metadata = AttentionMetadata(runner.storage, v[f"slots {number}"].view(-1), paged=paged)
+        metadata = runner.paged_metadata(v[f"slots {number}"].view(-1), paged)
         positions_T, slots_T = v[f"positions {number}"].view(-1), v[f"slots {number}"].view(-1)
         return Pass(metadata, DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged))
 
@@ -260,7 +261,7 @@ class RecordedStep:
         return DistributionParameters(self._views["temperature"], any_greedy, False, filters, target.kernels)
 
 
-class RecordedSteps:
+class RecordedSteps(RecordedMenu):
     """The recorded steps of an engine."""
 
     def __init__(
@@ -277,10 +278,6 @@ class RecordedSteps:
         self._most_sequences: dict[tuple[Shape, int], int] = {}
         """Requests of the largest recorded step with room for this shape and number of drafted tokens of each."""
         self._most_pages = 0
-        self.serves = True
-        """Whether recorded steps are used."""
-        self.num_bytes = 0
-        """Memory of the device that they take."""
 
     @property
     def num_recorded(self) -> int:

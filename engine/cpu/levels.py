@@ -1,14 +1,13 @@
-"""Drafting of a step in one call on a CPU, if the draft model or head and the rows allow it (`numba_levels.py`).
+"""Drafting of a step in one call, for a draft model or head that the decoder computes (`draw_loop.py`).
 
-It computes what `chains.draw_levels` computes level by level, in Python, for any rows.
+It computes what `drafting.chains.draw_levels` computes level by level, in Python, for any rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.inputs import SequenceInput, build
+from engine.cpu import draw_loop
 from engine.drafting.draft import Layout
-from engine.drafting.tables import draft_rows_of, may_draw_at_once
+from engine.drafting.tables import draft_rows_of
+from engine.kernels.numba_kernels import NumbaKernels
+from engine.kernels.numba_rows import arrays_of
+from engine.models.cpu_decoder import CpuDecoder, parts_of
 from engine.models.runner import ModelRunner
-from engine.plan import Plan
 from engine.sampling.distribution import DistributionParameters
-
-if TYPE_CHECKING:
-    from engine.models.cpu_decoder import CpuDecoder
 
 Ints = npt.NDArray[np.int64]
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
@@ -65,9 +64,9 @@ def _chains_of(layout: Layout) -> _Chains:
 @lru_cache(maxsize=128)
 def _draft_row_of_distributions(layout: Layout) -> Ints:
     """Return [N] the draft row (`tables.DraftRows`) of each distribution."""
-    of_layout = _chains_of(layout)
-    depth_N = np.searchsorted(of_layout.probs_ends, np.arange(layout.num_probs), side="right")
-    draft_row_N: Ints = draft_rows_of(layout).draft_row_CL.numpy()[of_layout.first_chains, depth_N]
+    chains = _chains_of(layout)
+    depth_N = np.searchsorted(chains.probs_ends, np.arange(layout.num_probs), side="right")
+    draft_row_N: Ints = draft_rows_of(layout).draft_row_CL.numpy()[chains.first_chains, depth_N]
     return draft_row_N
 
 
@@ -114,8 +113,6 @@ def _bounds_of(layout: Layout, num_sequences: tuple[int, ...], row_counts: bytes
 
     row_counts: rows of each sequence, as 32-bit integers.
     """
-    from engine.models.cpu_decoder import parts_of
-
     counts = np.frombuffer(row_counts, dtype=np.int32).astype(np.int64)
     sequence_ends, stops = np.cumsum(num_sequences), np.cumsum(counts)
     row_ends = stops[sequence_ends - 1]
@@ -135,87 +132,85 @@ def _bounds_of(layout: Layout, num_sequences: tuple[int, ...], row_counts: bytes
 
 
 @lru_cache(maxsize=256)  # parameters of the same rows are one object
-def _of_distributions(parameters: DistributionParameters, layout: Layout) -> tuple[Any, Any, Any, Any]:
+def _distribution_arrays(parameters: DistributionParameters, layout: Layout) -> tuple[Any, Any, Any, Any]:
     """Return ([N] temperatures, and the arrays of the filters, of the layout's distributions)."""
-    from engine.kernels.numba_rows import arrays_of
+    selected = parameters.select(layout.probs_row_of_N)
+    least_logs, top_ks, top_ps = arrays_of(selected.filters, layout.num_probs)
+    return selected.temperature_N.numpy(), least_logs, top_ks, top_ps
 
-    of_distributions = parameters.select(layout.probs_row_of_N)
-    least_logs, top_ks, top_ps = arrays_of(of_distributions.filters, layout.num_probs)
-    return of_distributions.temperature_N.numpy(), least_logs, top_ks, top_ps
+
+class DrawTask(NamedTuple):
+    """Chains to draw, and where their distributions go."""
+
+    layout: Layout
+    parameters: DistributionParameters
+    """Of the sampling rows."""
+    uniform_LC: Tensor
+    """Numbers for drafting."""
+    probs_NV: Tensor
+    """Output: the distributions that the tokens were drawn from."""
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
-    """Return the drafting in one call with a model or head; None if its backend or kernels do not allow it."""
-    if runner.device.type != "cpu" or find_spec("numba") is None:
-        return None
-    from engine.kernels.numba_kernels import NumbaKernels
-    from engine.models.cpu_decoder import CpuDecoder  # Numba is there
-
+    """Return the drafting in one call with a model or head; None if its backend or kernels do not allow it, or its
+    decoder lacks the logits of some tokens.
+    """
+    decoder = runner.backend
     if type(runner.kernels) is not NumbaKernels:  # another class if a kernel failed its check (`kernels.choosing`)
         return None
-    return Levels(runner, runner.backend) if isinstance(runner.backend, CpuDecoder) else None
+    if not isinstance(decoder, CpuDecoder) or not decoder.has_plain_logits:
+        return None
+    num_tokens = runner.vocab_size if decoder.target_ids is not None else decoder.vocab_size
+    if min(num_tokens, runner.num_embeddings) < runner.vocab_size:
+        return None
+    return Levels(runner, decoder)
 
 
 class Levels:
     """Draws all levels of a step in one call."""
 
     def __init__(self, runner: ModelRunner, decoder: CpuDecoder) -> None:
-        self._runner, self._decoder = runner, decoder
+        self._runner = runner
+        self._decoder = decoder
+        self.vocab_size = runner.vocab_size
+        """V of the distributions."""
 
-    def takes(self, plan: Plan, layout: Layout, vocab_size: int) -> bool:
-        """Whether `tables.may_draw_at_once`, and the decoder has the logits of all tokens."""
-        decoder = self._decoder
-        num_tokens = vocab_size if decoder.target_ids is not None else decoder.vocab_size
-        return (
-            may_draw_at_once(plan, layout)
-            and decoder.has_plain_logits
-            and min(num_tokens, self._runner.num_embeddings) >= vocab_size
-        )
-
-    def draw(
-        self,
-        passes: Sequence[Sequence[SequenceInput]],
-        layout: Layout,
-        parameters: DistributionParameters,
-        uniform_LC: Tensor,
-        probs_NV: Tensor,
-        taps_TX: Tensor | None = None,
-    ) -> Tensor:
-        """Return [C, L] the drafted tokens; probs_NV: output, the distributions that they were drawn from.
+    def draw(self, passes: Sequence[Sequence[SequenceInput]], taps_TX: Tensor | None, task: DrawTask) -> Tensor:
+        """Return [C, L] the drafted tokens.
 
         taps_TX: the target's states that the rows of the first pass read, for a head.
         """
-        from engine.drafting import numba_levels  # Numba is there where there is a decoder
-
         decoder, runner = self._decoder, self._runner
-        whole = build([sequence for one in passes for sequence in one], runner.block_size)
-        bounds = _bounds_of(layout, tuple(map(len, passes)), whole.counts.tobytes())
-        draws = self._draws(layout, parameters, uniform_LC, probs_NV, bounds.most_distributions)
+        whole = build([sequence for sequences in passes for sequence in sequences], runner.block_size)
+        bounds = _bounds_of(task.layout, tuple(map(len, passes)), whole.counts.tobytes())
+        draws = self._draws(task, bounds.most_distributions)
         states = decoder.states_of(taps_TX, bounds.most_distributions, are_target_states=taps_TX is not None)
         num_keys = int(whole.num_keys.sum()) // len(passes)
-        numba_levels.draw_levels(
+        draw_loop.draw_levels(
             *decoder.ready(runner.storage, runner.block_size, bounds.most_rows, num_keys),
-            numba_levels.draw().address,
+            draw_loop.draw().address,
             *(bounds.ends, whole.token_ids_T, whole.slots_T),
             whole.wanted_N[: len(whole.wanted_N) - bounds.num_later_rows],
-            *(bounds.parts, whole.seen, whole.positions_T, tuple(draws), _chains_of(layout).parents, states),
+            *(bounds.parts, whole.seen, whole.positions_T, tuple(draws), _chains_of(task.layout).parents, states),
             decoder.room_for_logits(bounds.most_distributions),
         )
         return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))
 
-    def _draws(
-        self, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor, probs_NV: Tensor, most: int
-    ) -> Draws:
+    def _draws(self, task: DrawTask, most: int) -> Draws:
         """Return the arrays of a step's draws. most: distributions of the largest level."""
-        of_layout, target_ids = _chains_of(layout), self._decoder.target_ids
+        layout = task.layout
+        chains = _chains_of(layout)
+        target_ids = self._decoder.target_ids
         return Draws(
-            probs_NV.numpy(),
+            task.probs_NV.numpy(),
             np.zeros((layout.max_length, layout.num_chains), dtype=np.int64),
-            *_of_distributions(parameters, layout),
-            uniform_LC.numpy(),
-            *(of_layout.first_chains, of_layout.num_chains, of_layout.leaders_LC),
+            *_distribution_arrays(task.parameters, layout),
+            task.uniform_LC.numpy(),
+            chains.first_chains,
+            chains.num_chains,
+            chains.leaders_LC,
             _NO_TOKENS if target_ids is None else target_ids,
-            np.empty((0 if target_ids is None else most, probs_NV.shape[1]), dtype=np.float32),
+            np.empty((0 if target_ids is None else most, self.vocab_size), dtype=np.float32),
         )
 
     @property
@@ -223,31 +218,20 @@ class Levels:
         """Whether the logits below a token are those of its draft row and a term of the token before: `draw_below`."""
         return self._decoder.embedded_term is not None
 
-    def draw_below(
-        self,
-        base_SX: Tensor,
-        last_R: Tensor,
-        layout: Layout,
-        parameters: DistributionParameters,
-        uniform_LC: Tensor,
-        probs_NV: Tensor,
-    ) -> Tensor:
+    def draw_below(self, base_SX: Tensor, last_R: Tensor, task: DrawTask) -> Tensor:
         """Return [C, L] the drafted tokens after the pass of a head with a term.
 
         base_SX: [S, draft vocabulary] the pass's products with the output head, by draft row (`tables.DraftRows`);
-        last_R: the last tokens of the texts that draft; probs_NV: output, the distributions that the tokens were drawn
-        from.
+        last_R: the last tokens of the texts that draft.
         """
-        from engine.drafting import numba_levels  # Numba is there where there is a decoder
-
         decoder, runner = self._decoder, self._runner
-        probs_ends = _chains_of(layout).probs_ends
+        probs_ends = _chains_of(task.layout).probs_ends
         most = int(np.diff(probs_ends, prepend=0).max())
-        draws = self._draws(layout, parameters, uniform_LC, probs_NV, most)
+        draws = self._draws(task, most)
         shared, _, table = decoder.ready(runner.storage, runner.block_size, most, 0)
-        numba_levels.draw_below(
-            *(shared, numba_levels.below().address, table, probs_ends, last_R.numpy(), decoder.embedded_term),
-            *(np.ascontiguousarray(base_SX.numpy()), _draft_row_of_distributions(layout), tuple(draws)),
+        draw_loop.draw_below(
+            *(shared, draw_loop.below().address, table, probs_ends, last_R.numpy(), decoder.embedded_term),
+            *(np.ascontiguousarray(base_SX.numpy()), _draft_row_of_distributions(task.layout), tuple(draws)),
             decoder.room_for_logits(most),
         )
         return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))

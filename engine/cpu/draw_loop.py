@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from engine.kernels import compiled_for_cpu
+from engine.kernels.compiled import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT
 from engine.kernels.numba_rows import draw_from, filtered_distribution, likeliest
 from engine.models import numba_decoder, numba_table
