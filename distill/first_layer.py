@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.states import TextRows
-from engine.models.heads.layers import Rotary, rotated
+from engine.heads.layers import Rotary, rotated
 
 _RIDGE = 1e-3
 """Share of the mean square that is added to every feature, for little text."""

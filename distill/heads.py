@@ -18,11 +18,11 @@ from torch import Tensor
 from distill.first_layer import StateFit, first_eagle_layer
 from distill.target import Target
 from engine.errors import ConfigError
-from engine.models.heads.config import HeadConfig, check_target, read_head
-from engine.models.heads.dflash import DFlash
-from engine.models.heads.eagle import Eagle3
-from engine.models.heads.head import Head
-from engine.models.heads.loading import build_head, shapes_of
+from engine.heads.config import HeadConfig, check_target, read_head
+from engine.heads.dflash import DFlash
+from engine.heads.eagle import Eagle3
+from engine.heads.head import Head
+from engine.heads.loading import build_head, shapes_of
 
 WEIGHTS = "model.safetensors"
 KINDS: dict[str, type[Head]] = {"eagle3": Eagle3, "dspark": DFlash}

@@ -1,6 +1,6 @@
 """Memories of whole texts, in which a head's layers can be trained: nothing is overwritten, gradients pass.
 
-Rows of R texts of L tokens lie one after the other, [R * L]. (`engine.models.heads.layers.Memory`.)
+Rows of R texts of L tokens lie one after the other, [R * L]. (`engine.heads.layers.Memory`.)
 """
 
 from __future__ import annotations

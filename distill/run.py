@@ -42,8 +42,8 @@ from distill.texts import SAMPLED, TextPlace, Texts, first_texts, learned_counts
 from distill.training import NUM_CHECKPOINTS, NUM_VALIDATION, Training, TrainingPlan
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
-from engine.models.heads.head import Head
-from engine.models.loading import choose_device
+from engine.heads.head import Head
+from engine.start.loading import choose_device
 
 _AT_ONCE = 16
 """Requests that are sampled at once: on a CPU more of them are no faster."""

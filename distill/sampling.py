@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from distill.dialogues import ChatTokens, FileDialogue, LearnedText, Message
 from engine.request import Limits, Request, Sampling
-from engine.step.distribution_check import run_to_end
+from engine.start.distribution_check import run_to_end
 from engine.step.engine import Engine
 
 _LEAST_ROOM = 16

@@ -22,8 +22,8 @@ from distill.losses import LOSSES, Losses, TextBatch
 from distill.states import States
 from distill.texts import TextPlace
 from engine.errors import ConfigError
-from engine.models.heads.head import Head
-from engine.models.loading import arithmetic_dtype
+from engine.heads.head import Head
+from engine.start.loading import arithmetic_dtype
 
 NUM_VALIDATION = 16
 """Texts that are not trained on, the first ones."""

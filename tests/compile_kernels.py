@@ -20,13 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.triton_attention import _attend, _merge, tile_keys_of, tile_queries_of
-from engine.kernels.triton_block import _decide, _race, _walk
-from engine.kernels.triton_keep import _keep
-from engine.kernels.triton_nucleus import _edge, _narrow
-from engine.kernels.triton_nucleus import _keep as _keep_nucleus
-from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, sum_tiles
-from engine.models.triton_layer import (
+from engine.cuda.attention_kernel import _attend, _merge, tile_keys_of, tile_queries_of
+from engine.cuda.block_kernels import _decide, _race, _walk
+from engine.cuda.layer_kernels import (
     _ROUNDED_TILE,
     HEAD_WARPS,
     NORM_WARPS,
@@ -35,6 +31,10 @@ from engine.models.triton_layer import (
     _rotate_and_write,
     _round_rows,
 )
+from engine.cuda.move_kernel import _keep
+from engine.cuda.nucleus_kernels import _edge, _narrow
+from engine.cuda.nucleus_kernels import _keep as _keep_nucleus
+from engine.cuda.row_kernels import _draw, _softmax, _sum_exponentials, sum_tiles
 
 _ATTENTION = {
     "page_size": 16,

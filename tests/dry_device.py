@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from engine.step.recorded.recorder import WAITS
+from engine.cuda.recorded.recorder import WAITS
 from tests.kernel_arguments import check_launch
 from tests.wrong import instead
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.inputs import SequenceInput, build
-from engine.cpu import draw_loop
+from engine.cpu.compiled import draw_loop
+from engine.cpu.compiled.row_loops import arrays_of
+from engine.cpu.decoder import CpuDecoder, parts_of
+from engine.cpu.kernels import NumbaKernels
 from engine.drafting.draft import Layout
 from engine.drafting.tables import draft_rows_of
-from engine.kernels.numba_kernels import NumbaKernels
-from engine.kernels.numba_rows import arrays_of
-from engine.models.cpu_decoder import CpuDecoder, parts_of
 from engine.models.runner import ModelRunner
 from engine.sampling.distribution import DistributionParameters
 

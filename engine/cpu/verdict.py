@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from engine.cpu.kernels import takes
 from engine.drafting.draft import Draft
-from engine.kernels.numba_kernels import takes
 from engine.kernels.protocol import TextNodes
 from engine.needs import DISTRIBUTION_NEEDS, LOSSY, RULE
 from engine.plan import Emission, Plan, Row, StepVerdict

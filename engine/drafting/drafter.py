@@ -1,7 +1,7 @@
 """Interface of drafters, the sources of drafted chains.
 
 A drafter computes logits; drawing chains from them level by level is the same for all (`chains.draw_by_level`). To add
-one, add a file with a class like `ModelDrafter` (`model.py`), and an entry in `engine.step.building.kind_of`. Its
+one, add a file with a class like `ModelDrafter` (`model.py`), and an entry in `engine.start.building.kind_of`. Its
 drafting is part of recorded steps if it is a `RecordedDrafter`. Drafters that find chains in texts have no
 distributions:
 `engine.scheduling.text_drafters`.

@@ -10,7 +10,7 @@ from engine.drafting.drafter import DraftWork
 from engine.drafting.head import HeadDrafter
 from engine.drafting.model import level_passes
 from engine.drafting.reading import readings, states_at
-from engine.models.heads.head import HeadOutput
+from engine.heads.head import HeadOutput
 from engine.models.runner import ModelRunner
 from engine.plan import Plan
 

@@ -22,9 +22,9 @@ from engine.drafting.draft import Layout
 from engine.drafting.drafter import DraftWork, HeadInputs, HeadPlaces
 from engine.drafting.reading import readings, slots_before, states_at
 from engine.fanout import Fanout, width_at
+from engine.heads.runner import HeadRunner
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
-from engine.models.heads.runner import HeadRunner
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Emission, Plan, Row
 from engine.sampling.distribution import DistributionParameters

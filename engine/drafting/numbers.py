@@ -1,6 +1,6 @@
 """Random numbers of a step, generated in one call for all its chains.
 
-Not for: the numbers themselves (`engine.sampling.noise`).
+Not for: the numbers themselves (`engine.noise`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels.protocol import ChainNoise
 from engine.kernels.torch_kernels import Kernels
-from engine.sampling.noise import Purpose
+from engine.noise import Purpose
 
 Ints = npt.NDArray[np.int64]
 

@@ -1,6 +1,6 @@
 """Drafting with a head that computes all depths in one pass, from which any number of chains is drawn.
 
-The pass depends on the text alone. The sampler (`models/heads/samplers.py`) adds the dependence on earlier tokens of
+The pass depends on the text alone. The sampler (`heads/samplers.py`) adds the dependence on earlier tokens of
 the chain, if the head has any. So chains are independent given the text.
 
 Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is the last token of a
@@ -22,11 +22,11 @@ from engine.drafting.drafter import DraftWork, HeadInputs
 from engine.drafting.head import HeadDrafter
 from engine.drafting.reading import states_at
 from engine.drafting.tables import draft_rows_of, draw_from, may_draw_at_once
+from engine.heads.head import HeadOutput
+from engine.heads.runner import Reading, mask_nodes
+from engine.heads.samplers import ChainSampler
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
-from engine.models.heads.head import HeadOutput
-from engine.models.heads.runner import Reading, mask_nodes
-from engine.models.heads.samplers import ChainSampler
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, Row
 from engine.sampling.distribution import DistributionParameters

@@ -1,6 +1,6 @@
 """Operations with several implementations; here the specification, in plain operations of torch, for any device.
 
-`numba_kernels.py` (CPU) and `triton_kernels.py` (CUDA) override operations by compiled ones, and use the plain ones for
+`cpu/kernels.py` (CPU) and `cuda/kernels.py` (CUDA) override operations by compiled ones, and use the plain ones for
 unsupported inputs. `choosing.py` chooses once, when the engine is built, and compares every operation with these.
 
 To add an operation: a method of `Kernels`, inputs for it in `choosing.py`, and any compiled forms.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import noise
 from engine.kernels import torch_block
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import (
@@ -29,7 +30,6 @@ from engine.kernels.protocol import (
     ProbsTable,
     TextNodes,
 )
-from engine.sampling import noise
 
 # Number of largest probabilities among which top-p first searches for its edge.
 _TOP_P_WINDOW = 1024

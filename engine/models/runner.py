@@ -55,7 +55,7 @@ class ModelRunner:
         paged_kernel: attends for all sequences at once; has_spare_block: one block more than the pool, for the K/V of
         padding; kernels: operations on distributions, chains and K/V.
         """
-        self._paged_kernel = paged_kernel
+        self.paged_kernel = paged_kernel
         self._ranks = ranks
         if ranks is not None:
             ranks.tell("runner", num_blocks, block_size, vocab_size)
@@ -77,7 +77,7 @@ class ModelRunner:
         """Return by name whether each fast path is used."""
         return {
             "fast decoder": not isinstance(self.backend, TransformersBackend),
-            "paged attention": self._paged_kernel is not None,
+            "paged attention": self.paged_kernel is not None,
         }
 
     @property
@@ -169,7 +169,7 @@ class ModelRunner:
         if self.num_embeddings < self.vocab_size:
             for layout in layouts:
                 layout.token_ids_T[layout.token_ids_T >= self.num_embeddings] = 0
-        if self._paged_kernel is not None or self.device.type != "cpu":
+        if self.paged_kernel is not None or self.device.type != "cpu":
             moved = upload(layouts, self.block_size, self.device)
         else:
             moved = list(map(on_host, layouts))
@@ -177,12 +177,12 @@ class ModelRunner:
 
     def paged_metadata(self, slots_T: Tensor, paged: Paged | None) -> AttentionMetadata:
         """Return the arguments of the hook for a pass over pages."""
-        return AttentionMetadata(self.storage, slots_T, paged=paged, kernel=self._paged_kernel)
+        return AttentionMetadata(self.storage, slots_T, paged=paged, kernel=self.paged_kernel)
 
     def _metadata(self, layout: StepLayout, tensors: DevicePass) -> AttentionMetadata:
         if self.backend.reads_pages:
             return AttentionMetadata(self.storage, tensors.slots_T, layout=layout, page_size=self.block_size)
-        if self._paged_kernel is not None:
+        if self.paged_kernel is not None:
             return self.paged_metadata(tensors.slots_T, tensors.paged)
         slots = _as_slice(layout.slots_T)
         groups = groups_of(layout, self.block_size, self._layer_bytes, self.device)

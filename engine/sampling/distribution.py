@@ -1,7 +1,7 @@
 """Distribution that a request samples from: logits in, probabilities out.
 
 **The one function that computes a request's distribution** (`distribution`), for drafting, verification and plain
-decoding. It is the specification of the compiled calls that include it (`Kernels.decide`, `cpu/draw_loop.py`).
+decoding. It is the specification of the compiled calls that include it (`Kernels.decide`, `cpu/compiled/draw_loop.py`).
 Order of the filters, as in vLLM: temperature, min-p, top-k, top-p. Every filter keeps ties at its edge, so the
 distribution is a function of the logits and not of a sort's order.
 

@@ -7,7 +7,9 @@ of the steps of devices: `CpuStep` (`cpu/step.py`), which also takes every plan,
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -42,11 +44,13 @@ class RecordedMenu:
     """Whether recorded steps are used."""
     num_bytes = 0
     """Memory of the device that they take."""
+    steps: Mapping[Any, Step] = MappingProxyType({})
+    """Recorded steps by shape."""
 
     @property
     def num_recorded(self) -> int:
         """Return the number of recorded shapes."""
-        return 0
+        return len(self.steps)
 
     def find(self, plan: Plan) -> Step | None:  # noqa: ARG002
         """Return the step that carries out a plan; None if no recorded shape has room for it."""

@@ -23,10 +23,10 @@ from torch import Tensor
 from engine.drafting.draft import Draft
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.transfer import to_device, to_device_at_once, to_host
+from engine.noise import Purpose, uniform
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
 from engine.sampling.node_distributions import NodePaths, node_distributions
-from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.chain_rules import verify_certain, verify_race

@@ -22,9 +22,9 @@ from distill.states import States
 from distill.target import Target
 from distill.texts import SAMPLED, Texts, places_of
 from distill.training import Training, TrainingPlan
-from engine.models.heads.head import HeadOutput
-from engine.models.heads.loading import head_config, load_head
-from engine.models.loading import load
+from engine.heads.head import HeadOutput
+from engine.heads.loading import head_config, load_head
+from engine.start.loading import load
 from tests.engine import tiny
 from tests.wrong import calls_of, instead
 

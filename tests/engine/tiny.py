@@ -16,16 +16,15 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.cpu.levels import Levels
 from engine.drafting.drafter import DrafterKind
 from engine.errors import RequestError
-from engine.kernels.choosing import choose
 from engine.kernels.draw import categorical
-from engine.models import probe
-from engine.models.loading import LoadedModel, adopt
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.node_distributions import NodePaths
 from engine.scheduling.outcome import Outcome
-from engine.step import building
-from engine.step.building import assemble
+from engine.start import building, probe
+from engine.start.building import assemble
+from engine.start.choosing import choose
+from engine.start.loading import LoadedModel, adopt
 from engine.step.engine import Engine
 from tests.wrong import instead
 
@@ -167,12 +166,12 @@ def with_drafts_of_another_distribution() -> Iterator[None]:
 @contextlib.contextmanager
 def with_paged_models() -> Iterator[None]:
     """Engines built meanwhile run their passes and steps as on a device, with nothing recorded."""
-    from engine.attention import triton_attention
+    from engine.cuda import attention_kernel
 
     with contextlib.ExitStack() as stack:
         for module in (building, probe):
             stack.enter_context(instead(module, "is_replayed", lambda *_: True))
-            stack.enter_context(instead(module, "attention_kernel", lambda *_: triton_attention))
+            stack.enter_context(instead(module, "attention_kernel", lambda *_: attention_kernel))
         stack.enter_context(without_cpu_decoder())
         stack.enter_context(instead(building, "find_spec", lambda *_: None))  # a head's, too
         yield

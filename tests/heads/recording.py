@@ -12,11 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from engine.drafting.chains import draw_by_level
-from engine.models.heads.dflash import DFlash
-from engine.models.heads.eagle import Eagle3
-from engine.models.loading import LoadedModel
+from engine.heads.dflash import DFlash
+from engine.heads.eagle import Eagle3
 from engine.plan import Plan
 from engine.request import Speculation
+from engine.start.loading import LoadedModel
 from engine.step.eager import EagerStep
 from engine.step.engine import Engine
 from tests.engine import tiny

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from engine.cpu.decoder import CpuDecoder
 from engine.drafting import chains, eagle, reading
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.heads.head import Head
-from engine.models.loading import LoadedModel
+from engine.heads.head import Head
 from engine.plan import Emission, Row
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as Running
+from engine.start.loading import LoadedModel
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid

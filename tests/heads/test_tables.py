@@ -18,14 +18,14 @@ from engine.cpu.levels import Levels
 from engine.drafting import one_pass, tables
 from engine.drafting.draft import ChainShape, Draft, layout_of
 from engine.fixed_edits import FixedEdits
+from engine.heads.samplers import Tables
 from engine.kernels.protocol import Filters
 from engine.kernels.torch_kernels import TORCH
-from engine.models.heads.samplers import Tables
 from engine.plan import LogitContext, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.distribution import DistributionParameters
-from engine.step import building
-from engine.step.calibration import synthetic_plan
+from engine.start import building
+from engine.start.calibration import synthetic_plan
 from engine.step.engine import Engine
 from engine.text_counts import TextCounts
 from tests.engine import test_output_distribution as output_distribution

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import chi2, kstest
 
+from engine.noise import GOLDEN, MIX_1, MIX_2, Purpose, choice_seed, hash_words, uniform
 from engine.request import Sampling
-from engine.sampling.noise import GOLDEN, MIX_1, MIX_2, Purpose, choice_seed, hash_words, uniform
 from engine.sampling.stable import race, uniform_rows
 
 COUNT = 40_000
@@ -58,13 +58,13 @@ def test_is_a_function_of_its_name_and_broadcasts() -> None:
 
 def test_kernel_gives_the_same_numbers() -> None:
     pytest.importorskip("numba")
-    from engine.sampling import numba_noise
+    from engine.cpu.compiled import random_numbers
 
     chance = np.random.default_rng(0)
     seed_C, position_C, rank_C = chance.integers(-(2**63), 2**63 - 1, (3, 200))
     purposes = np.array(list(Purpose))
     plain = uniform(seed_C[:, None], position_C[:, None], purposes[:, None, None], rank_C[:, None], np.arange(9))
-    assert np.array_equal(numba_noise.uniform(seed_C, position_C, purposes, rank_C, 9), plain)
+    assert np.array_equal(random_numbers.uniform(seed_C, position_C, purposes, rank_C, 9), plain)
 
 
 def by_hand(*name: int) -> int:

@@ -20,7 +20,6 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from analysis.enumeration import EveryChain, Path, RuleOutcome, TabularModel, rule_outcomes
-from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TargetShifts
 from engine.kernels.torch_kernels import Kernels
 from engine.plan import TargetShift
@@ -28,6 +27,7 @@ from engine.speculation.drafting import children, method_below
 from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.theory import Law
 from engine.speculation.verification import Verify
+from engine.start.choosing import choose
 from tests.engine.tiny import DEVICE
 from tests.speculation.exact import from_prefix, random_model
 

@@ -26,16 +26,16 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
+from engine.cpu.compiled import block_loops
 from engine.fanout import level_widths
-from engine.kernels import numba_block
 from engine.kernels.protocol import ChainNoise, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.request import Speculation, TextDraft
 from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.text_drafts import Below, below, refuse
+from tests.cpu.test_kernel_mutants import BLOCK, kernels_with
 from tests.grid import FAMILIES
-from tests.kernels.test_kernel_mutants import BLOCK, kernels_with
 from tests.speculation.exact import from_prefix
 from tests.speculation.served import KERNELS, WITHOUT_DECIDE, Fit, fit, small_world
 from tests.speculation.test_served_steps import VOCABULARY, row_of, step
@@ -305,14 +305,14 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) 
 )
 def test_a_wrong_kernel_is_rejected(right: str, wrong: str) -> None:
     kernels = kernels_with(BLOCK, right, wrong)
-    with instead(numba_block, "decide", lambda _, *operands: kernels.decide(*operands)):
+    with instead(block_loops, "decide", lambda _, *operands: kernels.decide(*operands)):
         assert sampled(CHAINS[-1], KERNELS, num_rows=1_000).p_value < ALPHA
 
 
 @pytest.mark.slow
 def test_triton_s_race_serves_the_enumerated_law() -> None:
     """On a CPU in its interpreter."""
-    triton = pytest.importorskip("engine.kernels.triton_kernels")
+    triton = pytest.importorskip("engine.cuda.kernels")
     mixed = Kernels()
     mixed.race = triton.TritonKernels().race  # type: ignore[method-assign]
     assert sampled(CHAINS[-1], mixed, num_rows=300).p_value > ALPHA

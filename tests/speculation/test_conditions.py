@@ -21,7 +21,7 @@ import pytest
 from analysis.enumeration import Path, RuleOutcome, TabularModel
 from engine.config import MODEL, MTP, DraftFacts, SpeculationConfig
 from engine.errors import RequestError
-from engine.models.heads.config import READERS
+from engine.heads.config import READERS
 from engine.plan import TargetShift
 from engine.request import Speculation
 from engine.scheduling.request_checks import check_speculation, default_speculation

@@ -105,7 +105,7 @@ def test_the_shortest_match_is_found_out() -> None:
 
 def test_kernels_choose_the_same() -> None:
     pytest.importorskip("triton")
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.cuda.kernels import TritonKernels
 
     chains, target, noise = drawn(1)
     few = torch.arange(24)

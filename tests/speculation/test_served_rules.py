@@ -173,7 +173,7 @@ def test_tiles_decide_as_rows_do(rule: str) -> None:
 
     All the other tests of this file go through the compiled kernels of their device where laws are in float32.
     """
-    triton = pytest.importorskip("engine.kernels.triton_kernels")
+    triton = pytest.importorskip("engine.cuda.kernels")
     kinds = kinds_of(rule, "iid", "chains", 0)
 
     def emitted(kernels: Kernels) -> list[tuple[list[object], list[object]]]:

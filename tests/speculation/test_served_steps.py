@@ -25,9 +25,9 @@ from engine.drafting.draft import Draft, with_tokens
 from engine.drafting.model import ModelDrafter
 from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
+from engine.noise import Purpose
 from engine.plan import Emission, Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
-from engine.sampling.noise import Purpose
 from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance

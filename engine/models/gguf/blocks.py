@@ -26,12 +26,12 @@ _ROWS_AT_ONCE = 4096
 
 
 class StoredNumbers(NamedTuple):
-    """Numbers of a weight [N, K] as a form of `cpu_weights.py` stores them."""
+    """Numbers of a weight [N, K] as a form of `weights.py` stores them."""
 
     numbers: Tensor
     """[N, K] numbers in float32 or 16 bits; or bytes, each a number plus an offset."""
     scales: Sequence[Tensor]
-    """[N, rows, numbers] of the scales, which follow each other in a row (`numba_words.py`)."""
+    """[N, rows, numbers] of the scales, which follow each other in a row (`stored_words.py`)."""
 
 
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
