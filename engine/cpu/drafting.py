@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.cpu.levels import DrawTask, Levels, levels_of
 from engine.drafting.draft import Layout
-from engine.drafting.drafter import Drafter, Drafting
+from engine.drafting.drafter import Drafter, ChainSource
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.one_pass import BlockDrafter
@@ -22,7 +22,7 @@ from engine.sampling.distribution import DistributionParameters
 class CompiledDrafting:
     """Draws a step's chains in one call; a drafter draws those of rows that need more."""
 
-    def __init__(self, drafter: Drafting, vocab_size: int, draw_at_once: Callable[[Plan, DrawTask], Tensor]) -> None:
+    def __init__(self, drafter: ChainSource, vocab_size: int, draw_at_once: Callable[[Plan, DrawTask], Tensor]) -> None:
         """draw_at_once: catches up on a plan's texts, and returns [C, L] the tokens."""
         self._drafter = drafter
         self._vocab_size = vocab_size
@@ -44,7 +44,7 @@ class CompiledDrafting:
         return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
 
 
-def compiled(drafter: Drafter) -> Drafting:
+def compiled(drafter: Drafter) -> ChainSource:
     """Return what draws in one call with a drafter; the drafter itself if its model or kernels do not allow it."""
     levels = None if drafter.runner is None else levels_of(drafter.runner)
     if levels is None:

@@ -1,4 +1,4 @@
-"""Drafting of a step in one call, for a draft model or head that the decoder computes (`draw_loop.py`).
+"""ChainSource of a step in one call, for a draft model or head that the decoder computes (`draw_loop.py`).
 
 It computes what `drafting.chains.draw_levels` computes level by level, in Python, for any rows.
 """
@@ -144,7 +144,7 @@ class DrawTask(NamedTuple):
 
     layout: Layout
     parameters: DistributionParameters
-    """Of the sampling rows."""
+    """Parameters of the sampling rows."""
     uniform_LC: Tensor
     """Numbers for drafting."""
     probs_NV: Tensor

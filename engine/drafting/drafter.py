@@ -44,7 +44,7 @@ class DrafterKind(NamedTuple):
     """Whether it is a `RecordedDrafter`; the steps that draft with others are launched operation by operation."""
 
 
-class Drafting(Protocol):
+class ChainSource(Protocol):
     """Draws the chains of a step."""
 
     def begin(self, plan: Plan) -> Tensor:
@@ -61,7 +61,7 @@ class Drafting(Protocol):
         """
 
 
-class Drafter(Drafting, Protocol):
+class Drafter(ChainSource, Protocol):
     """Computes the logits from which chains are drawn.
 
     Drafts are verified against the distribution from which they were drawn, so the output has the target's distribution

@@ -1,4 +1,4 @@
-"""Drafting with a small model: one pass to catch up on the text, and one more for each further level.
+"""ChainSource with a small model: one pass to catch up on the text, and one more for each further level.
 
 Its drafted nodes follow the text level by level.
 """

@@ -1,4 +1,4 @@
-"""Drafting with a head that computes all depths in one pass, from which any number of chains is drawn.
+"""ChainSource with a head that computes all depths in one pass, from which any number of chains is drawn.
 
 The pass depends on the text alone. The sampler (`heads/samplers.py`) adds the dependence on earlier tokens of
 the chain, if the head has any. So chains are independent given the text.

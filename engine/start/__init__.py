@@ -1,1 +1,1 @@
-"""What runs once at start: loading, probing, building, compiling, measuring."""
+"""Work that runs once at start: loading, probing, building, compiling, measuring."""

@@ -17,7 +17,7 @@ from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.control.step_work import StepWork
 from engine.drafting.chains import draw_chains
 from engine.drafting.draft import MOST_UNMERGED, Draft
-from engine.drafting.drafter import Drafting
+from engine.drafting.drafter import ChainSource
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, StepVerdict
 from engine.step.verify import verify_chains
@@ -64,7 +64,7 @@ class RecordedMenu:
 class EagerStep:
     """Launches the operations of a step one by one."""
 
-    def __init__(self, target: ModelRunner, drafter: Drafting | None) -> None:
+    def __init__(self, target: ModelRunner, drafter: ChainSource | None) -> None:
         self._target = target
         self._drafter = drafter
         self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0

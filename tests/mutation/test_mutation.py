@@ -46,7 +46,18 @@ def test_every_word_that_chooses_tests_is_in_the_name_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "area", ["cuda/recorded", "cpu", "cuda", "models", "attention", "scheduling", "control", "sampling", "speculation/verification"]
+    "area",
+    [
+        "cuda/recorded",
+        "cpu",
+        "cuda",
+        "models",
+        "attention",
+        "scheduling",
+        "control",
+        "sampling",
+        "speculation/verification",
+    ],
 )
 def test_no_module_of_an_area_is_left_out(area: str) -> None:
     paths = [path for path in Path("engine", area).glob("*.py") if path.name != "__init__.py"]
