@@ -163,6 +163,13 @@ def flags_in(text: str) -> list[str]:
     return [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--?[a-z-]+)`", text)]
 
 
+@pytest.mark.parametrize("name", ["tuning", "cuda", "text-drafts"])
+def test_flags_of_pages_exist(name: str) -> None:
+    flags = re.findall(r"`--(?:no-)?([a-z-]+)", (DOCS / f"{name}.md").read_text())
+    assert flags
+    assert not sorted({flag.replace("-", "_") for flag in flags} - set(Serve.model_fields))
+
+
 def test_flags_of_other_servers_are_what_the_page_says() -> None:
     page = (DOCS / "coming-from.md").read_text()
     for here, *elsewhere in cells_of(page, "| here | vLLM"):
