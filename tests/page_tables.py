@@ -122,6 +122,24 @@ def published_model() -> str:
     return table(head, rows)
 
 
+def published_summary() -> str:
+    """Return the README's table of a published model."""
+    rows = []
+    for run, weights in (("peers-smollm2-file", "its file of 4 bits (Q4_1)"), ("peers-smollm2-bf16", "bfloat16")):
+        cells = result(run)["cells"]
+        theirs = [next(arm for name, arm in cell["arms"].items() if name.startswith("llama.cpp")) for cell in cells]
+        rows.append([f"plain over llama.cpp, {weights}", *_few_and_many(cells, theirs, "off_to_this")])
+    for run, prompts_of_run in (("tasks-smollm2", "Spec-Bench's tasks"), ("tasks-copying", "tasks that copy")):
+        cells = [cell for cell in result(run)["cells"] if cell["temperature"] == 0]
+        plain = [cell["arms"][tasks.OFF] for cell in cells]
+        rows.append([f"text drafts over plain, {prompts_of_run}", *_few_and_many(cells, plain, "own_to_this")])
+    return table(["speed of SmolLM2-135M", "1 request", "many requests"], rows)
+
+
+def _few_and_many(cells: list[dict[str, Any]], arms: list[dict[str, Any]], ratio: str) -> tuple[str, str]:
+    return shown_ratio(arms[0][ratio]), f"{shown_ratio(arms[-1][ratio])} at {cells[-1]['concurrency']}"
+
+
 def next_to_llama_cpp() -> str:
     """Return the speeds of this engine and of llama.cpp with the same type of weights."""
     head = ["model, weights", "requests", "llama.cpp, tokens/s", "plain, tokens/s", "with drafts, tokens/s"]
@@ -263,6 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loss": loss,
     "overhead": _whole("overhead", overhead.markdown),
     "prompts": prompts,
+    "published": published_summary,
     "published-model": published_model,
     "reports": _whole("reports", reports.markdown),
     "rules": rules,
