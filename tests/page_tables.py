@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from analysis import growth, heads, peers, prefixes, quality, report, reports, shapes, tasks, turns
+from analysis import growth, heads, peers, prefixes, quality, reports, shapes, tasks, turns
+from analysis.report import number
 from loadtest import clients, overhead
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import shown_ratio, table
@@ -140,6 +141,17 @@ def _few_and_many(cells: list[dict[str, Any]], arms: list[dict[str, Any]], ratio
     return shown_ratio(arms[0][ratio]), f"{shown_ratio(arms[-1][ratio])} at {cells[-1]['concurrency']}"
 
 
+def copying_tasks() -> str:
+    """Return text drafts over plain decoding on tasks that copy."""
+    rows = []
+    for cell in result("tasks-copying")["cells"]:
+        plain, drafted = (cell["arms"][name] for name in (tasks.OFF, tasks.OWN))
+        row = [f"{cell['temperature']:g}", cell["concurrency"], rate(plain), rate(drafted)]
+        rows.append([*row, shown_ratio(plain["own_to_this"])])
+    head = ["temperature", "requests", "plain, tokens/s", "with drafts, tokens/s", "with drafts over plain"]
+    return table(head, rows)
+
+
 def next_to_llama_cpp() -> str:
     """Return the speeds of this engine and of llama.cpp with the same type of weights."""
     head = ["model, weights", "requests", "llama.cpp, tokens/s", "plain, tokens/s", "with drafts, tokens/s"]
@@ -249,9 +261,16 @@ def steps() -> str:
 
 
 def rules() -> str:
-    """Return the table of rules of a pair."""
-    found = result("rules")
-    return report.table(found["cells"], found["settings"]["concurrency"])
+    """Return the acceptance of rules on a pair, and the speed that it gives."""
+    head = ["rule, drafts", "shape", "nodes", "alpha*", "acceptance", "tokens a pass (95 % interval)", "closed form"]
+    rows = []
+    for cell in result("rules")["cells"]:
+        accepted = (number(cell["alpha_star"]), number(cell["acceptance"]))
+        tokens = f"{cell['tokens_per_pass']:.2f} ({cell['low']:.2f}-{cell['high']:.2f})"
+        speedups = ", ".join(f"{speedup:.2f}x" for speedup in cell["speedup"].values())
+        row = [f"{cell['rule']}, {cell['draft_method']}", cell["size"], number(cell["nodes_per_pass"], 1), *accepted]
+        rows.append([*row, tokens, number(cell["expected_tokens_per_pass"], 2), speedups])
+    return table([*head, "speed at 1, 4, 16 requests"], rows)
 
 
 def tried_clients() -> str:
@@ -289,7 +308,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shapes-dialogues": _whole("shapes-dialogues", shapes.markdown),
     "shapes-prose": _whole("shapes-prose", shapes.markdown),
     "steps": steps,
-    "tasks-copying": _whole("tasks-copying", tasks.markdown),
+    "tasks-copying": copying_tasks,
     "tasks-passes": _whole("tasks-smollm2", tasks.tasks_markdown),
 }
 """Tables by their names in the pages."""
