@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.prose import room_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("engine", "server", "loadtest", "analysis", "distill", "demo", "deploy", "tests")
 MEASURED = ("engine", "server")
@@ -252,11 +254,6 @@ def wraps_compiler(function: ast.FunctionDef, packages: set[str]) -> bool:
 def module_name(path: str) -> str:
     """Return the dotted name of a module."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def room_of(path: str) -> str:
-    """Return the room of a file: its first two folders, or the package if it is directly there."""
-    return "/".join(path.split("/")[:-1][:2]) or "."
 
 
 def server_order(pyproject: str) -> tuple[tuple[str, ...], ...]:

@@ -18,7 +18,6 @@ from tests.house import (
     long_modules,
     num_parameters,
     plain_questions,
-    room_of,
     server_order,
 )
 
@@ -143,11 +142,6 @@ def test_files_of_calls_are_noted() -> None:
     assert entered.during(num_chains, (2, 1)) == 2
     num_chains((2, 1))
     assert entered.files == {"engine/fanout.py"}
-
-
-def test_rooms_are_folders_of_a_package() -> None:
-    paths = ("engine/plan.py", "engine/models/lean.py", "engine/models/gguf/file.py")
-    assert [room_of(path) for path in paths] == ["engine", "engine/models", "engine/models"]
 
 
 def test_long_modules_are_named() -> None:
