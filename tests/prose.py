@@ -29,7 +29,18 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 
-CLEAN = ()
+CLEAN = (
+    "demo",
+    "deploy",
+    "distill",
+    "engine/sampling",
+    "engine/speculation",
+    "tests",
+    "tests/deploy",
+    "tests/distill",
+    "tests/sampling",
+    "tests/speculation",
+)
 """Rooms (`room_of`) in which pronouns and names are checked."""
 
 BARE = re.compile(r"\b(these|those)\b(?:\s*([^\s\w`]|$)|\s+(\w+))", re.IGNORECASE)
@@ -69,7 +80,7 @@ NAME_WORDS = frozenset(
 """Words that no name of the project has."""
 LAW_ROOMS = ("analysis", "engine/speculation", "tests/speculation", "tests/analysis")
 """Rooms with proofs, in which a distribution is called a law."""
-FOREIGN_NAMES = frozenset(("get_route_handler", "get_extra_info", "n_ctx"))
+FOREIGN_NAMES = frozenset(("get_route_handler", "get_extra_info", "n_ctx", "_META"))
 """Names that libraries have chosen."""
 
 # From Python 3.12 on, the texts of f-strings are tokens of another type.
@@ -157,7 +168,8 @@ def bad_names(source: str, room: str) -> Iterator[tuple[int, str]]:
     words = NAME_WORDS - {"law", "laws"} if room in LAW_ROOMS else NAME_WORDS
     for line, name, node in defined_names(tree):
         parts = [part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
-        if name in PRONOUN_NAMES and id(node) not in inside:
+        noun = re.sub(r"(_[A-Z0-9]+)?$", "", name)  # without the shape of an array
+        if noun in PRONOUN_NAMES and id(node) not in inside:
             yield line, f"{name!r} is a name outside of a comprehension"
         elif name.lstrip("_").startswith("of_"):
             yield line, f"{name!r} begins with a preposition"

@@ -89,6 +89,7 @@ def test_lines_of_pronouns_are_named() -> None:
     ("source", "expected"),
     [
         ("found = 1", ["'found' is a name outside of a comprehension"]),
+        ("found_XD = 1", ["'found_XD' is a name outside of a comprehension"]),
         ("for one in rows: pass", ["'one' is a name outside of a comprehension"]),
         ("def f(some): ...", ["'some' is a name outside of a comprehension"]),
         ("self.mine = 1", ["'mine' is a name outside of a comprehension"]),
