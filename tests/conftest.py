@@ -38,7 +38,7 @@ def attention_in_torch() -> Iterator[None]:
         yield
 
 
-# The files that take longest, in this order before all others: none of them is left for one core at the end.
+# The files that take longest, in this order before all others: no long file is left for one core at the end.
 LONG = (
     "deploy/test_image",
     "deploy/test_ray",

@@ -206,14 +206,14 @@ def loss() -> str:
 
 def chains() -> str:
     """Return tokens per pass and gain in time by the number of chains, for prompts of several lengths."""
-    found = result("chains")
+    measured = result("chains")
     rows = []
-    for shape, options in found["options"]["arms"].items():
+    for shape, options in measured["options"]["arms"].items():
         if "num_drafts" in options:
-            arms = [cell["arms"][shape] for cell in found["cells"]]
+            arms = [cell["arms"][shape] for cell in measured["cells"]]
             tokens_a_pass = ", ".join(f"{arm['mean_acceptance_length']:.2f}" for arm in arms)
             rows.append([shape, tokens_a_pass, *(shown_ratio(arm["ratio_to_off"]) for arm in arms)])
-    return table(["shape", "tokens a pass", *(f"{cell['context']:,} tokens" for cell in found["cells"])], rows)
+    return table(["shape", "tokens a pass", *(f"{cell['context']:,} tokens" for cell in measured["cells"])], rows)
 
 
 def draft_types() -> str:
