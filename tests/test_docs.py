@@ -10,13 +10,13 @@ import pytest
 
 from analysis.__main__ import ANALYSES
 from engine.models.loading import FITTING_MODEL_TYPES
-from server import foreign_flags
-from server.flags import parse_flags
-from server.openai import foreign_fields
-from server.openai.answers import Metrics, SpeculativeDecoding
-from server.openai.fields import ChatRequest, CompletionRequest, SpeculationFields
 from server.openai.responses import ResponsesRequest
-from server.settings import Serve
+from server.settings import foreign_flags
+from server.settings.flags import parse_flags
+from server.settings.settings import Serve
+from server.wire import foreign_fields
+from server.wire.answers import Metrics, SpeculativeDecoding
+from server.wire.fields import ChatRequest, CompletionRequest, SpeculationFields
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

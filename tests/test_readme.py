@@ -20,7 +20,7 @@ from analysis.report import table
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
 from loadtest.report import rules_markdown
-from server.flags import parse_flags
+from server.settings.flags import parse_flags
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

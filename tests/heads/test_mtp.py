@@ -21,7 +21,7 @@ from engine.models.heads.mtp import Mtp
 from engine.models.loading import LoadedModel
 from engine.scheduling.scheduler import Scheduler
 from engine.step.building import build_engine
-from server.start_checks import check_pair, with_sources
+from server.settings.start_checks import check_pair, with_sources
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles

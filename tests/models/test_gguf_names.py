@@ -18,7 +18,7 @@ from engine.models.gguf.names import hub_file, local_file, with_folders
 from engine.models.importing import import_transformers
 from engine.models.loading import outline_pair
 from server.cli import main
-from server.settings import Serve
+from server.settings.settings import Serve
 from tests.models.gguf_models import DEMO, tokenizer_keys, write_model
 from tests.server.test_hub_names import NO_HUB, run_python
 

@@ -18,10 +18,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel, model_validator
 
 from engine.api import RequestError
-from server.http import errors
-from server.http.bodies import BodyRoute, nests_too_deeply, read_json
+from server.http import error_responses
+from server.http.bodies import BodyRoute, read_json
 from server.http.openapi import Application
 from server.openai import routes as generate_routes
+from server.wire.nesting import nests_too_deeply
 from tests.server.test_body_costs import NO_SERVER
 
 OBJECTS, TEXTS, VALUES, DEEPEST = 1 << 14, 1 << 17, 1 << 20, 100
@@ -127,7 +128,7 @@ def test_json_in_a_string_nests_no_deeper() -> None:
 def test_routes_read_small_and_large_bodies_alike(padding: int) -> None:
     """Deep values are refused by their field before a model is made of them."""
     app = Application()
-    errors.install(app)
+    error_responses.install(app)
     app.include_router(generate_routes.build_router(NO_SERVER))
     body = b'{"model":"x","prompt":' + b"[" * 101 + b"]" * 101 + b" " * padding + b"}"
 
@@ -161,7 +162,7 @@ def test_memory_goes_back_after_large_bodies_only(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     app = Application()
-    errors.install(app)
+    error_responses.install(app)
     app.include_router(generate_routes.build_router(NO_SERVER))
     failures: list[Any] = []
 

@@ -22,12 +22,12 @@ from pydantic import BaseModel, ValidationError
 
 from engine.api import RequestError
 from loadtest.client import metric
-from server import operation_routes
 from server.anthropic import routes as messages_route
-from server.http import errors
+from server.http import error_responses
 from server.http.bodies import BodyRoute, read_json
 from server.http.openapi import Application
 from server.openai import routes as generate_routes
+from server.routes import operations as operation_routes
 from server.state import Server
 from tests.server.daemon_process import MODEL, Daemon
 
@@ -170,7 +170,7 @@ def test_deep_values_are_refused(opening: bytes, closing: bytes) -> None:
 def test_a_full_body_of_wrong_types_names_its_field(path: str) -> None:
     """Over HTTP: 400 in the shape of the endpoint, whose message stays short."""
     app = Application()
-    errors.install(app)
+    error_responses.install(app)
     for module in MODULES:
         app.include_router(module.build_router(NO_SERVER))
     field = "tokens" if path == "/detokenize" else "messages"
@@ -201,7 +201,7 @@ def test_a_full_body_of_wrong_types_names_its_field(path: str) -> None:
 def test_a_refused_body_is_freed_at_once() -> None:
     """Errors and frames hold each other no longer, so that no search for garbage is needed."""
     app = Application()
-    errors.install(app)
+    error_responses.install(app)
     app.include_router(generate_routes.build_router(NO_SERVER))
 
     async def refused() -> int:

@@ -14,11 +14,11 @@ from pydantic import BaseModel, model_validator
 from engine.api import EngineBusy
 from loadtest.costs import neighbour_of
 from loadtest.crowds import bodies, markdown, measure_crowds
-from server.http import errors
+from server.http import error_responses
 from server.http.bodies import BodyRoute
 from server.http.body_queue import BodyQueue, BodyQueues
-from server.http.current_call import HttpCall, current_call, this_call
 from server.http.openapi import Application
+from server.wire.current_call import HttpCall, current_call, this_call
 from tests.server.daemon_process import MODEL
 
 MANY = {"texts": ["a"] * 40_000}
@@ -53,7 +53,7 @@ def serve(handle: Callable[[Counted], Awaitable[int]]) -> tuple[Application, htt
         return await handle(body)
 
     app.include_router(router)
-    errors.install(app)
+    error_responses.install(app)
     Validated.number = 0
     return app, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 

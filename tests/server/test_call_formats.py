@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.api import RequestError
-from server.openai.fields import Function, Tool
 from server.text.call_formats import CallFormat
 from server.text.call_pieces import Piece
 from server.text.structured import Structure
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.fields import Function, Tool
 from tests.server.call_spellings import BEGIN, CALLS_END, END, RESPONSE_TEMPLATE, SEPARATOR, SPELL, Call
 
 PARAMETERS = {

@@ -22,7 +22,6 @@ from tokenizers import AddedToken
 
 from engine.api import RequestError
 from engine.grammar.grammar_tokens import read_vocabulary
-from server.openai.fields import Function, Tool
 from server.text import text_values
 from server.text.call_formats import HARMONY, LLAMA3_JSON
 from server.text.call_grammars import SYNTAXES
@@ -35,6 +34,7 @@ from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
 from server.text.xml_calls import _Region
 from server.text.xml_grammars import XmlArguments
+from server.wire.fields import Function, Tool
 from tests.grammar.test_grammar_tokens import END, byte_level, vocabulary
 from tests.server.call_spellings import SPELL
 from tests.server.test_call_formats import DEFINITIONS, SCHEMAS

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from server import daemon
-from server.settings import Serve
+from server.settings.settings import Serve
 from tests.server.memory_server import TIMEOUT_S, Server
 from tests.wrong import instead
 

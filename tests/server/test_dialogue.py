@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.api import ConfigError, RequestError
-from server.openai.fields import ChatRequest
 from server.text.dialogue import Dialogue, dialogue_of
 from server.text.shipped_templates import SHIPPED
 from server.text.tokenizer import Tokenizer
 from server.text.tools import tool_use_of
+from server.wire.fields import ChatRequest
 from tests.server.call_spellings import RESPONSE_TEMPLATE, TEMPLATES
 from tests.server.families import FAMILIES, write_family
 from tests.server.test_turns import FORM_OF

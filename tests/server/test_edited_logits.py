@@ -11,7 +11,7 @@ from openai.types.responses import ResponseError
 
 from engine.errors import NON_FINITE, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
 from engine.sampling.edits import MASKED
-from server.http.errors import anthropic_error, responses_error, to_api_error
+from server.wire.errors import anthropic_error, responses_error, to_api_error
 from tests.server.test_speculation_answers import CALL, COMPLETIONS, answer_of
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from engine.api import RequestError
-from server.openai.fields import ChatRequest, CompletionRequest
-from server.openai.unsupported_fields import refuse_unsupported
 from server.text.tokenizer import Tokenizer
+from server.wire.fields import ChatRequest, CompletionRequest
+from server.wire.unsupported_fields import refuse_unsupported
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import EventStream
 from tests.server.test_bad_requests import CHAT, COMPLETIONS, GOOD, MAX_POSITIONS, error_of, send

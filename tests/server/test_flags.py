@@ -13,11 +13,11 @@ import pytest
 from engine.api import ConfigError
 from loadtest.cli import parser as bench_parser
 from server.cli import main
-from server.flags import faults, parse_flags
-from server.foreign_flags import FOREIGN, NAMES, SWITCHES
-from server.setting_groups import RARE
-from server.settings import Serve
-from server.start_checks import with_quantization
+from server.settings.flags import faults, parse_flags
+from server.settings.foreign_flags import FOREIGN, NAMES, SWITCHES
+from server.settings.groups import RARE
+from server.settings.settings import Serve
+from server.settings.start_checks import with_quantization
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
 from server.openai.responses import ResponsesRequest
+from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import EventStream
 from tests.server.test_bad_requests import error_of

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.openai.fields import Function, Tool
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import Thought
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.fields import Function, Tool
 from tests.server.daemon_process import Daemon, Daemons
 from tests.server.event_stream import open_stream
 from tests.server.scripted_model import added_token, byte_level, write_answers

@@ -6,7 +6,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from server.http.hosts import HostCheck
-from server.settings import Serve
+from server.settings.settings import Serve
 from tests.server.daemon_process import Daemon
 
 

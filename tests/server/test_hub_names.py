@@ -19,7 +19,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from engine.errors import ConfigError
 from engine.models.files import check_source, model_file
 from loadtest.daemon import running_daemon
-from server.settings import Serve
+from server.settings.settings import Serve
 from tests.grid import grid
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import TOKENIZER_FILES, TinyModels, write_pair

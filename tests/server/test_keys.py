@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from server.http.current_call import this_call
 from server.http.middleware import RequestEnvelope
 from server.serving.metrics import ServerMetrics
-from server.settings import Serve
+from server.settings.settings import Serve
+from server.wire.current_call import this_call
 from tests.server.conftest import KEYS, PREFIX
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.test_bad_requests import error_of

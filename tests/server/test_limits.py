@@ -17,8 +17,8 @@ from server.http.middleware import RateLimit, RequestEnvelope
 from server.serving.answering import EventStream
 from server.serving.engine_client import Ticket
 from server.serving.metrics import ServerMetrics
-from server.setting_groups import rates_of
-from server.settings import Serve
+from server.settings.groups import rates_of
+from server.settings.settings import Serve
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 

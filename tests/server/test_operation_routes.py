@@ -15,7 +15,7 @@ from server.app import build_app
 from server.serving.engine_client import EngineClient
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
-from server.settings import Serve
+from server.settings.settings import Serve
 from server.state import Server
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.version import VERSION

@@ -105,9 +105,7 @@ def test_a_file_is_short_names_no_host_and_writes_no_markup(file: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "path", ["/dashboard/static/nothing.js", "/dashboard/static/../pages_route.py", "/docs/static/"]
-)
+@pytest.mark.parametrize("path", ["/dashboard/static/nothing.js", "/dashboard/static/../app.py", "/docs/static/"])
 def test_no_other_file_is_served(http: httpx.Client, path: str) -> None:
     """Requested byte by byte: the client leaves the dots as they are."""
     request = http.build_request("GET", "/")

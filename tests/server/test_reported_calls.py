@@ -14,9 +14,9 @@ import httpx
 import jsonschema
 import pytest
 
-from server.openai.fields import Function, Tool
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.fields import Function, Tool
 from tests.server.call_spellings import TEMPLATES
 from tests.server.daemon_process import MODEL, Daemons
 from tests.server.event_stream import open_stream

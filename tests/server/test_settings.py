@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine.api import ConfigError
-from server.flags import faults, parse_flags
-from server.settings import Serve, read_config_file
+from server.settings.flags import faults, parse_flags
+from server.settings.settings import Serve, read_config_file
 
 
 @pytest.fixture(autouse=True)

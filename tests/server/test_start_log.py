@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.settings import Serve
+from server.settings.settings import Serve
 from server.start_lines import drafting, reachable
 from tests.server.daemon_process import Daemon
 from tests.server.test_statistics import facts

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from engine.api import RequestError
-from server.openai.fields import CompletionRequest
-from server.openai.unsupported_fields import UNKNOWN
 from server.text.structured import LONGEST_GRAMMAR, Structure, cleaned, closed, structure_of
+from server.wire.fields import CompletionRequest
+from server.wire.unsupported_fields import UNKNOWN
 
 COMPACT = {"whitespace_flexible": False}
 FLEXIBLE = {"whitespace_flexible": True}

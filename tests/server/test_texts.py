@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from engine.api import RequestError
-from server.openai.answers import raw_list
 from server.text.lanes import LONG
 from server.text.text_bounds import longest_token
 from server.text.tokenizer import Tokenizer
+from server.wire.answers import raw_list
 from tests.server.daemon_process import MODEL
 from tests.server.test_tokenizer import spacing
 from tests.server.tiny_models import TOKENIZER

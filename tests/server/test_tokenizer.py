@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.api import ConfigError, RequestError
-from server.http.errors import to_api_error
 from server.openai.generation_defaults import generation_defaults
 from server.text.tokenizer import GenerationDefaults, Tokenizer
+from server.wire.errors import to_api_error
 from tests.server.tiny_models import BOS, EOS, TOKENIZER
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Limits, Request
-from server.openai.fields import Function, Tool
 from server.serving.choice import Choice, TextOptions
 from server.text.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE
 from server.text.call_pieces import Piece
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.fields import Function, Tool
 from tests.server.test_statistics import outcome, stats
 from tests.server.tiny_models import TOKENIZER
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.api import RequestError
-from server.openai.fields import Message
 from server.text.call_formats import call_marks
 from server.text.tokenizer import Tokenizer
 from server.text.tools import template_message
+from server.wire.fields import Message
 from tests.server.call_spellings import SPELL, TEMPLATES, Call
 from tests.server.test_call_formats import BEFORE, BOTH, CASES, PARIS, pieces_of, read
 from tests.server.tiny_models import TinyModels

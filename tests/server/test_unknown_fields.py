@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from engine.api import RequestError
 from server.anthropic.messages import CountTokensRequest, MessagesRequest
 from server.app import BODIES as ALL_BODIES
-from server.http.current_call import this_call
-from server.openai.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.openai.foreign_fields import FOREIGN
 from server.openai.responses import ResponsesRequest
-from server.openai.unsupported_fields import UnknownFields
+from server.wire.current_call import this_call
+from server.wire.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.wire.foreign_fields import FOREIGN
+from server.wire.unsupported_fields import UnknownFields
 from tests.server.daemon_process import Daemon
 from tests.server.test_bad_requests import CHAT, COMPLETIONS, error_of
 from tests.server.test_extra_fields import BODIES, MESSAGES, RESPONSES, post

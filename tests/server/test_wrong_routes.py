@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from server.http.errors import API_PATHS
+from server.http.error_responses import API_PATHS
 from tests.server.daemon_process import MODEL
 from tests.server.test_bad_requests import CHAT, COMPLETIONS, error_of
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.api import MTP, ConfigError
-from server.suggest import did_you_mean
+from server.wire.suggest import did_you_mean
 
 log = logging.getLogger("polydraft")
 

@@ -23,8 +23,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from engine.api import RequestError
-from server.http.current_call import this_call
-from server.suggest import did_you_mean
+from server.wire.current_call import this_call
+from server.wire.suggest import did_you_mean
 
 log = logging.getLogger("polydraft")
 

@@ -29,7 +29,7 @@ from engine.api import (
     warn_of_adapter,
     with_folders,
 )
-from server.settings import Serve
+from server.settings.settings import Serve
 
 log = logging.getLogger("polydraft")
 

@@ -19,8 +19,8 @@ from server.start_lines import drafting
 from server.state import Server
 from server.version import VERSION
 
-_OWN = Path(__file__).parent / "static"
-_LEZER = _OWN / "lezer"
+_STATIC = Path(__file__).parents[1] / "static"
+_LEZER = _STATIC / "lezer"
 """A parser of Markdown, as npm's packages ship it (MIT)."""
 _SWAGGER_UI = Path(fastapi_offline.__file__).parent / "static"
 """Swagger UI as its package ships it (Apache-2.0)."""
@@ -35,7 +35,7 @@ class _Page:
 
     def __init__(self, name: str, policy: str) -> None:
         """policy: further directives of the content security policy."""
-        self._html = (_OWN / name).read_text()
+        self._html = (_STATIC / name).read_text()
         self._policy = policy
 
     async def response(self) -> Response:
@@ -93,7 +93,7 @@ def _add_files(app: FastAPI, path: str, folder: Path) -> None:
 
 def _add_live_page(app: FastAPI, server: Server) -> None:
     _add(app, "/dashboard", _Page("page.html", _NO_MARKUP).response)  # it contains no state of the server
-    _add_files(app, "/dashboard/static", _OWN)
+    _add_files(app, "/dashboard/static", _STATIC)
     _add_files(app, "/dashboard/static/lezer", _LEZER)
 
     @app.get("/dashboard/state")

@@ -1,6 +1,6 @@
 """All settings of `polydraft serve`: flags, POLYDRAFT_* environment and --config file.
 
-Precedence: flag, environment, file, default. The settings themselves are in `setting_groups.py`.
+Precedence: flag, environment, file, default. The settings themselves are in `groups.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.api import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from server.foreign_flags import translate
-from server.setting_groups import (
+from server.settings.foreign_flags import translate
+from server.settings.groups import (
     GeneralSettings,
     HttpSettings,
     MemorySettings,
@@ -33,10 +33,10 @@ from server.setting_groups import (
     SchedulingSettings,
     SpeculationSettings,
 )
-from server.suggest import did_you_mean
+from server.wire.suggest import did_you_mean
 
 EMBEDDED_NAME = "polydraft-demo"
-_DEMO = Path(__file__).resolve().parent.parent / "demo"
+_DEMO = Path(__file__).resolve().parents[2] / "demo"
 
 
 class ConfigFileSource(PydanticBaseSettingsSource):

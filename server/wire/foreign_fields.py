@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.openai.unsupported_fields import Neutral
+from server.wire.unsupported_fields import Neutral
 
 
 def _off(names: str, *values: Any, **options: str) -> dict[str, Neutral]:

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from engine.api import ConfigError
-from server import foreign_flags
-from server.setting_groups import RARE
-from server.settings import GROUPS, Serve
-from server.suggest import did_you_mean
+from server.settings import foreign_flags
+from server.settings.groups import RARE
+from server.settings.settings import GROUPS, Serve
+from server.wire.suggest import did_you_mean
 
 log = logging.getLogger("polydraft")
 

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from server.openai.unsupported_fields import Neutral
-from server.text.reasoning import Effort
+from server.wire.unsupported_fields import Neutral
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
@@ -20,6 +19,8 @@ Item = TypeVar("Item")
 Listed = Annotated[list[Item], Field(fail_fast=True)]
 """List whose validation ends at the first wrong element: a million errors would cost gigabytes."""
 Name = Annotated[str, Field(max_length=1024)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""Amount of thinking."""
 _MOST_NAMES = 256
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096

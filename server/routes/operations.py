@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from engine.api import EngineStopped, RequestError
 from server.http.bodies import BodyRoute
-from server.http.errors import error_response
-from server.openai.answers import raw_list
-from server.openai.fields import DetokenizeRequest, TokenizeRequest
+from server.http.error_responses import error_response
 from server.openai.preparing import check_model, template_variables
-from server.openai.unsupported_fields import refuse_unsupported
 from server.state import Server
 from server.text.call_formats import call_marks
 from server.text.tools import functions_of, template_message
 from server.version import VERSION
+from server.wire.answers import raw_list
+from server.wire.fields import DetokenizeRequest, TokenizeRequest
+from server.wire.unsupported_fields import refuse_unsupported
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
