@@ -20,7 +20,7 @@ from server.serving.metrics import ServerMetrics
 from server.settings.flags import parse_flags
 from server.settings.settings import Serve
 from tests.deploy.debian import unpacked
-from tests.server.test_statistics import counted_pass, facts, outcome, stats
+from tests.server.step_results import counted_pass, facts, outcome, stats
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
