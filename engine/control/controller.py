@@ -402,8 +402,9 @@ class Controller:
         the choice drafts.
         """
         num_drafts, length = self.choice.shape
-        is_new = sequence.sequence_id not in self._chosen_ids
-        if not length or not (is_new or sequence.sequence_id in self.choice.drafting):
+        sequence_id = sequence.sequence_id
+        drafts = sequence_id in self.choice.drafting or sequence_id not in self._chosen_ids
+        if not length or not drafts:
             return ()
         # The common choice may exceed this request's limits.
         limits = sequence.request.speculation

@@ -95,8 +95,8 @@ class TextChoice:
         counts = [0, *(count for count in _COUNTS if count < len(candidates))]
         if candidates:
             counts.append(len(candidates))
-        gains = [0.0, *np.cumsum([gain for gain, _, _ in candidates])]
-        tokens = num_tokens + np.array([gains[count] for count in counts])
+        gains = np.cumsum([0.0, *(gain for gain, _, _ in candidates)])
+        tokens = num_tokens + gains[counts]
         works = [_with_nodes(base, candidates[:count], options) for count in counts]
         seconds = times.step_s([base.without_prompts, *works])
         prompts_s = seconds[1] - seconds[0]
