@@ -45,15 +45,15 @@ class TextIndex:
         with the number of agreeing tokens.
         """
         latest = [previous[len(text)] for previous in self._previous]
-        return self._agreeing(text, text, latest)
+        return self._ends(text, text, latest)
 
     def ends_in(self, read: Sequence[int], text: Sequence[int]) -> dict[int, int]:
         """Return the same for the last tokens of another text; read: the text that was read."""
         keys = [hash(tuple(text[-length:])) for length in _LENGTHS]
         latest = [latest.get(key, 0) for latest, key in zip(self._latest, keys, strict=True)]
-        return self._agreeing(read, text, latest)
+        return self._ends(read, text, latest)
 
-    def _agreeing(self, read: Sequence[int], text: Sequence[int], latest: Sequence[int]) -> dict[int, int]:
+    def _ends(self, read: Sequence[int], text: Sequence[int], latest: list[int]) -> dict[int, int]:
         """Return the ends at which the texts agree, with the number of agreeing tokens."""
         agreeing: dict[int, int] = {}
         for first, previous in zip(latest, self._previous, strict=True):
