@@ -80,9 +80,7 @@ class Acceptance:
         self._known.clear()
 
     def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
-        """Record that of `num_tried` positions the first `num_taken` were accepted. The next `fade`
-        applies it.
-        """
+        """Record that the first `num_taken` of `num_tried` positions were accepted (see `fade`)."""
         seen = (num_drafts, num_tried, num_taken)
         self._new[seen] = self._new.get(seen, 0) + 1
 

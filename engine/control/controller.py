@@ -64,9 +64,7 @@ _TRIAL_SHARE = 1 / 32
 of steps for samples, and twice that for plain decoding after its first trial.
 """
 _PLAIN_STD = 0.03
-"""Plain steps are tried until the ratio of their duration to that of the shape in use is known to
-this accuracy.
-"""
+"""Plain trials end once the ratio of plain steps to the shape in use is known to this accuracy."""
 
 
 class Drafting(Protocol):
@@ -100,9 +98,7 @@ class _Load(NamedTuple):
     text: int
     """Tokens of all texts."""
     catch_up_s: Numbers
-    """[adaptive] time of the draft model to catch up with each request, per remaining token of its
-    answer.
-    """
+    """[adaptive] time of the draft model to catch up, per remaining token of the answer."""
     is_eager: bool
     """Whether the step is launched eagerly, whatever the adaptive requests draft."""
     draws_eagerly: bool
@@ -160,9 +156,7 @@ class Controller:
         self.acceptance = Acceptance(longest)
         self.choice = ShapeChoice()
         self.reads = True
-        """Whether the draft model also computes texts from which nothing is drafted yet; False
-        while all requests decode plainly.
-        """
+        """Whether the draft model also reads texts without drafts; False if no request drafts."""
         self.spent_s = 0.0
         """Time spent on choices since the start."""
         self._longest = longest
@@ -398,9 +392,7 @@ class Controller:
         return is_worthwhile
 
     def fanout(self, sequence: Drafting) -> Fanout:
-        """Return the drafts of a sequence in the planned step. A sequence that has arrived since
-        the choice drafts.
-        """
+        """Return a sequence's drafts in the planned step; sequences new since the choice draft."""
         num_drafts, length = self.choice.shape
         sequence_id = sequence.sequence_id
         drafts = sequence_id in self.choice.drafting or sequence_id not in self._chosen_ids

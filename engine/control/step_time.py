@@ -41,9 +41,7 @@ _SHAPE_STD = 0.07
 _POINT_STD = 0.03
 """Noise of a calibrated step."""
 _STEP_STD = 0.15
-"""Noise of a served step. The errors of consecutive steps are correlated, so a single step is less
-informative than a calibrated step.
-"""
+"""Noise of a served step; it is larger because errors of consecutive steps are correlated."""
 _COLD_STD = 1.0
 """Noise of a served step after drafting began or stopped, while the processor's caches still hold
 other weights. On processors with 480 MB of cache such plain steps took up to 9 % longer.
@@ -55,15 +53,11 @@ _COLD_S = 0.2
 _MUCH_FASTER = 0.75
 """A cold step that takes less than this share of the prediction has full weight."""
 _SHORT_TEXT = 256
-"""Tokens of a text beyond which each further token may cost more: on a CPU 2.7 microseconds before,
-6 after it.
-"""
+"""Tokens of a text beyond which each token may cost more: on a CPU 6 microseconds, not 2.7."""
 _BEND_WEIGHT = 0.1
 """Weight of a change of slope between two knots in the fit; the points' errors have weight 1."""
 _LEAST_SHARE = 0.01
-"""Share of the shortest measured step that every step takes: noise may leave nothing for a small
-step.
-"""
+"""Share of the shortest measured step that every step takes, whatever the fit says."""
 _FORGET_S = 1800.0
 """Seconds after which about a third of the served steps' influence remains."""
 _MOST_SHAPES = 16
@@ -247,9 +241,7 @@ class StepTimes:
     # -- predicting -------------------------------------------------------------------------------
 
     def is_eager(self, work: StepWork) -> bool:
-        """Whether the operations of such a step are launched one by one, although other steps are
-        recorded.
-        """
+        """Whether such a step is launched eagerly, although other steps are recorded."""
         return self._is_eager(work) if work.is_eager is None else work.is_eager
 
     def rest_s(self, work: StepWork) -> float:
@@ -353,9 +345,7 @@ class StepTimes:
         self._learn(work, draft_s, rest_s, _COLD_STD if is_uncertain else _STEP_STD)
 
     def _cold_s(self, work: StepWork) -> float:
-        """Return the predicted seconds of a cold step: the processor's caches still held other
-        weights; 0 if the step is not cold.
-        """
+        """Return the predicted seconds of a step with cold caches; 0 if the caches are warm."""
         fewest, most = _COLD_STEPS
         if self._num_since >= (most if work.shape == PLAIN else fewest):
             return 0.0
@@ -365,9 +355,7 @@ class StepTimes:
         return predicted_s if is_cold else 0.0
 
     def _pass_time(self, seconds: float) -> None:
-        """Let the machine's factor drift, and the rest of the state return towards calibration once
-        a second or more has passed.
-        """
+        """Let the machine's factor drift, and the rest of the state return towards calibration."""
         self._variance[_MACHINE, _MACHINE] += _MACHINE_DRIFT**2 * seconds
         self._unaged_s += seconds
         if self._unaged_s < 1.0:

@@ -7,9 +7,7 @@ from engine.config import PREDICTION
 _BOUNDS = (1, 2, 3, 4, 5, 7, 10, 14)
 """Least agreeing tokens of each class after the first."""
 _USUAL = (0.2, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.87, 0.94)
-"""Acceptance by class before any observation: that of SmolLM2-135M-Instruct on the tasks of
-Spec-Bench.
-"""
+"""Acceptance by class at first: SmolLM2-135M-Instruct on the tasks of Spec-Bench."""
 _USUAL_OF_PREDICTIONS = 0.9
 _WEIGHT = 10.0
 """Weight of the usual acceptance, in observations."""

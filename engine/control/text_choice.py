@@ -72,9 +72,7 @@ class TextChoice:
         return self._acceptance[is_greedy]
 
     def is_due(self, num_requests: int) -> bool:
-        """Whether a step with this many requests chooses; after many choices of nothing most steps
-        do not.
-        """
+        """Whether a step with this many requests chooses; few steps do after many empty choices."""
         has_fewer = num_requests < self._num_requests
         self._num_requests = num_requests
         pause = min(_MOST_SELDOM, self._num_idle // _PATIENCE)

@@ -88,9 +88,7 @@ class GrammarClient:
             )
 
     def is_ready(self) -> bool:
-        """Whether masks can be requested; does not wait. Raise RequestError for a grammar that
-        cannot be followed.
-        """
+        """Whether masks can be requested. Raise RequestError if the grammar cannot be followed."""
         while not self._is_ready and self.failure is None and self._connection.poll():
             self._receive()
         if not self._is_ready and self.failure is None:

@@ -118,9 +118,7 @@ class GrammarMatcher:
 
     @property
     def fault(self) -> str:
-        """Return why the grammar cannot be followed; "" while it can, or after a dead end that its
-        masks show.
-        """
+        """Return why the grammar cannot be followed; "" if it can, or if masks show a dead end."""
         if _is_dead_end(self._matcher):
             return "" if self._has_begun else "it allows no answer at all"
         if self._matcher.is_error():

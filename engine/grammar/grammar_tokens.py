@@ -32,9 +32,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: list[int]
     limits: GrammarConfig
-    """Limits of each child. A child that reads its grammar for longer exits, even if the engine no
-    longer waits for it.
-    """
+    """Limits of each child, which exits if it reads its grammar for longer."""
 
 
 def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
@@ -54,9 +52,7 @@ def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 class GrammarTokens:
-    """Tokens of a vocabulary as llguidance reads them: bytes, special tokens, and a function that
-    encodes.
-    """
+    """Tokens of a vocabulary as llguidance reads them: bytes, special tokens, and an encoder."""
 
     def __init__(self, description: str, named: LLTokenizer) -> None:
         """description: contents of tokenizer.json; named: the same file as read by the library."""

@@ -126,9 +126,7 @@ class BlockTables:
         return blocks, {block for sequence in sequences for block in sequence.held_draft_blocks}
 
     def forget(self, blocks: Iterable[int], draft_blocks: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Remove blocks from the prefix cache. Return the blocks without holders, of the target and
-        of the draft model.
-        """
+        """Remove blocks from the prefix cache; return the blocks without holders, by model."""
         free = self.target.forget(blocks)
         if self.draft is None:
             return free, free
@@ -148,9 +146,7 @@ class BlockTables:
             self.draft.check_invariants(block for s in running for block in s.held_draft_blocks)
 
     def _find_draft(self, row: PlannedRow, store: BlockStore) -> bool:
-        """Release the blocks before the draft model's window, and allocate the draft blocks of the
-        row; return False if too few are free.
-        """
+        """Release draft blocks before the window, and allocate the row's draft blocks."""
         if not row.draft_stop:
             return True
         sequence = row.sequence
@@ -165,9 +161,7 @@ class BlockTables:
         return extended is not None
 
     def _extend_target(self, sequence: Sequence, stop: int) -> bool:
-        """Allocate the target's blocks of a text up to index `stop`; return False if too few are
-        free.
-        """
+        """Allocate the target's blocks of a text up to index `stop`; False if too few are free."""
         extended = self._extended(self.target, sequence.block_ids, stop)
         if extended is None:
             return False
@@ -175,9 +169,7 @@ class BlockTables:
         return True
 
     def _extended(self, store: BlockStore, table: BlockTable, stop: int) -> BlockTable | None:
-        """Return a table with the blocks for tokens up to index `stop`, the same table if it has
-        them; None if too few are free.
-        """
+        """Return a table with blocks up to index `stop`; None if too few blocks are free."""
         num_missing = -(-stop // self._size) - len(table)
         if num_missing <= 0:
             return table

@@ -33,22 +33,18 @@ class DraftPrefill:
         self.draft_window = draft_window
         self.by_head = by_head
         self.most_lag = max(0, min(max(budget // 8, draft_window), guaranteed - 1))
-        """Most tokens of lag that a step can catch up on: less than a prompt's guaranteed tokens,
-        so that the target advances, too.
+        """Most tokens of lag that a step makes up: less than a prompt's guaranteed tokens, so that
+        the target advances, too.
         """
         self._share = self.most_lag
 
     @property
     def chunk(self) -> int:
-        """Return the number of tokens that the draft model reads beyond the target's, for a request
-        that drafts nothing.
-        """
+        """Return how much of a lag the draft model makes up in a step without drafts."""
         return max(_LEAST_READ, self._share)
 
     def lag(self, sequence: Sequence) -> int:
-        """Return the number of tokens with target K/V that the draft model must still read; 0 if
-        the request never draws drafts.
-        """
+        """Return how many tokens the draft model is behind the target; 0 if nothing is drafted."""
         if not sequence.request.speculation.num_drafts:
             return 0
         return max(0, sequence.num_target_computed - draft_from(sequence))

@@ -40,9 +40,7 @@ class PromptLimit:
         return replace(work, prompt=work.prompt + count, prompt_text=prompt_text)
 
     def most(self, first: int, count: int) -> int:
-        """Return how many of the `count` prompt tokens from index `first` on fit the time; at least
-        a few always do.
-        """
+        """Return how many of `count` prompt tokens from index `first` on fit; a few always do."""
 
         def seconds(num_tokens: int) -> float:
             return self._times.rest_s(self._with(first, num_tokens))

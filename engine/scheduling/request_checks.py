@@ -123,9 +123,7 @@ def _check_alternatives(name: str, count: int | None) -> None:
 
 
 def _mask_key(request: Request) -> tuple[int, ...]:
-    """Return a key that is equal for requests that share their lists as objects: a single check
-    serves these requests.
-    """
+    """Return a key that is equal for requests that share their lists: they are checked once."""
     sampling = request.sampling
     lists = (sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words)
     stops = request.limits.stop_token_ids
@@ -165,9 +163,7 @@ def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
 
 
 def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Speculation:
-    """Return the speculation of a request that sets none: plain decoding if the default rule is
-    `off`, or there is no drafter.
-    """
+    """Return the speculation of a request that sets none; plain without a rule or drafter."""
     drafters = tuple(name for name in config.drafters if facts.has_draft or name != MODEL)
     if config.rule == "off" or not drafters:
         return Speculation()

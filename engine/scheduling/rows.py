@@ -1,6 +1,4 @@
-"""A sequence's row of a step before its blocks are allocated (`PlannedRow`), and the `Row` that is
-built from it.
-"""
+"""Rows of a step: `PlannedRow` before its blocks are allocated, and `Row` built from it."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class PlannedRow(NamedTuple):
 
     @property
     def draft_stop(self) -> int:
-        """Return the index after its last draft K/V, drawn nodes included; 0 if the draft model
-        computes nothing.
-        """
+        """Return the index after its last draft K/V; 0 if the draft model computes nothing."""
         if self.draft_end <= self.draft_first:
             return 0
         return self.end + num_nodes(self.fanout)
@@ -97,9 +93,7 @@ class PlannedRow(NamedTuple):
 
 
 def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Sort by priority; clients of a priority take turns, and each client's sequences go by the
-    time since their last row.
-    """
+    """Sort by priority, by turns of clients, and by the time since a sequence's last row."""
     by_age = sorted(sequences, key=lambda s: (s.last_step, s.sequence_id))
     num_earlier: Counter[tuple[int, str]] = Counter()
     turns = []
@@ -113,9 +107,7 @@ def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
 
 
 def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
-    """Return the drafts of a request without a controller: at most `most_nodes` (at least one node)
-    if it is adaptive.
-    """
+    """Return the drafts of a request without a controller; `most_nodes` holds if it is adaptive."""
     most_nodes = max(1, most_nodes)
     if not speculation.adaptive or num_nodes(speculation.fanout) <= most_nodes:
         return speculation.fanout

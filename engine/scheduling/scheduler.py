@@ -57,9 +57,7 @@ class Scheduler:
         by_head: bool = False,
         draft_blocks: BlockStore | None = None,
     ) -> None:
-        """draft_blocks: of the draft model's K/V, if a draft window bounds it; None if it is in the
-        same blocks.
-        """
+        """draft_blocks: separate blocks of the draft model's K/V, if a draft window bounds it."""
         self.config = config
         self.draft_prefill = DraftPrefill(config, draft_window, by_head)
         self.tables = BlockTables(blocks, draft_blocks)
@@ -92,9 +90,7 @@ class Scheduler:
         """Nodes that each adaptive request may draft in this step without a controller."""
 
     def portion(self, number: int = 0, count: int = 1) -> Scheduler:
-        """Return a new scheduler with one of `count` equal portions of the blocks, for measurements
-        that write over their content.
-        """
+        """Return a scheduler with a portion of the blocks, which measurements may overwrite."""
         blocks, draft_blocks = self.tables.portion(number, count)
         window = self.draft_prefill.draft_window
         by_head = self.draft_prefill.by_head
@@ -176,9 +172,7 @@ class Scheduler:
         return self.last_plan
 
     def commit(self, plan: Plan, verdict: StepVerdict) -> list[Outcome]:
-        """Append emitted tokens, cut at the end of the answer, and free ended sequences. `Engine`
-        ends broken sequences.
-        """
+        """Append emitted tokens, and free ended sequences; `Engine` ends broken sequences."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
@@ -216,9 +210,7 @@ class Scheduler:
         self._prompt_draft_chunk = self.draft_prefill.chunk if reads else 0
 
     def _plan_texts(self, planned: Planned) -> int:
-        """Plan known tokens of decoding rows, running prompts and new requests. Return the tokens
-        that are left for the controller's drafts.
-        """
+        """Plan all known tokens. Return the tokens that are left for the controller's drafts."""
         decoding = in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
         budget = self._plan_decoding(planned, decoding, prompts_wait)
@@ -296,9 +288,7 @@ class Scheduler:
         budget: int,
         limit: PromptLimit | None = None,
     ) -> PlannedRow:
-        """Return the row that fits the budget and the time of prompts. It has no drawn drafts if
-        the controller chooses them later.
-        """
+        """Return the row that fits the budget and the prompts' time, but no controller's drafts."""
         first = sequence.num_target_computed
         is_prompt = sequence.num_missing > 1
         if is_prompt and limit is not None:
@@ -380,9 +370,7 @@ class Scheduler:
         return 0 if is_weighed else self.config.max_copied_tokens
 
     def _lag(self, sequence: Sequence) -> int:
-        """Return the draft model's lag that a step makes up together with the target; 0 for heads
-        and if the controller chooses the drafts.
-        """
+        """Return the lag that a row makes up; 0 for heads, or if the controller chooses drafts."""
         if sequence.by_head or self._is_adaptive(sequence):
             return 0
         return self.draft_prefill.lag(sequence)
@@ -421,9 +409,7 @@ class Scheduler:
         sequence.forget_computed()
 
     def _admit(self, budget: int, limit: PromptLimit | None) -> PlannedRow | None:
-        """Start the first request of the queue; return None if too little budget is left, or too
-        few blocks are free for its whole text.
-        """
+        """Start the first request of the queue; None if its tokens or its whole text do not fit."""
         sequence = self._waiting[0]
         self._take_cached(sequence)
         row = self._plan_row(sequence, budget, limit)

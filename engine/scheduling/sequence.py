@@ -158,9 +158,7 @@ class Sequence:
 
     @property
     def acceptance_ratio(self) -> float:
-        """Return the number of accepted draft tokens over the expected number; near 1 while little
-        is known.
-        """
+        """Return accepted over expected draft tokens; near 1 while little is known."""
         return (self._drafts_taken + _RATIO_WEIGHT) / (self._drafts_expected + _RATIO_WEIGHT)
 
     def note_drafts(self, num_taken: int, expected: float) -> None:
@@ -174,17 +172,15 @@ class Sequence:
         self._reading_s = (earlier_taken_s + taken_s, earlier_plain_s + plain_s)
 
     def take_reading(self) -> tuple[float, float]:
-        """Return the seconds of reading steps since its last token, and the seconds that plain
-        decoding would have taken for them.
+        """Return (seconds of steps that have read its text since its last token, seconds that
+        plain decoding would have taken for them).
         """
         reading_s = self._reading_s
         self._reading_s = (0.0, 0.0)
         return reading_s
 
     def cut(self, emitted: list[int]) -> tuple[list[int], str | None]:
-        """Return the emitted tokens that the answer takes, and why it ends with them: `stop`,
-        `length` or None.
-        """
+        """Return the emitted tokens that the answer takes, and its finish reason or None."""
         # Only the prompt was requested: the token drawn after it is dropped.
         if not self.request.limits.max_tokens:
             return [], "length"
@@ -231,7 +227,5 @@ def urgency(sequence: Sequence) -> tuple[int, int]:
 
 
 def expendability(sequence: Sequence) -> tuple[int, int, int]:
-    """Return the key for preemption, the largest first: the least urgent sequence, then the
-    sequence that loses least, then the latest.
-    """
+    """Return the key for preemption, largest first: the least urgent, least computed, latest."""
     return sequence.request.priority, -sequence.num_target_computed, sequence.sequence_id

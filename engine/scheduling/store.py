@@ -77,9 +77,7 @@ class BlockPool:
         return list(range(begin, end))
 
     def _begin_in_largest(self, count: int) -> int:
-        """Return where to take blocks of the largest free run: in its middle, so that the sequence
-        before it has room to grow.
-        """
+        """Return the middle of the largest free run, so that the sequence before can grow."""
         edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
         starts = edges[::2]
         sizes = edges[1::2] - starts
@@ -108,9 +106,7 @@ class BlockStore:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def portion(self, number: int = 0, count: int = 1) -> BlockStore:
-        """Return a store with one of `count` equal portions of the blocks, which publishes nothing:
-        for measurements that write over their content.
-        """
+        """Return a store with a portion of the blocks for measurements; it publishes nothing."""
         store = BlockStore(self.num_blocks, self.block_size, keeps_content=False)
         blocks = store.allocate(self.num_blocks)
         size = self.num_blocks // count
@@ -195,9 +191,7 @@ class BlockStore:
         self.forget(list(self._key_of))
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless `held`, with each block once per holder, agrees with the
-        accounting.
-        """
+        """Raise AssertionError unless `held`, each block once per holder, fits the accounting."""
         self._pool.check_invariants()
         counts: dict[int, int] = {}
         for block in held:

@@ -26,9 +26,7 @@ class TextPlanner:
     def planned(
         self, rows: Values[PlannedRow], times: StepTimes, reached: Callable[[PlannedRow], Numbers]
     ) -> list[PlannedRow]:
-        """Return the rows that get text drafts, with these drafts. rows: all rows of the step;
-        reached: as in `TextOption`.
-        """
+        """Return the rows that get text drafts, with these drafts. reached: see `TextOption`."""
         emitting = [row for row in rows if row.emits]
         weighing = [row for row in emitting if weighs_text_drafts(row.sequence)]
         if not weighing or not self.choice.is_due(len(emitting)):

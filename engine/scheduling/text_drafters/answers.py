@@ -63,9 +63,7 @@ class ClientAnswers:
         return (len(self.tokens) if is_last else self._starts[number + 1]) - 1
 
     def candidates(self, text: Sequence[int], seed: int | None) -> list[Candidate]:
-        """Return the places of earlier answers after which the text may go on. seed: answers drawn
-        with it are left out.
-        """
+        """Return the places after which the text may go on, without answers drawn with `seed`."""
         candidates = []
         for place, count in self._index.ends_in(self.tokens, text).items():
             number = bisect_right(self._starts, place - 1) - 1

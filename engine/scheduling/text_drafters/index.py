@@ -41,9 +41,7 @@ class TextIndex:
         self.num_read = max(self.num_read, len(text))
 
     def own_ends(self, text: Sequence[int]) -> dict[int, int]:
-        """Return the places at which the last tokens of the text, which was read, occurred before,
-        with the number of agreeing tokens.
-        """
+        """Return earlier ends of the text's last tokens, with the number of agreeing tokens."""
         latest = [previous[len(text)] for previous in self._previous]
         return self._ends(text, text, latest)
 
