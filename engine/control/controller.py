@@ -445,9 +445,10 @@ class Controller:
     def _catch_up_s(self, adaptive: Sequence[Drafting], lags: Sequence[int] | None) -> Numbers:
         """Return [adaptive] the cost of catching up per token that the answer may still get."""
         usual_answer = self.acceptance.usual_answer
-        left = [max(1.0, min(sequence.num_remaining, usual_answer)) for sequence in adaptive]
         lags = lags or [0] * len(adaptive)
-        result: Numbers = np.array([self.times.read_s(lag) for lag in lags]) / np.array(left)
+        reading_s = np.array([self.times.read_s(lag) for lag in lags])
+        num_left = [max(1.0, min(sequence.num_remaining, usual_answer)) for sequence in adaptive]
+        result: Numbers = reading_s / np.array(num_left)
         return result
 
     # -- learning ---------------------------------------------------------------------------------

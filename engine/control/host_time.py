@@ -2,8 +2,7 @@
 
 A step whose requests draft takes longer here, too: its rows are larger, more tokens are committed,
 more times are learned, and the processor's caches hold the draft model's weights. With a small
-model this is a tenth of a plain step, so the host time of drafting steps is not that of plain
-decoding.
+model this is a tenth of a plain step, so drafting steps and plain steps have different host times.
 
 host = level * factor ^ (share of the requests that draft)
 

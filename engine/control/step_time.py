@@ -65,7 +65,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 Point = tuple[StepWork, float, float]
-"""A measured step: its work, the seconds of drafting, and those of the rest."""
+"""A measured step: its work, the seconds of drafting, and the seconds of the rest."""
 Passes = tuple[int, ...]
 """Rows of each pass of the draft model."""
 
@@ -80,8 +80,8 @@ def _ramps(rows: float) -> Numbers:
 
 
 _NUM_RAMPS = len(_KNOTS) - 1
-# Places of the terms: first those of the rest, then those of drafting. `sizes_of` fills in the
-# terms of texts.
+# Places of the terms: first the terms of the rest, then the terms of drafting. `sizes_of` fills in
+# the terms of texts.
 _TEXTS = _NUM_RAMPS + 8
 _NUM_REST = _TEXTS + 5
 _DRAFT_RAMPS = 5
@@ -175,7 +175,7 @@ def _fitted(sizes: Numbers, seconds: Numbers, ramps: slice, rows: Numbers) -> Nu
 
 
 class StepTimes:
-    """Predicts the duration of steps, and learns from completed ones."""
+    """Predicts the duration of steps, and learns from completed steps."""
 
     def __init__(
         self,
@@ -207,9 +207,9 @@ class StepTimes:
         np.fill_diagonal(self._variance[_RATES, _RATES], _RATE_STD**2)
         for work, draft_s, rest_s in points:
             self._learn(work, draft_s, rest_s, _POINT_STD)
-        # Served steps differ from those of calibration, by shape.
+        # Served steps differ from calibrated steps, by shape.
         np.fill_diagonal(self._variance[_SHAPES, _SHAPES], _SHAPE_STD**2)
-        # Calibration does not measure the mixed steps, such as those with text drafts.
+        # Calibration does not measure mixed steps, such as steps with text drafts.
         mixed = self._slots[MIXED]
         self._variance[mixed, mixed] = _RATE_STD**2
         self._fitted = self._state.copy()
@@ -246,8 +246,8 @@ class StepTimes:
 
     def rest_s(self, work: StepWork) -> float:
         """Return the seconds of a step without its drafting and its host time."""
-        parts = self._sizes_of(work)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
-        return float(parts) * math.exp(self._state[self._slot(work.shape)])
+        seconds = self._sizes_of(work)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
+        return float(seconds) * math.exp(self._state[self._slot(work.shape)])
 
     def read_s(self, tokens: int) -> float:
         """Return the seconds that this many more tokens add to a pass of the draft model."""
@@ -267,10 +267,10 @@ class StepTimes:
 
     def log_covariance(self, works: Sequence[StepWork]) -> Numbers:
         """Return [steps, steps] the covariance of the logarithms of the steps' durations."""
-        drafts_s, rests_s, parts = self._seconds(works)
+        drafts_s, rests_s, terms_s = self._seconds(works)
         slopes = np.zeros((len(works), len(self._state)))
         slopes[:, _MACHINE] = drafts_s + rests_s
-        slopes[:, _RATES] = parts
+        slopes[:, _RATES] = terms_s
         slots = [self._slot(work.shape) for work in works]
         slopes[np.arange(len(works)), slots] = rests_s
         slopes /= slopes[:, :1]
@@ -280,12 +280,12 @@ class StepTimes:
     def _seconds(self, works: Sequence[StepWork]) -> tuple[Numbers, Numbers, Numbers]:
         """Return seconds of drafting [steps], of the rest [steps], and by term [steps, terms]."""
         sizes = np.array([self._sizes_of(work) for work in works])
-        parts = sizes * self._current_rates()
+        terms_s = sizes * self._current_rates()
         slots = [self._slot(work.shape) for work in works]
-        parts[:, :_NUM_REST] *= np.exp(self._state[slots])[:, None]
-        drafts_s = parts[:, _NUM_REST:].sum(1)
-        rests_s = parts[:, :_NUM_REST].sum(1)
-        return drafts_s, rests_s, parts
+        terms_s[:, :_NUM_REST] *= np.exp(self._state[slots])[:, None]
+        drafts_s = terms_s[:, _NUM_REST:].sum(1)
+        rests_s = terms_s[:, :_NUM_REST].sum(1)
+        return drafts_s, rests_s, terms_s
 
     def _current_rates(self) -> Numbers:
         """Return [terms] the present rates of the machine."""
@@ -295,7 +295,7 @@ class StepTimes:
 
     def _slot(self, shape: Shape) -> int:
         """Return the place of a shape's factor in the state. Once all places are taken, further
-        shapes share that of mixed steps.
+        shapes share the place of mixed steps.
         """
         if shape not in self._slots and len(self._slots) < _MOST_SHAPES:
             self._slots[shape] = _SHAPES.start + len(self._slots)
@@ -347,7 +347,8 @@ class StepTimes:
     def _cold_s(self, work: StepWork) -> float:
         """Return the predicted seconds of a step with cold caches; 0 if the caches are warm."""
         fewest, most = _COLD_STEPS
-        if self._num_since >= (most if work.shape == PLAIN else fewest):
+        num_cold = most if work.shape == PLAIN else fewest
+        if self._num_since >= num_cold:
             return 0.0
         drafts_s, rests_s, _ = self._seconds([work])
         predicted_s = float(drafts_s[0] + rests_s[0])
@@ -375,19 +376,19 @@ class StepTimes:
         """Compare both parts with the prediction from before the step."""
         draft_s, rest_s = _by_part(work, draft_s, rest_s)
         slot = self._slot(work.shape)
-        parts = self._sizes_of(work) * self._current_rates()
-        predicted_s = float(parts[:_NUM_REST].sum())
-        predicted_draft_s = float(parts[_NUM_REST:].sum())
+        terms_s = self._sizes_of(work) * self._current_rates()
+        predicted_s = float(terms_s[:_NUM_REST].sum())
+        predicted_draft_s = float(terms_s[_NUM_REST:].sum())
         ratio = rest_s / (math.exp(self._state[slot]) * predicted_s)
         slopes = np.zeros(len(self._state))
         slopes[_MACHINE] = 1.0
         slopes[slot] = 1.0
-        slopes[_RATES][:_NUM_REST] = parts[:_NUM_REST] / predicted_s
+        slopes[_RATES][:_NUM_REST] = terms_s[:_NUM_REST] / predicted_s
         self._update(slopes, ratio, std)
         if draft_s > 0 and predicted_draft_s > 0:
             slopes = np.zeros(len(self._state))
             slopes[_MACHINE] = 1.0
-            slopes[_RATES][_NUM_REST:] = parts[_NUM_REST:] / predicted_draft_s
+            slopes[_RATES][_NUM_REST:] = terms_s[_NUM_REST:] / predicted_draft_s
             self._update(slopes, draft_s / predicted_draft_s, std)
 
     def _update(self, slopes: Numbers, ratio: float, std: float) -> None:

@@ -57,7 +57,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     drafting: int = 0
     """Requests that have drafted tokens, drawn tokens or text drafts."""
     passes: tuple[int, ...] = ()
-    """Rows of each pass of the draft model; those of one-pass heads as if they ran by levels."""
+    """Rows of each pass of the draft model, as if one-pass heads ran level by level, too."""
     prompt: int = 0
     """Known tokens that the target computes, without the last one of each request that emits."""
     prompt_text: int = 0

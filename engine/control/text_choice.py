@@ -1,10 +1,11 @@
 """Choose which text drafts a step verifies: the drafts that pay for their time.
 
 Every node of a text tree has an estimated probability that the answer goes on with its path. If the
-node is verified, it adds this probability to the expected tokens of the step, less what the
-request's other drafts add anyway. The nodes of all requests are sorted by this gain, and the step
-takes the number of nodes with the most expected tokens per second. The time of the step's prompts
-does not count: prompts take it with any drafts, and in it many drafts would appear to cost nothing.
+node is verified, it adds this probability to the expected tokens of the step, less the tokens that
+the request's other drafts add anyway. The nodes of all requests are sorted by this gain, and the
+step takes the number of nodes with the most expected tokens per second. The time of the step's
+prompts does not count: prompts take it with any drafts, and in it many drafts would appear to cost
+nothing.
 
 Non-anticipating, as `controller.py` is. Not for requests whose drafts must not depend on the load
 (`Speculation.adaptive`): their drafts are a function of the text.

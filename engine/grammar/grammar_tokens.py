@@ -45,7 +45,7 @@ def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
         raise FileNotFoundError("there is none")
     description = file.read_text(encoding="utf-8")
     size = max(vocabulary.vocab_size, LLTokenizer(description).vocab_size)
-    # The library takes all added tokens of the form <...> for special ones.
+    # The library takes all added tokens of the form <...> for special tokens.
     named = LLTokenizer(description, n_vocab=size, eos_token=vocabulary.eos_token_ids or None)
     tokens = GrammarTokens(description, named)
     return LLTokenizer(TokenizerWrapper(tokens), n_vocab=size, eos_token=named.eos_tokens)

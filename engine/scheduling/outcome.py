@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of each token, if the request asked for them."""
     prompt_logprobs: list[msgspec.Raw] = []
     """Logprobs of the prompt's tokens after the first, sent with the first emitted tokens if the
-    request asked for them. `write_logprobs` encodes those of each step that read the prompt; the
+    request asked for them. `write_logprobs` encodes the logprobs of each step of the prompt; the
     message's decoder skips them.
     """
     gap: float | None = None

@@ -148,7 +148,7 @@ def plan_row(
     # One token must remain to be emitted after the drafts.
     deepest = max(0, sequence.num_remaining - 1)
     fanout = fanout[:deepest]
-    # The draft model computes what the target computes, to draft now or after the prompt.
+    # The draft model computes the target's tokens, to draft now or after the prompt.
     reads_with_target = bool(fanout)
     # A recomputed text resumes drafting where it stopped: its last token waits for a separate step.
     is_held = reads_with_target and not sequence.may_draft and sequence.num_emitted > 0

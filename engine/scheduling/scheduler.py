@@ -4,10 +4,10 @@ A step has a budget of tokens, which these rows take in this order:
 
 1. rows that decode, with the drafts that their requests fix; while prompts wait, a quarter of the
    budget is left for prompts;
-2. chunks of running prompts, which share the budget; as many tokens as the controller's drafts
-   usually take are held back from them;
-3. new requests from the queue;
-4. drafts that the controller chooses, once the rows that emit are known; then text drafts.
+2. chunks of running prompts, which share the budget, without the tokens that are held back for the
+   controller's drafts;
+3. new requests from the queue, as far as the shared budget, seats and blocks suffice;
+4. drafts that the controller chooses once the rows that emit are known, then text drafts.
 
 Decoding rows and prompts go by priority, then by the time since their last row; the queue goes by
 priority and arrival. If the pool has no free block for a row, the sequence of the lowest priority
@@ -238,8 +238,8 @@ class Scheduler:
         for sequence in decoding:
             reserved = total // 4 if prompts_wait and planned else 0
             row = self._plan_row(sequence, budget - reserved)
-            fits = row.num_nodes <= nodes_left or not planned
-            if row.emits and fits and self._reserve(row):
+            is_in_turn = row.num_nodes <= nodes_left or not planned
+            if row.emits and is_in_turn and self._reserve(row):
                 planned[sequence.sequence_id] = row
                 nodes_left -= row.num_nodes
                 budget -= row.num_tokens
@@ -247,7 +247,7 @@ class Scheduler:
 
     def _held_for_drafts(self, planned: Planned, decoding: list[Sequence], budget: int) -> int:
         """Return the tokens that prompts leave for the controller's present drafts; a quarter of
-        the step stays for prompts. If other requests decode, prompts get `max_prompt_tokens`.
+        the step stays for prompts. If requests decode, prompts get at most `max_prompt_tokens`.
         """
         held = 0
         if self.controller is not None:
@@ -330,11 +330,12 @@ class Scheduler:
             fanout = controller.fanout(sequence)[: max(0, sequence.num_remaining - 1)]
             draft_chunk = 0
             if fanout and (not drafts_now or self.draft_prefill.is_far(sequence)):
+                # It decodes plainly while the draft model catches up.
                 fanout = ()
                 draft_chunk = self.draft_prefill.chunk
             elif not fanout and row.num_known > 1:
                 draft_chunk = self._prompt_draft_chunk
-            if not fanout and not draft_chunk:
+            if not fanout and not draft_chunk:  # the row stays as planned
                 continue
             room = budget + row.num_tokens
             most_text_nodes = self._most_unweighed(sequence)

@@ -19,7 +19,7 @@ from engine.scheduling.text_drafters.tree import TextTree
 from engine.text_counts import TextCounts
 
 _RATIO_WEIGHT = 10.0
-"""Weight, in tokens, of the prior belief that a request's drafts are accepted as often as those of all requests."""
+"""Weight, in tokens, of the prior belief that a request's drafts are accepted as usual."""
 _KEEP_DRAFTS = 0.95
 """Factor of the drafts' weight after each further step."""
 
@@ -205,7 +205,7 @@ class Sequence:
         return self.draft_block_ids[self.first_draft_block :]
 
     def note_admission(self, now_s: float) -> None:
-        """Record the first admission; later ones (after preemption) do not count."""
+        """Record the first admission; later admissions (after preemption) do not count."""
         if not self._was_admitted:
             self._was_admitted = True
             self.queue_s = now_s - self.arrived_s

@@ -151,7 +151,7 @@ class BlockStore:
         return blocks, num_drafted
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release a sequence's blocks; the last ones are reused first."""
+        """Release a sequence's blocks; the last blocks are reused first."""
         for block in reversed(block_ids):
             self._num_holders[block] -= 1
             if self._num_holders[block]:
@@ -179,7 +179,7 @@ class BlockStore:
             self._drafted.add(block)
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
-        """Remove blocks from the prefix cache, not from their holders; return those without any."""
+        """Remove blocks from the prefix cache; holders keep them. Return blocks without holders."""
         blocks = list(block_ids)
         for block in blocks:
             if block in self._key_of:

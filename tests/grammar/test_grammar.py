@@ -157,7 +157,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: GrammarPool, gra
     started(grammars, OBJECT).end()
 
 
-def test_a_grammar_that_the_server_cannot_follow_is_the_server_s_fault(
+def test_a_grammar_that_the_server_cannot_follow_is_its_own_fault(
     grammars: GrammarPool, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
     """The process that starts the others is killed, gets no time, or has no vocabulary: the client may retry."""
