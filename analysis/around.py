@@ -29,7 +29,7 @@ from analysis.arms import Arm, make_arms, speculation_of
 from analysis.load import Load
 from analysis.loading import add_pair_arguments, config_of, load_engine, prompts_of, say
 from engine.api import StepResults, decode_from_engine, encode
-from engine.step.calibration import measure
+from engine.start.calibration import measure
 from loadtest import results
 from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE
@@ -56,7 +56,7 @@ PARTS = {
     "rules": (
         "engine.step.verify:_next_tokens",
         "engine.step.verify:_verdicts",
-        "engine.kernels.numba_kernels:NumbaKernels.decide",
+        "engine.cpu.kernels:NumbaKernels.decide",
     ),
     "verdicts": ("engine.step.verify:read_verdicts", "engine.step.eager:verify_chains"),
     "keep": (

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from analysis.loading import add_pair_arguments, config_of, load_engine
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.request import Speculation
-from engine.step.calibration import synthetic_plan, usual_s
+from engine.start.calibration import synthetic_plan, usual_s
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.results import document, table

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from analysis.loading import add_pair_arguments, config_of, load_engine
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.request import Speculation
-from engine.step.calibration import middle_steps, synthetic_plan
+from engine.start.calibration import middle_steps, synthetic_plan
 from engine.step.engine import Engine
 from loadtest.results import document, table
 

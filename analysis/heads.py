@@ -17,13 +17,13 @@ from tqdm import tqdm
 from analysis.loading import names_of
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.models.heads.config import read_head
-from engine.models.heads.head import TargetWeights
-from engine.models.heads.loading import build_head, shapes_of
-from engine.models.loading import LoadedModel, adopt, adopt_head, load
+from engine.heads.config import read_head
+from engine.heads.head import TargetWeights
+from engine.heads.loading import build_head, shapes_of
 from engine.request import Speculation
-from engine.step.building import assemble
-from engine.step.calibration import middle_steps, synthetic_plan
+from engine.start.building import assemble
+from engine.start.calibration import middle_steps, synthetic_plan
+from engine.start.loading import LoadedModel, adopt, adopt_head, load
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.results import document, table

@@ -27,7 +27,7 @@ from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
-from engine.step.calibration import middle_steps, synthetic_plan
+from engine.start.calibration import middle_steps, synthetic_plan
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.checkpoints import lengthened
@@ -59,9 +59,9 @@ def build(options: argparse.Namespace, num_cores: int, folders: tuple[Path, Path
 
 def rates(num_cores: int) -> dict[str, float]:
     """Measure bytes a second that this many cores read from memory, and the decoder's operations a second."""
-    from engine.kernels import compiled_for_cpu
-    from engine.models.numba_product import product
-    from engine.models.numba_vectors import BLOCK
+    from engine.cpu.compiled.block_products import product
+    from engine.cpu.compiled.simd_vectors import BLOCK
+    from engine.cpu.compiler import compiled_for_cpu
 
     @compiled_for_cpu()
     def multiply(rows, weights, scales, bias, found):  # type: ignore[no-untyped-def]

@@ -28,9 +28,9 @@ from analysis.llama_cpp_arm import AS_IT_IS, NUM_CHECKED, TYPES, LlamaCpp, check
 from analysis.load import Load
 from analysis.loading import add_format_arguments, config_of, load_engine, models_of, random_prompts
 from engine.models.gguf.folder import file_of
-from engine.models.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.step.calibration import measure_points
+from engine.start.calibration import measure_points
+from engine.start.loading import arithmetic_dtype
 from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE
 from loadtest.arms import OFF as PLAIN

@@ -17,8 +17,8 @@ from analysis.loading import random_prompts
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.models.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.step.building import assemble
-from engine.step.distribution_check import run_to_end
+from engine.start.building import assemble
+from engine.start.distribution_check import run_to_end
 from engine.step.engine import Engine
 from loadtest.results import document, table
 

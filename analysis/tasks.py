@@ -31,7 +31,7 @@ from engine.models.gguf.folder import file_of
 from engine.models.importing import import_transformers
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import default_speculation
-from engine.step.calibration import measure_points
+from engine.start.calibration import measure_points
 from loadtest.arguments import integers, numbers
 from loadtest.results import add_output_argument, document, shown_ratio, table, write
 from loadtest.statistics import median_of_ratios

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
-from engine.sampling.noise import Purpose, uniform
+from engine.noise import Purpose, uniform
 from engine.speculation.drafting import children
 from engine.speculation.verification import RULES
+from engine.start.choosing import choose
 from loadtest.arguments import integers
 from loadtest.results import table
 
