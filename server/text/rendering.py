@@ -19,9 +19,8 @@ import itertools
 import json
 import logging
 import re
-import string
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,20 +28,26 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from engine.api import TEMPLATE_FAILED, RequestError
 from server.text.call_formats import LIST_MARK
+from server.text.chat_variants import (
+    Messages,
+    refusal,
+    text_of,
+    variants,
+    with_arguments_as_text,
+    with_calls_alone,
+    with_calls_as_text,
+    with_one_call_a_turn,
+    with_system_in_user,
+)
 
 log = logging.getLogger("polydraft.rendering")
 
-Messages = list[dict[str, Any]]
 Objects = Sequence[dict[str, Any]]
 Render = Callable[[Messages, Objects, Objects], str]
 """Renders messages, tools and documents; raises the template's errors."""
 
-_TEXT_BEFORE_CALLS = "text_before_calls"
-"""Key of a message whose content is None: its text, which belongs before its calls."""
 _MARKER = re.compile(r"Word\d{6}")
 _PYTHON_KEY = re.compile(r"\{'(Word\d{6})': ")
-_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-_LETTERS = string.ascii_letters + string.digits
 
 
 def render_conversation(
@@ -59,20 +64,20 @@ def render_conversation(
         chat.render = partial(_with_tools_in_system, render)
         chat.take_any(list(messages))
     if any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
-        chat.take([_with_one_call_a_turn(chat.messages)])
+        chat.take([with_one_call_a_turn(chat.messages)])
     if chat.missing("tool_calls"):
         chat.take_calls_alone()
     if chat.missing("tool_calls") and [*marks] == [LIST_MARK]:
-        chat.take_any(_with_calls_as_text(chat.messages))
+        chat.take_any(with_calls_as_text(chat.messages))
     if chat.missing("python"):
-        chat.take([_with_arguments_as_text(chat.messages)])
+        chat.take([with_arguments_as_text(chat.messages)])
     system = [number for number in chat.missing("content") if chat.messages[number]["role"] == "system"]
     if system:
-        chat.take([_with_system_in_user(chat.messages, system)])
+        chat.take([with_system_in_user(chat.messages, system)])
     before_calls = [number for number in chat.missing("content") if chat.messages[number].get("tool_calls")]
     for kind, number in chat.parts_missing:
         if kind != "content" or number not in before_calls or not marks:
-            raise _refusal(kind, number)
+            raise refusal(kind, number)
     if not before_calls:
         return chat.prompt
     return chat.prompt_with_texts(before_calls, marks)
@@ -94,10 +99,10 @@ class _Chat:
         """Return the numbers of omitted parts of a type."""
         return [number for missing_kind, number in self.parts_missing if missing_kind == kind]
 
-    def take(self, variants: Iterable[Messages]) -> None:
+    def take(self, candidates: Iterable[Messages]) -> None:
         """Take the first variant that the template accepts; raises RequestError if there is none."""
         errors: list[Exception] = []
-        for variant in variants:
+        for variant in candidates:
             try:
                 prompt = self.render(variant, self._tools, self._documents)
                 prompt.encode()
@@ -108,9 +113,9 @@ class _Chat:
                 self.prompt = prompt
                 self.parts_missing = self._parts_missing()
                 return
-        refusal = next((error for error in errors if _failed_line(error) is None), None)
-        if refusal is not None:
-            raise RequestError(f"the chat template refuses these messages: {refusal}", "messages") from refusal
+        intended = next((error for error in errors if _failed_line(error) is None), None)
+        if intended is not None:
+            raise RequestError(f"the chat template refuses these messages: {intended}", "messages") from intended
         message = f"the chat template of this model fails ({_fault(errors[0])}); the operator has to correct it"
         raise RequestError(message, "messages", TEMPLATE_FAILED) from errors[0]
 
@@ -119,21 +124,21 @@ class _Chat:
         last message.
         """
         try:
-            self.take(_variants(messages))
+            self.take(variants(messages))
         except RequestError as error:
             system = [number for number, message in enumerate(messages) if message["role"] == "system"]
             has_user = any(message["role"] == "user" for message in messages)
             if error.code == TEMPLATE_FAILED or not system or not has_user:
                 raise
             with contextlib.suppress(RequestError):
-                self.take(_variants(_with_system_in_user(messages, system)))
+                self.take(variants(with_system_in_user(messages, system)))
                 return
             raise
 
     def take_calls_alone(self) -> None:
         """Take messages with a content of None in messages with calls; changes nothing if the template refuses them."""
         with contextlib.suppress(RequestError):
-            self.take(_variants(_with_calls_alone(self.messages)))
+            self.take(variants(with_calls_alone(self.messages)))
 
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
         """Return the prompt with the texts of some messages inserted before their calls, their original position."""
@@ -150,8 +155,8 @@ class _Chat:
             before, _, after = prompt.partition(word)
             begins = [begin for mark in marks if (begin := before.rfind(mark)) >= 0]
             if not begins:
-                raise _refusal("content", number)
-            text = _text_of(self.messages[number])
+                raise refusal("content", number)
+            text = text_of(self.messages[number])
             prompt = before[: begins[0]] + text + before[begins[0] :] + names[word] + after
         return prompt
 
@@ -200,7 +205,7 @@ class _MarkedCopies:
         marked = dict(message)
         if str(message.get("content") or "").strip():
             marked["content"] = self._word("content", number)
-        elif _text_of(message).strip():
+        elif text_of(message).strip():
             self._word("content", number)
         if "name" in message and message["role"] != "tool":
             marked["name"] = self._word("name", number)
@@ -239,36 +244,6 @@ def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, do
     return render([{**system, "tools": listed}, *rest], (), documents)
 
 
-def _with_calls_as_text(messages: Messages) -> Messages:
-    """Return the messages with calls in their texts, as models with a list of calls write them (Granite 3, Phi-4-mini),
-    for templates that show texts only.
-    """
-    result: Messages = []
-    for message in messages:
-        if "tool_calls" in message:
-            functions = [call["function"] for call in message["tool_calls"]]
-            calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
-            text = f"{_text_of(message)}{LIST_MARK}{json.dumps(calls, ensure_ascii=False)}"
-            message = {"role": message["role"], "content": text}
-        result.append(message)
-    return result
-
-
-def _with_calls_alone(messages: Messages) -> Messages:
-    """Return the messages with a content of None in messages with calls."""
-    result: Messages = []
-    for message in messages:
-        if "tool_calls" in message:
-            message = {**message, "content": None, _TEXT_BEFORE_CALLS: message["content"]}
-        result.append(message)
-    return result
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    """Return the text of a message, also of one whose content is None for the template."""
-    return message.get(_TEXT_BEFORE_CALLS) or message["content"] or ""
-
-
 def log_failure(error: BaseException | None, messages: Objects, tools: Objects) -> None:
     """Log a mistake in the template, and the conversations that it refuses, without their texts."""
     kinds: dict[str, None] = {}
@@ -304,184 +279,8 @@ def _failed_line(error: BaseException | None) -> int | None:
     return lines[-1] if lines else None
 
 
-def _variants(messages: Messages) -> Iterator[Messages]:
-    """Yield the messages with no, one and more of the changes that may matter to them."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    ids = [call["id"] for call in calls]
-    ids += [message["tool_call_id"] for message in messages if "tool_call_id" in message]
-    changes: list[Callable[[Messages], Messages]] = []
-    if not all(map(_SHORT_ID.fullmatch, ids)):
-        changes.append(_with_short_ids)
-    if calls:
-        changes.append(_with_arguments_as_text)
-    if any(_has_text_and_thoughts(message) for message in messages):
-        changes.append(_with_texts_before_thoughts)
-    if any(len(message.get("tool_calls", ())) > 1 for message in messages):
-        changes.append(_with_one_call_a_turn)
-    if any(message["role"] == "system" for message in messages[1:]):
-        changes.append(_with_one_system_prompt)
-    if any(message["role"] in ("system", "user") for message in messages[1:]):
-        changes.append(_with_alternating_turns)
-    for count in range(len(changes) + 1):
-        for combination in itertools.combinations(changes, count):
-            variant = messages
-            for change in combination:
-                variant = change(variant)
-            yield variant
-
-
-def _short_id(call_id: str) -> str:
-    """Return nine letters and digits for an id, always the same for an id."""
-    if _SHORT_ID.fullmatch(call_id):
-        return call_id
-    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
-    letters = ""
-    for _ in range(9):
-        number, place = divmod(number, len(_LETTERS))
-        letters += _LETTERS[place]
-    return letters
-
-
-def _with_short_ids(messages: Messages) -> Messages:
-    def changed(message: dict[str, Any]) -> dict[str, Any]:
-        result = dict(message)
-        if "tool_call_id" in message:
-            result["tool_call_id"] = _short_id(message["tool_call_id"])
-        if "tool_calls" in message:
-            result["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
-        return result
-
-    return [changed(message) for message in messages]
-
-
-def _with_arguments_as_text(messages: Messages) -> Messages:
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    result: Messages = []
-    for message in messages:
-        if "tool_calls" in message:
-            message = {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
-        result.append(message)
-    return result
-
-
-def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
-    return "tool_calls" in message and "thinking" in message and bool(message["content"])
-
-
-def _with_texts_before_thoughts(messages: Messages) -> Messages:
-    """Return the messages with the text next to thoughts and calls in a separate message before them."""
-    result: Messages = []
-    for message in messages:
-        if _has_text_and_thoughts(message):
-            result.append({"role": message["role"], "content": message["content"]})
-            message = {**message, "content": ""}
-        result.append(message)
-    return result
-
-
-def _with_one_call_a_turn(messages: Messages) -> Messages:
-    """Return the messages with one call in each, followed by its result."""
-    result: Messages = []
-    number = 0
-    while number < len(messages):
-        message = messages[number]
-        number += 1
-        if len(message.get("tool_calls", ())) <= 1:
-            result.append(message)
-            continue
-        answers = list(itertools.takewhile(lambda later: later["role"] == "tool", messages[number:]))
-        number += len(answers)
-        result += _separate_calls(message, answers)
-    return result
-
-
-def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
-    """Return the calls of a message in separate messages, each followed by its results, then other results."""
-    result: Messages = []
-    turn = message
-    for call in message["tool_calls"]:
-        result.append({**turn, "tool_calls": [call]})
-        result += [answer for answer in answers if answer["tool_call_id"] == call["id"]]
-        turn = {"role": message["role"], "content": ""}
-    ids = {call["id"] for call in message["tool_calls"]}
-    return result + [answer for answer in answers if answer["tool_call_id"] not in ids]
-
-
-def _with_one_system_prompt(messages: Messages) -> Messages:
-    """Return the messages with one system prompt at the beginning; later system prompts become the user's."""
-    system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    result: Messages = []
-    if system:
-        result.append({**system[0], "content": _joined(message["content"] for message in system)})
-    for message in messages[len(system) :]:
-        role = "user" if message["role"] == "system" else message["role"]
-        result.append({**message, "role": role})
-    return result
-
-
-def _with_alternating_turns(messages: Messages) -> Messages:
-    """Return the messages with adjacent texts of one role joined; user text after results of calls joins the last
-    result.
-    """
-    result: Messages = []
-    for message in messages:
-        if result and _may_join(result[-1], message):
-            text = _joined([result[-1]["content"], message["content"]])
-            result[-1] = {**result[-1], "content": text}
-        else:
-            result.append(message)
-    return result
-
-
-def _may_join(message: dict[str, Any], later: dict[str, Any]) -> bool:
-    """Whether two adjacent messages are texts of one role, or the later one is the user's after a result."""
-    if not _is_text(later):
-        return False
-    if message["role"] == "tool" and later["role"] == "user":
-        return True
-    return _is_text(message) and message["role"] == later["role"]
-
-
-def _is_text(message: dict[str, Any]) -> bool:
-    return message.keys() <= {"role", "content"}
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text)
-
-
 def _distinguishes(messages: Messages, number: int) -> bool:
     """Return whether a name distinguishes participants of the same role."""
     role = messages[number]["role"]
     names = {message["name"] for message in messages if message["role"] == role and "name" in message}
     return len(names) > 1
-
-
-def _with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
-    """Return the messages with omitted system prompts inserted before the user's last message."""
-    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    if not users:
-        raise _refusal("content", system[0])
-    last = users[-1]
-    texts = [messages[number]["content"] for number in [*system, last]]
-    result = list(messages)
-    result[last] = {**messages[last], "content": "\n\n".join(texts)}
-    return [message for number, message in enumerate(result) if number not in system]
-
-
-def _refusal(kind: str, number: int) -> RequestError:
-    template = "the chat template of this model"
-    if kind == "tools":
-        return RequestError(f"{template} has no place for tools; see --chat-template", "tools")
-    if kind == "documents":
-        return RequestError(f"{template} has no place for documents; put them into a message", "documents")
-    ways_out = {
-        "content": "leave the message out, or put its text into another one",
-        "tool_calls": "leave the calls and their results out, or see --chat-template",
-        "name": "put the name into the content",
-    }
-    param = f"messages.{number}.{kind}"
-    return RequestError(f"{param}: {template} does not show it; {ways_out[kind]}", param)
