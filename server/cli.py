@@ -39,7 +39,8 @@ _CLIENTS = {"bench": "loadtest.cli", "chat": "loadtest.chat"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command, rest = (words[0], words[1:]) if words else ("", [])
+    command = words[0] if words else ""
+    rest = words[1:]
     if command == "serve":
         gc.disable()  # no collection while modules are imported; the daemon enables it when it is ready
         try:
@@ -68,23 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _on_signals(handler: Callable[..., object]) -> None:
-    """Install signal handlers for the time before the event loop has its own: exit without a traceback, also as
-    process 1.
-    """
+def _on_signals(react: Callable[..., object]) -> None:
+    """React to signals before the event loop does: exit without a traceback, also as process 1."""
     import signal
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
+        signal.signal(number, react)
 
 
 def _held_back() -> MemoryHandler:
     """Buffer log lines until the settings define their destination and format."""
     from logging.handlers import MemoryHandler
 
-    handler = MemoryHandler(100, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-    log.addHandler(handler)
-    return handler
+    buffer = MemoryHandler(100, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    log.addHandler(buffer)
+    return buffer
 
 
 def _serve(arguments: list[str]) -> int:
@@ -152,7 +151,9 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
             return run(settings, config, listener, process)
         except (ConfigError, LoadError) as error:
             print(f"polydraft serve: {config.model.shown(str(error))}", file=sys.stderr)
-            return 2 if isinstance(error, ConfigError) else 1
+            if isinstance(error, ConfigError):
+                return 2
+            return 1
 
 
 if __name__ == "__main__":

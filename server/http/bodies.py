@@ -48,8 +48,11 @@ class BodyRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap FastAPI's handler in one that reads JSON with `read_json`."""
         handle = super().get_route_handler()
-        model = self.body_field.field_info.annotation if self.body_field is not None else None
-        names = tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()
+        names: tuple[str, ...] = ()
+        if self.body_field is not None:
+            model = self.body_field.field_info.annotation
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                names = tuple(model.model_fields)
 
         async def read_and_handle(request: Request) -> Response:
             bounded = _BoundedRequest(request, names)
@@ -130,10 +133,11 @@ async def read_json(body: bytes, names: Sequence[str]) -> Any:
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        found = _values(body, names).items()
-        param = next((name for name, value in found if _is_unreadable(value)), None)
-        is_half = _HALF.search(body.replace(rb"\\", b"")) is not None
-        reason = "an escape \\ud800 to \\udfff is half of a character without its other half" if is_half else error
+        values = _values(body, names)
+        param = next((name for name, value in values.items() if _is_unreadable(value)), None)
+        reason = str(error)
+        if _HALF.search(body.replace(rb"\\", b"")):
+            reason = "an escape \\ud800 to \\udfff is half of a character without its other half"
         raise RequestError(f"{param or 'the body'} is not valid JSON: {reason}", param) from error
     await asyncio.sleep(0)
     return decoded

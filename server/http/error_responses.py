@@ -49,9 +49,11 @@ def error_response(error: Exception, path: str = "") -> Response:
     """Return the response of an error in the format of the path's API."""
     api_error = to_api_error(error)
     this_call().refusal = refusal_facts(api_error)
-    is_message = "/v1/messages" in path
+    body: Any = ErrorEnvelope(api_error.body)
+    if "/v1/messages" in path:
+        body = anthropic_error(api_error)
     return Response(
-        msgspec.json.encode(anthropic_error(api_error) if is_message else ErrorEnvelope(api_error.body)),
+        msgspec.json.encode(body),
         status_code=api_error.status,
         headers=api_error.headers,
         media_type="application/json",
@@ -60,20 +62,22 @@ def error_response(error: Exception, path: str = "") -> Response:
 
 def _no_route(path: str) -> str:
     """Return the message for an unknown path, with the served path that ends alike."""
-    # Below another resource of `/v1/`, a path is one that is not served, and the base URL is right.
+    # Below another resource of `/v1/`, the base URL is right, and the resource is not served.
     asked = path.rstrip("/")
-    is_other = re.match("/v1/(?!v1/|chat/)[^/]+/", asked)
-    ends_alike = (one for one in API_PATHS if asked.endswith(one.removeprefix("/v1")))
-    near = None if is_other else next(ends_alike, None)
-    hint = f" (did you mean {near}? check the base URL)" if near else ""
+    hint = ""
+    if not re.match("/v1/(?!v1/|chat/)[^/]+/", asked):
+        near = next((known for known in API_PATHS if asked.endswith(known.removeprefix("/v1"))), None)
+        if near:
+            hint = f" (did you mean {near}? check the base URL)"
     return f"{path} does not exist here{hint}; /docs lists the paths"
 
 
 def _validation_message(error: RequestValidationError) -> ErrorBody:
     problems = error.errors()
-    # Each branch of a union reports an error. The one with the longest path is the most specific.
-    of_field = [problem for problem in problems if problem["loc"][:2] == problems[0]["loc"][:2]]
-    first: dict[str, Any] = max(of_field, key=lambda problem: len(problem["loc"]))
+    # Each branch of a union reports an error. The error with the longest path is the most specific.
+    field = problems[0]["loc"][:2]
+    same_field = [problem for problem in problems if problem["loc"][:2] == field]
+    first: dict[str, Any] = max(same_field, key=lambda problem: len(problem["loc"]))
     if first["type"] == "json_invalid":
         detail = first.get("ctx", {}).get("error", "")
         return ErrorBody(f"the body is not valid JSON: {detail}", "invalid_request_error")
@@ -120,7 +124,9 @@ def install(app: FastAPI) -> None:
         if isinstance(error.__cause__, RequestError | EngineBusy):
             # FastAPI replaces errors that are raised while it reads a body.
             return await on_error(request, error.__cause__)
-        detail = _no_route(request.url.path) if error.status_code == 404 else str(error.detail)
+        detail = str(error.detail)
+        if error.status_code == 404:
+            detail = _no_route(request.url.path)
         answer = http_error(error.status_code, detail, dict(error.headers or {}))
         return error_response(answer, request.url.path)
 

@@ -76,7 +76,9 @@ _NEEDS_ENGINE = ("/v1/", "/health", "/ping", "/ready")
 
 def _statuses(path: str, method: str) -> list[str]:
     """Return the statuses of errors that a route sends."""
-    statuses = ["401"] if path.startswith(PROTECTED) else []
+    statuses = []
+    if path.startswith(PROTECTED):
+        statuses += ["401"]
     if method == "post":
         statuses += ["400", "404", "413", "415", "429", "500", "503"]
     elif path.startswith(_NEEDS_ENGINE):

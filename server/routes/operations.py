@@ -63,20 +63,24 @@ def _add_state(router: APIRouter, server: Server) -> None:
     async def load() -> dict[str, int]:
         """Return the numbers of open, running and waiting requests."""
         stats = client.last_stats
+        if stats is None:
+            return {"server_load": client.num_open, "running": 0, "waiting": 0}
         return {
             "server_load": client.num_open,
-            "running": stats.num_running if stats else 0,
-            "waiting": stats.num_waiting if stats else 0,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
         }
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
-        return Response(server.metrics.render(client.is_alive and not client.is_stalled), media_type=_METRICS_TYPE)
+        is_healthy = client.is_alive and not client.is_stalled
+        return Response(server.metrics.render(is_healthy), media_type=_METRICS_TYPE)
 
 
 def _add_models(router: APIRouter, server: Server) -> None:
-    client, started = server.client, int(time.time())
+    client = server.client
+    started = int(time.time())
 
     def model_card(name: str) -> dict[str, Any]:
         return {
@@ -91,7 +95,7 @@ def _add_models(router: APIRouter, server: Server) -> None:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """Return the one served model, under each of its names."""
+        """Return the served model, under each of its names."""
         return {"object": "list", "data": [model_card(name) for name in server.settings.served_names()]}
 
     @router.get("/v1/models/{name:path}")
@@ -102,7 +106,8 @@ def _add_models(router: APIRouter, server: Server) -> None:
 
 
 def _add_tokens(router: APIRouter, server: Server) -> None:
-    client, tokenizer = server.client, server.tokenizer
+    client = server.client
+    tokenizer = server.tokenizer
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -115,7 +120,7 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         if body.prompt is not None:
             tokens = await tokenizer.run_encode(body.prompt, body.add_special_tokens)
         else:
-            messages = [template_message(one, number) for number, one in enumerate(body.messages or [])]
+            messages = [template_message(message, number) for number, message in enumerate(body.messages or [])]
             tools = [tool.model_dump(exclude_none=True) for tool in functions_of(body.tools)]
             tokens = await tokenizer.run_chat(
                 messages,
@@ -131,10 +136,16 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         return Response(content, media_type="application/json")
 
     def tokens_as_json(tokens: list[int], length: int | None, with_texts: bool) -> bytes:
-        texts = raw_list(tokenizer.token_text(token) for token in tokens) if with_texts else None
-        ids = raw_list(tokens)
-        counted = {"count": len(tokens), "max_model_len": length, "tokens": ids, "token_strs": texts}
-        return msgspec.json.encode(counted)
+        texts = None
+        if with_texts:
+            texts = raw_list(tokenizer.token_text(token) for token in tokens)
+        answer = {
+            "count": len(tokens),
+            "max_model_len": length,
+            "tokens": raw_list(tokens),
+            "token_strs": texts,
+        }
+        return msgspec.json.encode(answer)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

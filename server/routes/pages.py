@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from server.serving.engine_client import EngineClient
 from server.start_lines import drafting
 from server.state import Server
 from server.version import VERSION
@@ -99,14 +100,29 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
     @app.get("/dashboard/state")
     async def dashboard_state() -> dict[str, Any]:
         """Return model, totals and running requests, without their text. Needs an API key if keys are configured."""
-        client = server.client
-        facts = client.facts
-        state = server.observer.live.state(facts.num_blocks if facts else 0)
-        status = "draining" if client.is_draining else "ready" if client.is_ready else client.loading
-        about = facts and {
-            "version": VERSION,
-            "speculation": drafting(facts, client.config.speculation),
-            **{name: getattr(facts, name) for name in ("dtype", "device", "architecture", "max_model_len")},
-        }
-        status = status if client.is_alive else "stopped"
-        return {"model": server.model_name, "status": status, "about": about, **state}
+        facts = server.client.facts
+        about = None
+        num_blocks = 0
+        if facts is not None:
+            num_blocks = facts.num_blocks
+            about = {
+                "version": VERSION,
+                "speculation": drafting(facts, server.client.config.speculation),
+                "dtype": facts.dtype,
+                "device": facts.device,
+                "architecture": facts.architecture,
+                "max_model_len": facts.max_model_len,
+            }
+        state = server.observer.live.state(num_blocks)
+        return {"model": server.model_name, "status": _status(server.client), "about": about, **state}
+
+
+def _status(client: EngineClient) -> str:
+    """Return the state of the daemon in a word, or what it loads."""
+    if not client.is_alive:
+        return "stopped"
+    if client.is_draining:
+        return "draining"
+    if client.is_ready:
+        return "ready"
+    return client.loading

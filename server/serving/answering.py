@@ -98,8 +98,11 @@ async def answer(
         return EventStream(_frames(deltas, sender, writer), deltas, bound_headers(generation))
     if not await run_through(http, sender, generation, writer.collect):
         return Response(status_code=499)
-    is_large = sum(choice.num_reported for choice in generation.choices) >= _LARGE
-    parts = await sender.tokenizer.run_answer(writer.whole) if is_large else writer.whole()
+    num_reported = sum(choice.num_reported for choice in generation.choices)
+    if num_reported >= _LARGE:
+        parts = await sender.tokenizer.run_answer(writer.whole)
+    else:
+        parts = writer.whole()
     return _in_pieces(parts, speculation_headers(generation.metrics()) | bound_headers(generation))
 
 
@@ -191,6 +194,7 @@ async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
 
 async def _all_deltas(sender: Sender, generation: Generation, take: Callable[[Delta], object]) -> None:
     async with aclosing(sender.run(generation)) as deltas:
+        await anext(deltas)  # its requests are admitted
         async for delta in deltas:
             take(delta)
 
@@ -214,8 +218,10 @@ async def _frames(
                 if delta is None:
                     yield _KEEP_ALIVE
                     continue
-                is_large = delta.num_logprobs >= _LARGE
-                frames = await sender.tokenizer.run_answer(frames_of, delta) if is_large else frames_of(delta)
+                if delta.num_logprobs >= _LARGE:
+                    frames = await sender.tokenizer.run_answer(frames_of, delta)
+                else:
+                    frames = frames_of(delta)
                 for piece in _pieces_of([frames]):
                     yield piece
         last = writer.end()
@@ -227,11 +233,15 @@ async def _frames(
 
 
 def _encoded(events: Sequence[Event]) -> bytes:
-    return b"".join(
-        (b"event: " + event["type"].encode() + b"\n" if isinstance(event, dict) else b"")
-        + (b"data: " + encode(event) + b"\n\n")
-        for event in events
-    )
+    return b"".join(map(_frame, events))
+
+
+def _frame(event: Event) -> bytes:
+    data = b"data: " + encode(event) + b"\n\n"
+    if isinstance(event, dict):
+        name: str = event["type"]
+        return b"event: " + name.encode() + b"\n" + data
+    return data
 
 
 async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncGenerator[Delta | None, None]:
@@ -269,4 +279,6 @@ def speculation_headers(metrics: Metrics) -> dict[str, str]:
 
 def bound_headers(generation: Generation) -> dict[str, str]:
     """Return the header with the maximum number of answer tokens, if the context had less room than requested."""
-    return {} if generation.cut_bound is None else {"x-polydraft-max-tokens": str(generation.cut_bound)}
+    if generation.cut_bound is None:
+        return {}
+    return {"x-polydraft-max-tokens": str(generation.cut_bound)}

@@ -22,7 +22,9 @@ from server.wire.suggest import did_you_mean
 log = logging.getLogger("polydraft")
 
 _MODEL_FLAG = "model_flag"
-_WIDTH, _LONGEST_CHOICES = 110, 40
+_PREFIX = "POLYDRAFT_"
+_WIDTH = 110
+_LONGEST_CHOICES = 40
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,10 +49,7 @@ def parse_flags(words: Sequence[str]) -> Serve:
 
     Raises ConfigError, pydantic's ValidationError, and SystemExit after help.
     """
-    for name in sorted(os.environ):
-        setting = name.removeprefix("POLYDRAFT_").lower()
-        if name.startswith("POLYDRAFT_") and setting not in Serve.model_fields:
-            log.warning("%s in the environment is no setting%s", name, did_you_mean(setting, Serve.model_fields))
+    _warn_of_environment()
     parser = _parser(with_rare=True)
     given, unknown = parser.parse_known_intermixed_args([_with_dashes(word) for word in words])
     if unknown:
@@ -63,31 +62,48 @@ def parse_flags(words: Sequence[str]) -> Serve:
     return Serve(**foreign_flags.translate(values))
 
 
+def _warn_of_environment() -> None:
+    """Log the variables of the environment that are named like settings and are none."""
+    for name in sorted(os.environ):
+        if not name.startswith(_PREFIX):
+            continue
+        setting = name.removeprefix(_PREFIX).lower()
+        if setting not in Serve.model_fields:
+            hint = did_you_mean(setting, Serve.model_fields)
+            log.warning("%s in the environment is no setting%s", name, hint)
+
+
 def faults(error: ValidationError) -> list[str]:
     """Return one line for each setting with a wrong value, without the values of secrets."""
     lines = {}
     for problem in error.errors():
         setting = str(problem["loc"][0])
+        value = problem["input"]
         text = problem["msg"].removeprefix("Value error, ")
         if choices := _choices(Serve.model_fields[setting].annotation):
-            text = f"choose from {', '.join(choices)}{did_you_mean(str(problem['input']), choices)}"
-        got = "" if setting == "api_key" else f" (got {problem['input']!r})"
-        lines[setting] = f"--{setting.replace('_', '-')}: {text}{got}"
+            text = f"choose from {', '.join(choices)}{did_you_mean(str(value), choices)}"
+        if setting != "api_key":
+            text += f" (got {value!r})"
+        lines[setting] = f"--{setting.replace('_', '-')}: {text}"
     return list(lines.values())
 
 
 def _with_dashes(word: str) -> str:
     """Return a flag's name with dashes; other servers also accept underscores."""
+    if not word.startswith("--"):
+        return word
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    return name.replace("_", "-") + equals + value
 
 
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word}: unexpected; one MODEL is served, and what belongs to a flag follows it"
-    name = word.partition("=")[0].removeprefix("--").removeprefix("no-")
+    flag = word.partition("=")[0]
+    name = flag.removeprefix("--").removeprefix("no-")
     known = [field.replace("_", "-") for field in Serve.model_fields]
-    return f"{word.partition('=')[0]}: unknown flag{did_you_mean(name, known).replace('mean ', 'mean --')}"
+    hint = did_you_mean(name, known).replace("mean ", "mean --")
+    return f"{flag}: unknown flag{hint}"
 
 
 @cache
@@ -108,7 +124,9 @@ def _parser(with_rare: bool) -> _Parser:
     parser.add_argument("--model", dest=_MODEL_FLAG, help=argparse.SUPPRESS)
     for name in sorted(foreign_flags.NAMES):
         flag = name.replace("_", "-")
-        flags = [f"-{flag}", f"--{flag}"] if len(name) <= 3 else [f"--{flag}"]
+        flags = [f"--{flag}"]
+        if len(name) <= foreign_flags.LONGEST_SHORT:
+            flags.insert(0, f"-{flag}")
         if name in foreign_flags.SWITCHES:
             parser.add_argument(*flags, dest=name, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
         else:
@@ -122,23 +140,24 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def _add_group(parser: _Parser, group: type[BaseModel], with_rare: bool) -> None:
-    of_group = parser.add_argument_group(group.__doc__)
+    arguments = parser.add_argument_group(group.__doc__)
     if "config" in group.model_fields:
         text = "show the usual flags; --help=all shows every flag"
-        of_group.add_argument("-h", "--help", action=_Help, nargs="?", const="usual", metavar="all", help=text)
+        arguments.add_argument("-h", "--help", action=_Help, nargs="?", const="usual", metavar="all", help=text)
     for name, field in group.model_fields.items():
-        is_hidden = field.json_schema_extra == RARE and not with_rare
-        text = argparse.SUPPRESS if is_hidden else _description(field)
+        text = _description(field)
+        if field.json_schema_extra == RARE and not with_rare:
+            text = argparse.SUPPRESS
         if name == "model":
-            of_group.add_argument(name, nargs="?", metavar="MODEL", help=text)
+            arguments.add_argument(name, nargs="?", metavar="MODEL", help=text)
             continue
         flag = f"--{name.replace('_', '-')}"
         if field.annotation is bool:
-            of_group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+            arguments.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
             is_list = get_origin(field.annotation) is list
             action = "append" if is_list else "store"
-            of_group.add_argument(flag, action=action, metavar=_metavar(name, field), help=text)
+            arguments.add_argument(flag, action=action, metavar=_metavar(name, field), help=text)
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
@@ -147,7 +166,9 @@ def _metavar(name: str, field: FieldInfo) -> str:
         return f"{{{choices}}}"
     if name.endswith(("_timeout", "_interval")):
         return "SECONDS"
-    return "N" if field.annotation is int else name.rpartition("_")[2].upper()
+    if field.annotation is int:
+        return "N"
+    return name.rpartition("_")[2].upper()
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -158,14 +179,25 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _description(field: FieldInfo) -> str:
-    text, default = field.description or "", field.default
+    text = field.description or ""
     choices = ", ".join(_choices(field.annotation))
     if len(choices) > _LONGEST_CHOICES:
         text += f"; one of {choices}"
-    is_float = isinstance(default, float)
-    if isinstance(default, bool):
-        text += f" (default: {'on' if default else 'off'})"
-    elif default not in (None, "", []) and not (default == 0 and "0: " in text):
-        shown = ",".join(default) if isinstance(default, list) else f"{default:g}" if is_float else default
-        text += f" (default: {shown})"
+    if default := _shown_default(field.default, text):
+        text += f" (default: {default})"
     return text.replace("%", "%%")
+
+
+def _shown_default(default: Any, text: str) -> str:
+    """Return a default for the help; "" if there is none, or if the setting's text says what 0 means."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default in (None, "", []):
+        return ""
+    if default == 0 and "0: " in text:
+        return ""
+    if isinstance(default, list):
+        return ",".join(default)
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default)

@@ -72,7 +72,8 @@ class Foreign:
 
 def _ignored(text: str, switches: str = "", values: str = "") -> dict[str, Foreign]:
     """Return flags that do not affect answers; names: separated by spaces."""
-    switch, value = Foreign(text=text, is_switch=True), Foreign(text=text)
+    switch = Foreign(text=text, is_switch=True)
+    value = Foreign(text=text)
     return dict.fromkeys(switches.split(), switch) | dict.fromkeys(values.split(), value)
 
 
@@ -180,16 +181,18 @@ FOREIGN: dict[str, Foreign] = {
     ),
 }
 
-_CONFIG_KEYS = {"speculative_config", "speculative_algorithm"}
-NAMES = frozenset({*SAME, *OPPOSITE, *FOREIGN, *_CONFIG_KEYS})
-SWITCHES = frozenset(
-    {*OPPOSITE, "disable_cuda_graph", "log_requests", *(name for name, foreign in FOREIGN.items() if foreign.is_switch)}
-)
+LONGEST_SHORT = 3
+"""Most letters of a flag that may have one dash."""
+NAMES = frozenset({*SAME, *OPPOSITE, *FOREIGN, "speculative_config", "speculative_algorithm"})
+_FOREIGN_SWITCHES = [name for name, foreign in FOREIGN.items() if foreign.is_switch]
+SWITCHES = frozenset({*OPPOSITE, "disable_cuda_graph", "log_requests", *_FOREIGN_SWITCHES})
 
 _HEAD_METHODS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
 """Methods of trained heads: the head's own config.json says what it is."""
 _MTP_METHODS = ("mtp", "glm4_moe_mtp", "nextn")
 """Methods of the MTP module inside the target."""
+_SHAPES_DRAFTS = "--num-drafts, --draft-length and --draft-tree shape drafts"
+_METHOD_KEYS = ("rejection_sample_method", "acceptance_method", "draft_sample_method")
 _EXACT_METHODS = ("rejection_sampler", "strict", "probabilistic", "standard")
 _SPECULATION_IGNORED = frozenset(
     "prompt_lookup_max prompt_lookup_min draft_tensor_parallel_size disable_by_batch_size max_model_len enforce_eager "
@@ -201,34 +204,41 @@ _SPECULATION_KEYS = ("method", "model", "num_speculative_tokens", "revision", "q
 def translate(given: Mapping[str, Any], shown: str = "--{}") -> dict[str, Any]:
     """Return the settings of this server for names and values of any server; unknown names are returned unchanged.
 
-    shown: returns the spelling of a name in messages. Raises ConfigError for a flag that would change an answer and is
+    shown: spelling of a name in messages, as a format. Raises ConfigError for a flag that would change an answer and is
     not supported, and for two names of one setting with different values.
     """
     result: dict[str, Any] = {}
-    by: dict[str, str] = {}
-
-    def add(setting: str, value: Any, name: str) -> None:
-        if setting in result and result[setting] != value:
-            raise ConfigError(f"{by[setting]} and {name} both set {setting.replace('_', '-')}; give one of them")
-        result[setting], by[setting] = value, name
-
+    name_of: dict[str, str] = {}
     for key, value in given.items():
-        name = shown.format(key.replace("_", "-")) if len(key) > 3 else shown.format(key).replace("--", "-")
-        if key in FOREIGN:
-            _check(FOREIGN[key], name, value)
-        elif key in OPPOSITE:
-            add(OPPOSITE[key], not value, name)
-        elif key in _CONFIG_KEYS:
-            wanted = _read_speculation(value, name) if key == "speculative_config" else {"method": str(value).lower()}
-            for setting, one in _speculation(wanted, name).items():
-                add(setting, one, name)
-        elif key == "speculative_model" and value in ("ngram", "[ngram]"):
-            add("spec_drafters", "prompt_lookup", name)
-        else:
-            setting = SAME.get(key, key)
-            known = VALUES.get(setting, {})
-            add(setting, known.get(value, value) if isinstance(value, str) else value, name)
+        name = shown.format(key.replace("_", "-"))
+        if len(key) <= LONGEST_SHORT:
+            name = name.replace("--", "-")
+        for setting, translated in _settings(key, value, name).items():
+            if setting in result and result[setting] != translated:
+                shown_setting = setting.replace("_", "-")
+                raise ConfigError(f"{name_of[setting]} and {name} both set {shown_setting}; give one of them")
+            result[setting] = translated
+            name_of[setting] = name
     return result
+
+
+def _settings(key: str, value: Any, name: str) -> dict[str, Any]:
+    """Return the settings that one flag of any server sets; name: its spelling in messages."""
+    if key in FOREIGN:
+        _check(FOREIGN[key], name, value)
+        return {}
+    if key in OPPOSITE:
+        return {OPPOSITE[key]: not value}
+    if key == "speculative_config":
+        return _speculation(_read_speculation(value, name), name)
+    if key == "speculative_algorithm":
+        return _speculation({"method": str(value).lower()}, name)
+    if key == "speculative_model" and value in ("ngram", "[ngram]"):
+        return {"spec_drafters": "prompt_lookup"}
+    setting = SAME.get(key, key)
+    if isinstance(value, str):
+        value = VALUES.get(setting, {}).get(value, value)
+    return {setting: value}
 
 
 def _check(foreign: Foreign, name: str, value: Any) -> None:
@@ -253,39 +263,50 @@ def _read_speculation(value: Any, name: str) -> dict[str, Any]:
             ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: must be a JSON object")
-    return {str(key).replace("-", "_"): one for key, one in value.items()}
+    return {str(key).replace("-", "_"): setting for key, setting in value.items()}
 
 
-def _speculation(wanted: dict[str, Any], name: str) -> dict[str, Any]:
+def _speculation(asked: dict[str, Any], name: str) -> dict[str, Any]:
     """Return settings for vLLM's speculative_config (or SGLang's algorithm)."""
-    method, model = wanted.get("method"), wanted.get("model")
-    for key, value in wanted.items():
-        if key in ("rejection_sample_method", "acceptance_method", "draft_sample_method"):
+    _check_speculation(asked, name)
+    settings = _drafter_settings(asked, name)
+    return {setting: value for setting, value in settings.items() if value is not None}
+
+
+def _check_speculation(asked: dict[str, Any], name: str) -> None:
+    """Raise ConfigError for keys that are not known or may change answers; log the keys without effect."""
+    for key, value in asked.items():
+        if key in _METHOD_KEYS:
             if value not in (None, *_EXACT_METHODS):
                 raise ConfigError(f"{name} {key} {value}: not served, as it may change answers; leave it out")
         elif key not in _SPECULATION_KEYS:
             raise ConfigError(f"{name}: unknown key {key!r}{did_you_mean(key, _SPECULATION_KEYS)}")
         elif key in _SPECULATION_IGNORED:
-            log.warning(
-                "%s: %s has no effect here: --num-drafts, --draft-length and --draft-tree shape drafts", name, key
-            )
-    if wanted.get("quantization") is not None:
+            log.warning("%s: %s has no effect here: %s", name, key, _SHAPES_DRAFTS)
+    if asked.get("quantization") is not None:
         raise ConfigError(f"{name}: quantization is read from the draft model's config.json; leave it out")
-    tokens = wanted.get("num_speculative_tokens")
-    if method in ("ngram", "ngram_gpu") or (method is None and model in ("ngram", "[ngram]")):
-        result = {"spec_drafters": "prompt_lookup", "max_copied_tokens": tokens}
-    elif method in _MTP_METHODS:
+
+
+def _drafter_settings(asked: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the settings of the drafter that is asked for; None for settings that keep their default."""
+    method = asked.get("method")
+    model = asked.get("model")
+    num_tokens = asked.get("num_speculative_tokens")
+    names_ngram = method is None and model in ("ngram", "[ngram]")
+    if method in ("ngram", "ngram_gpu") or names_ngram:
+        return {"spec_drafters": "prompt_lookup", "max_copied_tokens": num_tokens}
+    if method in _MTP_METHODS:
         for key in ("model", "revision"):
-            if wanted.get(key) is not None:
+            if asked.get(key) is not None:
                 raise ConfigError(f"{name} method {method}: the module is inside the target; leave out {key}")
-        result = {"draft_model": MTP, "draft_length": tokens}
-    elif method in (None, "draft_model", "standalone", *_HEAD_METHODS):
-        if model is None and not (name.endswith("algorithm") and method in ("standalone", *_HEAD_METHODS)):
+        return {"draft_model": MTP, "draft_length": num_tokens}
+    if method in (None, "draft_model", "standalone", *_HEAD_METHODS):
+        # SGLang's algorithm is one flag, and the model another.
+        is_algorithm = name.endswith("algorithm") and method in ("standalone", *_HEAD_METHODS)
+        if model is None and not is_algorithm:
             raise ConfigError(f'{name}: names no draft model; add "model", or "method": "ngram"')
-        result = {"draft_model": model, "draft_length": tokens, "draft_revision": wanted.get("revision")}
-    else:
-        raise ConfigError(
-            f"{name} method {method}: not served; draft by a small model of the same tokens (draft_model), by a head "
-            f"({', '.join(_HEAD_METHODS)}), by the target's mtp module, or by ngram"
-        )
-    return {setting: value for setting, value in result.items() if value is not None}
+        return {"draft_model": model, "draft_length": num_tokens, "draft_revision": asked.get("revision")}
+    raise ConfigError(
+        f"{name} method {method}: not served; draft by a small model of the same tokens (draft_model), by a head "
+        f"({', '.join(_HEAD_METHODS)}), by the target's mtp module, or by ngram"
+    )

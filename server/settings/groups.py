@@ -27,7 +27,9 @@ _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2
 
 def _words(value: Any) -> Any:
     """Return the values of one text or of several; each is a JSON list or has commas between its values."""
-    texts = [value] if isinstance(value, str) else value
+    texts = value
+    if isinstance(value, str):
+        texts = [value]
     if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
         return [word for text in texts for word in _split(text)]
     return value
@@ -46,9 +48,11 @@ def _amount(value: Any) -> Any:
     """Return the number of a text such as 4k (4,000) or 4K (4,096), as vLLM does."""
     if not isinstance(value, str) or re.fullmatch(r"\s*[-+]?[0-9]+(_[0-9]+)*\s*", value):
         return value
-    if (found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG])", value.strip())) is None:
+    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG])", value.strip())
+    if parts is None:
         raise ValueError("must be a number, which may end with K, M, G (powers of 1024) or k, m, g (of 1000)")
-    return round(float(found[1]) * _MULTIPLES[found[2]])
+    number, unit = parts.groups()
+    return round(float(number) * _MULTIPLES[unit])
 
 
 def _automatic(value: Any) -> Any:
@@ -65,7 +69,9 @@ def _readable(value: str) -> str:
 
 
 def _template(value: str) -> str:
-    return value if value in SHIPPED else _readable(value)
+    if value in SHIPPED:
+        return value
+    return _readable(value)
 
 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
@@ -88,12 +94,13 @@ def rates_of(text: str) -> list[tuple[int, float]]:
     """Return (requests, seconds) of a text such as 60/minute,5/second; raises ValueError."""
     rates = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*([1-9][0-9]*)\s*/\s*(second|minute|hour|day)\s*", part)
-        if found is None:
+        rate = re.fullmatch(r"\s*([1-9][0-9]*)\s*/\s*(second|minute|hour|day)\s*", part)
+        if rate is None:
             raise ValueError(
                 "must be a number per second, minute, hour or day, such as 60/minute or 60/minute,5/second"
             )
-        rates.append((int(found[1]), _WINDOWS_S[found[2]]))
+        count, window = rate.groups()
+        rates.append((int(count), _WINDOWS_S[window]))
     return rates
 
 
@@ -336,11 +343,14 @@ class HttpSettings(_Group):
     @field_validator("host")
     @classmethod
     def _address(cls, host: str) -> str:
-        numbers = re.fullmatch(r"[0-9.]+", host)
-        if not numbers and re.fullmatch(r"[A-Za-z0-9._-]*", host):
+        is_ipv4 = re.fullmatch(r"[0-9.]+", host) is not None
+        if not is_ipv4 and re.fullmatch(r"[A-Za-z0-9._-]*", host):
             return host
         try:
-            socket.inet_pton(socket.AF_INET6, host.partition("%")[0]) if not numbers else socket.inet_aton(host)
+            if is_ipv4:
+                socket.inet_aton(host)
+            else:
+                socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
         except OSError:
             raise ValueError("must be an address such as 127.0.0.1, 0.0.0.0 or ::, or the name of a host") from None
         return host

@@ -47,7 +47,9 @@ class ConfigFileSource(PydanticBaseSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         path = self.current_state.get("config")
-        return read_config_file(str(path), self.settings_cls.model_fields) if path else {}
+        if not path:
+            return {}
+        return read_config_file(str(path), self.settings_cls.model_fields)
 
 
 def read_config_file(path: str, fields: Collection[str]) -> dict[str, Any]:
@@ -79,7 +81,9 @@ def _parse(path: Path) -> Any:
     text = path.read_text()
     if path.suffix == ".json":
         return json.loads(text)
-    return yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
+    if path.suffix in (".yaml", ".yml"):
+        return yaml.safe_load(text)
+    return tomllib.loads(text)
 
 
 class Serve(
@@ -122,29 +126,18 @@ class Serve(
         """Folder or name of the target model."""
         return self.model or str(_DEMO / "target")
 
+    def draft(self) -> str | None:
+        """Folder or name of the draft model; None for plain decoding."""
+        if self.draft_model:
+            return self.draft_model
+        if self.model:
+            return None
+        return str(_DEMO / "draft")
+
     def engine_config(self) -> EngineConfig:
         """Return the configuration of the engine process."""
-        draft = self.draft_model or (None if self.model else str(_DEMO / "draft"))
-        _, _, fixed = self.spec_shape.partition(":")
-        num_drafts, draft_length = pair_of(fixed) if fixed else (self.num_drafts, self.draft_length)
         return EngineConfig(
-            model=ModelConfig(
-                target=self.target(),
-                tokenizer=self.tokenizer or self.target(),
-                draft=draft,
-                revision=self.revision,
-                draft_revision=self.draft_revision,
-                dtype=self.dtype,
-                device=self.device,
-                num_threads=self.num_threads,
-                weights=self.weights,
-                draft_weights=self.draft_weights,
-                activations=self.activations,
-                kv_dtype=self.kv_cache_dtype,
-                enforce_eager=self.enforce_eager,
-                probe=self.probe,
-                tensor_parallel_size=self.tensor_parallel_size,
-            ),
+            model=self._model_config(),
             grammars=GrammarConfig(
                 start_timeout_s=self.grammar_start_timeout,
                 mask_timeout_s=self.grammar_mask_timeout,
@@ -164,25 +157,56 @@ class Serve(
                 max_copied_tokens=self.max_copied_tokens,
                 max_prompt_tokens=self.max_prompt_tokens_per_step,
             ),
-            speculation=SpeculationConfig(
-                rule=self.spec_rule,
-                num_drafts=num_drafts,
-                draft_length=draft_length,
-                adaptive=self.spec_shape == "adaptive",
-                draft_method=self.draft_method or "",
-                tree=tuple(int(part) for part in (self.draft_tree or "").split(",") if part),
-                drafters=tuple(dict.fromkeys(self.spec_drafters)),
-                max_over_acceptance=self.max_over_acceptance,
-                observed_share=self.spec_observed_share,
-                max_num_drafts=self.max_num_drafts,
-                max_draft_length=self.max_draft_length,
-                draft_window=self.draft_window,
-                seed_shape=pair_of(self.seed_shape) if self.seed_shape else None,
-            ),
+            speculation=self._speculation_config(),
             calibrate=self.calibrate,
             profile_cache=self.profile_cache,
             self_check=self.selfcheck,
             log_format=self.log_format,
+        )
+
+    def _model_config(self) -> ModelConfig:
+        return ModelConfig(
+            target=self.target(),
+            tokenizer=self.tokenizer or self.target(),
+            draft=self.draft(),
+            revision=self.revision,
+            draft_revision=self.draft_revision,
+            dtype=self.dtype,
+            device=self.device,
+            num_threads=self.num_threads,
+            weights=self.weights,
+            draft_weights=self.draft_weights,
+            activations=self.activations,
+            kv_dtype=self.kv_cache_dtype,
+            enforce_eager=self.enforce_eager,
+            probe=self.probe,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
+
+    def _speculation_config(self) -> SpeculationConfig:
+        num_drafts = self.num_drafts
+        draft_length = self.draft_length
+        _, _, fixed = self.spec_shape.partition(":")
+        if fixed:
+            num_drafts, draft_length = pair_of(fixed)
+        tree = (self.draft_tree or "").split(",")
+        seed_shape = None
+        if self.seed_shape:
+            seed_shape = pair_of(self.seed_shape)
+        return SpeculationConfig(
+            rule=self.spec_rule,
+            num_drafts=num_drafts,
+            draft_length=draft_length,
+            adaptive=self.spec_shape == "adaptive",
+            draft_method=self.draft_method or "",
+            tree=tuple(int(width) for width in tree if width),
+            drafters=tuple(dict.fromkeys(self.spec_drafters)),
+            max_over_acceptance=self.max_over_acceptance,
+            observed_share=self.spec_observed_share,
+            max_num_drafts=self.max_num_drafts,
+            max_draft_length=self.max_draft_length,
+            draft_window=self.draft_window,
+            seed_shape=seed_shape,
         )
 
 

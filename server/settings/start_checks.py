@@ -55,10 +55,11 @@ def check_pair(model: ModelConfig) -> None:
     source = model.draft_source
     if source is None or source[0] == model.target:
         return
-    folders = Path(model.target), Path(source[0])
+    target = Path(model.target)
+    draft = Path(source[0])
     # The engine compares models of the hub, after it has imported torch.
-    if all(folder.is_dir() for folder in folders) and _is_language_model(folders[1]):
-        check_vocabularies(Source(str(folders[0])), Source(str(folders[1])))
+    if target.is_dir() and draft.is_dir() and _is_language_model(draft):
+        check_vocabularies(Source(str(target)), Source(str(draft)))
 
 
 def _is_language_model(folder: Path) -> bool:
@@ -77,11 +78,11 @@ def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
         return config
     method = _method_of(config.model)
     formats = [name for name in get_args(Weights) if name != "auto"]
-    if method is None:
-        if wanted in formats and config.model.weights in ("auto", wanted):
-            return replace(config, model=replace(config.model, weights=wanted))
-        if wanted in formats:
+    if method is None and wanted in formats:
+        if config.model.weights not in ("auto", wanted):
             raise ConfigError(f"--quantization {wanted} contradicts --weights {config.model.weights}; leave one out")
+        return replace(config, model=replace(config.model, weights=wanted))
+    if method is None:
         raise ConfigError(
             f"--quantization {wanted}: the weights of {config.model.target} are not quantised, and are quantised while "
             f"they are loaded only by one of {', '.join(formats)} (--weights); name a checkpoint that is, or leave the "
@@ -100,9 +101,12 @@ def _method_of(model: ModelConfig) -> str | None:
     if model.target in model.given_names:
         return "gguf"
     path = model_file(model.target, "config.json", model.revision)
-    stored = {} if path is None else read_object(path).get("quantization_config")
-    method = stored.get("quant_method") if isinstance(stored, dict) else None
-    return None if method is None else str(method)
+    if path is None:
+        return None
+    stored = read_object(path).get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") is None:
+        return None
+    return str(stored["quant_method"])
 
 
 def _method(name: str) -> str:
@@ -112,18 +116,13 @@ def _method(name: str) -> str:
 
 def bind(settings: Serve) -> socket.socket:
     """Return a listening socket; clients queue from now on. Raises OSError if the address cannot be bound."""
+    address: str | tuple[str, int]
     if settings.uds:
         _remove_stale(Path(settings.uds))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        address: str | tuple[str, int] = settings.uds
+        address = settings.uds
     else:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if settings.send_timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Connections inherit the option: the system closes those whose client reads nothing.
-            most_ms = max(1, round(1000 * settings.send_timeout))
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
+        listener = _tcp_socket(settings)
         address = (settings.host, settings.port)
     try:
         listener.bind(address)
@@ -132,6 +131,17 @@ def bind(settings: Serve) -> socket.socket:
         listener.close()
         raise
     listener.set_inheritable(True)
+    return listener
+
+
+def _tcp_socket(settings: Serve) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if settings.send_timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Connections inherit the option: the system closes a connection whose client reads nothing.
+        most_ms = max(1, round(1000 * settings.send_timeout))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
     return listener
 
 
@@ -154,8 +164,9 @@ def own_socket_file(settings: Serve) -> Iterator[None]:
 def bind_fault(settings: Serve, error: OSError) -> str:
     """Return why the address cannot be bound, and the flag that selects another one."""
     where = settings.uds or f"{settings.host}:{settings.port}"
+    is_unknown_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
     flag = "--uds" if settings.uds else "--port"
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+    if is_unknown_host:
         flag = "--host: an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
     return f"cannot listen on {where}: {error.strerror or error}; choose another {flag}"
 

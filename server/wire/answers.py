@@ -18,9 +18,10 @@ _encoder = msgspec.json.Encoder()
 
 def raw_list(items: Iterable[Any], per_slice: int = _SLICE) -> msgspec.Raw:
     """Return a list as JSON. per_slice: items per call of the encoder; fewer if each is large."""
-    left, parts = iter(items), []
-    while some := list(islice(left, per_slice)):
-        parts.append(_encoder.encode(some)[1:-1])
+    left = iter(items)
+    parts = []
+    while slice_ := list(islice(left, per_slice)):
+        parts.append(_encoder.encode(slice_)[1:-1])
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 

@@ -13,7 +13,8 @@ import msgspec
 from engine.api import GRAMMAR_UNAVAILABLE, SERVER_FAULTS, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
 from server.wire.unsupported_fields import shown
 
-_LONGEST_MESSAGE, _LONGEST_PARAM = 4096, 256
+_LONGEST_MESSAGE = 4096
+_LONGEST_PARAM = 256
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -66,7 +66,7 @@ class StreamOptions(Closed):
 
 
 class SpeculationFields(Closed):
-    """Speculation settings of a request; omitted ones come from the server's settings."""
+    """Speculation settings of a request; omitted fields come from the server's settings."""
 
     enabled: bool = True
     num_drafts: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -160,7 +160,7 @@ class GenerationFields(Body):
     guided_choice: Any = None
     guided_grammar: Any = None
 
-    # These do not affect an answer. Nothing is stored, and there is one tier.
+    # Fields that do not affect an answer. Nothing is stored, and there is one tier.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -171,8 +171,8 @@ class GenerationFields(Body):
     service_tier: str | None = None
     verbosity: str | None = None
 
-    # Known and not supported (those of other servers: `foreign_fields.py`). `Neutral` lists values without effect; any
-    # other value is refused.
+    # Known and not supported (`foreign_fields.py` has the fields of other servers). `Neutral` lists values without
+    # effect; any other value is refused.
     best_of: Any = None
     spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
@@ -199,14 +199,16 @@ class Tool(Wire):
 
 
 class OtherTool(Wire):
-    """Tool other than a function. This server has none of these, and prompts do not mention them."""
+    """Tool other than a function. This server has no such tools, and prompts do not mention them."""
 
     type: str
 
 
 def _kind_of_tool(tool: Any) -> str:
     kind = tool.get("type", "function") if isinstance(tool, dict) else getattr(tool, "type", "function")
-    return "function" if kind == "function" or not isinstance(kind, str) else "other"
+    if isinstance(kind, str) and kind != "function":
+        return "other"
+    return "function"
 
 
 AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_kind_of_tool)]
@@ -227,7 +229,7 @@ class NamedChoice(Closed):
 
 
 class AllowedToolsChoice(Closed):
-    """Some of the tools; `required`: one of them must be called."""
+    """Some of the tools; `required`: an answer must call a tool."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[Listed[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]

@@ -17,7 +17,7 @@ def nests_too_deeply(text: str) -> bool:
 
 def unescaped(body: bytes) -> bytes:
     """Return JSON without its escaped quotation marks."""
-    # An escaped backslash escapes nothing, so these are removed first.
+    # An escaped backslash escapes nothing, so escaped backslashes are removed first.
     return body.replace(rb"\\", b"").replace(rb"\"", b"")
 
 

@@ -1,7 +1,7 @@
 """Treatment of unsupported fields.
 
 A field that would change an answer is refused by name, unless its value has no effect. Any other field is ignored and
-reported in a log line and a response header; `--strict-fields` refuses these, too.
+reported in a log line and a response header; `--strict-fields` refuses such fields, too.
 
 Not for: the meaning of supported fields (`sampling_fields.py`), their models (`fields.py`), or the list of fields of
 other servers (`foreign_fields.py`).
@@ -32,7 +32,8 @@ UNKNOWN = "unknown_parameter"
 """OpenAI's error code for an unknown field."""
 UNSUPPORTED = "unsupported_value"
 _LEAVE_OUT = "leave it out"
-_MOST_SHOWN, _LONGEST_SHOWN = 8, 64
+_MOST_SHOWN = 8
+_LONGEST_SHOWN = 64
 _MOST_REMEMBERED = 256
 _MOST_UNKNOWN = 64
 _CLOSE = 0.85
@@ -56,7 +57,8 @@ class Neutral:
     """Annotation of a known, unsupported field: its values without effect, besides null."""
 
     def __init__(self, *values: Any, way_out: str = _LEAVE_OUT) -> None:
-        self.values, self.way_out = values, way_out
+        self.values = values
+        self.way_out = way_out
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, describe: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the field's description in /openapi.json."""
@@ -64,16 +66,18 @@ class Neutral:
 
     def check(self, name: str, value: Any) -> None:
         """Raise RequestError for a value that would have an effect."""
-        if value is None or any(_is_same(value, one) for one in self.values):
+        if value is None or any(_is_same(value, neutral) for neutral in self.values):
             return
-        served = " or ".join(json.dumps(one) for one in self.values)
-        but = f" (only {served} is accepted)" if served else ""
-        raise RequestError(f"{name} is not supported by this server{but}; {self.way_out}", name, UNSUPPORTED)
+        message = f"{name} is not supported by this server"
+        if self.values:
+            served = " or ".join(json.dumps(neutral) for neutral in self.values)
+            message += f" (only {served} is accepted)"
+        raise RequestError(f"{message}; {self.way_out}", name, UNSUPPORTED)
 
 
-def _is_same(value: Any, one: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
-    return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _mark_of(field: FieldInfo) -> Neutral | None:
@@ -90,9 +94,9 @@ def refuse_unsupported(body: BaseModel) -> None:
 
 def unknown_field(names: Sequence[str], hint: str = "") -> RequestError:
     """Return OpenAI's error for unknown fields; hint: a suggestion."""
-    some = ", ".join(shown(name) for name in names[:_MOST_SHOWN])
+    supplied = ", ".join(shown(name) for name in names[:_MOST_SHOWN])
     plural = "s" if len(names) > 1 else ""
-    return RequestError(f"Unrecognized request argument{plural} supplied: {some}{hint}", shown(names[0]), UNKNOWN)
+    return RequestError(f"Unrecognized request argument{plural} supplied: {supplied}{hint}", shown(names[0]), UNKNOWN)
 
 
 def shown(name: str) -> str:
@@ -104,7 +108,7 @@ def shown(name: str) -> str:
 def _misspelt(name: str, known: frozenset[str]) -> str | None:
     """Return the known name that a name misspells, or None.
 
-    Longer names such as `conversation_id` are not misspelt, nor are short ones: `speed` is not `seed`.
+    Longer names such as `conversation_id` are not misspelt, nor are short names: `speed` is not `seed`.
     """
     plain = _HUMP.sub("_", name[:_LONGEST_SHOWN]).replace("-", "_").lower()
     if plain in known:
@@ -112,12 +116,15 @@ def _misspelt(name: str, known: frozenset[str]) -> str | None:
     if len(name) < _LONG or len(name) > _LONGEST_SHOWN:
         return None
     # Comparison takes time on the event loop, so only names with the same first letter are compared.
-    close = difflib.get_close_matches(plain, [one for one in known if one[0] == plain[0]], n=1, cutoff=_CLOSE)
-    return close[0] if close and not plain.startswith(f"{close[0]}_") else None
+    candidates = [candidate for candidate in known if candidate[0] == plain[0]]
+    close = difflib.get_close_matches(plain, candidates, n=1, cutoff=_CLOSE)
+    if not close or plain.startswith(f"{close[0]}_"):
+        return None
+    return close[0]
 
 
 class UnknownFields:
-    """Policy for unknown fields: refuses those that would change an answer, and ignores the others."""
+    """Policy for unknown fields: refuses fields that would change an answer, and ignores all other fields."""
 
     def __init__(
         self,
@@ -129,12 +136,13 @@ class UnknownFields:
         self._is_strict = is_strict
         self._foreign = foreign or {}
         self._elsewhere = {name: field for body in bodies for name, field in body.model_fields.items()}
-        self._telling = frozenset(self._elsewhere.keys() | self._foreign.keys()) - _HARMLESS - _REQUIRED
+        known = self._elsewhere.keys() | self._foreign.keys()
+        self._never_misspelt = frozenset(known) - _HARMLESS - _REQUIRED
         """Names whose misspelling is refused."""
         self._logged: set[str] = set()
 
     def check(self, body: BaseModel) -> None:
-        """Raise RequestError for unknown names that must not be ignored, and report the others."""
+        """Raise RequestError for unknown names that must not be ignored, and report all other names."""
         if not body.model_extra:
             return
         unknown = []
@@ -149,7 +157,7 @@ class UnknownFields:
             hint = did_you_mean(min(unknown)[:_LONGEST_SHOWN], type(body).model_fields)
             raise unknown_field(sorted(unknown), hint)
         for name in sorted(unknown):
-            if name not in _HARMLESS | self._elsewhere.keys() and (meant := _misspelt(name, self._telling)):
+            if name not in _HARMLESS | self._elsewhere.keys() and (meant := _misspelt(name, self._never_misspelt)):
                 raise unknown_field([name], f" (did you mean {meant}?)")
             self._check_elsewhere(name, body.model_extra[name])
             self.ignore(shown(name), "no field has this name here; --strict-fields refuses such names")

@@ -157,7 +157,7 @@ def test_metrics_come_with_the_message(client: anthropic.Anthropic) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_not_served_is_refused_by_name(client: anthropic.Anthropic, more: dict[str, Any], words: str) -> None:
+def test_unserved_fields_are_refused_by_name(client: anthropic.Anthropic, more: dict[str, Any], words: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         ask(client, **more)
     body = caught.value.response.json()

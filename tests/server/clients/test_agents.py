@@ -94,7 +94,7 @@ def test_the_program_finishes_a_task_with_calls(scripted: Daemon, tmp_path: Path
     assert "ERROR" not in scripted.log
 
 
-def of_chat(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str, Any]]]:
+def chat_turn(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str, Any]]]:
     """One turn of a chat after these calls' results: (text, [(id, name, arguments)])."""
     messages: Any = [{"role": "user", "content": "Write a file."}]
     for number, (made, result) in enumerate(results):
@@ -110,7 +110,7 @@ def of_chat(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tuple[s
     return message.content or "", [(one.id, one.function.name, json.loads(one.function.arguments)) for one in calls]
 
 
-def of_responses(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str, Any]]]:
+def response_turn(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str, Any]]]:
     """The same as a response, its function in a namespace."""
     items: Any = [{"role": "user", "content": "Write a file."}]
     for number, (made, result) in enumerate(results):
@@ -126,7 +126,7 @@ def of_responses(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tu
     return answer.output_text, [(one.call_id, one.name, json.loads(one.arguments)) for one in calls]
 
 
-def of_messages(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str, Any]]]:
+def message_turn(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tuple[str, str, Any]]]:
     """The same as a message, streamed."""
     turns: Any = [{"role": "user", "content": "Write a file."}]
     for number, (made, result) in enumerate(results):
@@ -146,7 +146,7 @@ def of_messages(url: str, results: list[tuple[str, str]]) -> tuple[str, list[tup
     return "".join(texts), [(one.id, one.name, one.input) for one in calls]
 
 
-@pytest.mark.parametrize("turn", [of_chat, of_responses, of_messages])
+@pytest.mark.parametrize("turn", [chat_turn, response_turn, message_turn])
 def test_a_task_with_calls_comes_to_its_end(
     scripted: Daemon, turn: Callable[[str, list[tuple[str, str]]], tuple[str, list[tuple[str, str, Any]]]]
 ) -> None:

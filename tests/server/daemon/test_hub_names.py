@@ -189,7 +189,7 @@ def test_a_name_without_a_network_is_explained_at_once(tmp_path: Path, models: T
         ("broken/model", "does not answer (Server error '500 Internal Server Error'"),
     ],
 )
-def test_what_the_hub_answers_is_explained(tmp_path: Path, hub_url: str, name: str, fault: str) -> None:
+def test_errors_of_the_hub_are_explained(tmp_path: Path, hub_url: str, name: str, fault: str) -> None:
     line = refusal(tmp_path / "empty", hub_url, name, "--revision", "v9")
     assert name in line
     assert fault in line

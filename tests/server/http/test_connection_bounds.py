@@ -255,7 +255,7 @@ def test_a_large_body_is_no_head(server: Server) -> None:
     assert wire.statuses == [200]
 
 
-def test_what_is_no_http_gets_400_in_json(server: Server) -> None:
+def test_bytes_that_are_no_http_get_400_in_json(server: Server) -> None:
     wire = server.connect()
     server.send(wire, b"nonsense\r\n\r\n")
     assert wire.statuses == [400]
@@ -267,7 +267,7 @@ def test_what_is_no_http_gets_400_in_json(server: Server) -> None:
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_comes_after_a_refusal_is_discarded_up_to_a_bound(server: Server) -> None:
+def test_data_after_a_refusal_is_discarded_up_to_a_bound(server: Server) -> None:
     server.waiting.most_discarded_bytes = 1000
     wire = server.connect()
     server.send(wire, b"nonsense\r\n\r\n", b"a" * 400, b"a" * 600)
@@ -361,8 +361,8 @@ def test_a_request_with_an_offer_is_read_like_any_other(
     posted, plain, asked = server.scopes[-3:]
     assert (posted["method"], posted["path"], posted["query_string"]) == ("POST", "/a", b"b")
     offered = [value for name, value in posted["headers"] if name == b"upgrade"]
-    of_trailer = [b"h2c"] if framing is CHUNKS[0] else []
-    assert offered == ([b"h2c"] if offer is JDK else [b"websocket", b"h2c"]) + of_trailer
+    trailer_offers = [b"h2c"] if framing is CHUNKS[0] else []
+    assert offered == ([b"h2c"] if offer is JDK else [b"websocket", b"h2c"]) + trailer_offers
     assert b"upgrade" not in dict(plain["headers"])
     assert dict(asked["headers"])[b"upgrade"] == b"h2c"
 

@@ -88,7 +88,7 @@ def repeated(first: bytes, piece: bytes, most_bytes: int = 8 << 20) -> Iterator[
     ],
     ids=["value", "name", "address", "headers", "chunk extension", "trailer", "trailers", "empty lines"],
 )
-def test_what_surrounds_a_body_is_bounded(daemon: Daemon, first: bytes, piece: bytes) -> None:
+def test_bytes_around_a_body_are_bounded(daemon: Daemon, first: bytes, piece: bytes) -> None:
     """431 before 8 MB have come, wherever the bytes stand."""
     assert status_of(daemon, repeated(first, piece)) == 431
     with daemon.client() as client:
@@ -328,7 +328,7 @@ def is_connected(port: int, client: int) -> bool:
     return any((local[-5:], other[-5:]) == ends for _, local, other, *_ in lines)
 
 
-def test_who_reads_nothing_is_let_go(guarded: Daemon, deaf: socket.socket) -> None:
+def test_client_that_reads_nothing_is_let_go(guarded: Daemon, deaf: socket.socket) -> None:
     """Its requests end early, its connection ends, others are answered meanwhile."""
     with guarded.client() as client:
         wait_until(lambda: client.get("/load").json()["server_load"] == 4, "the request does not begin")

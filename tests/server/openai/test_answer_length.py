@@ -105,7 +105,7 @@ def test_an_answer_that_fills_the_context_says_so(http: httpx.Client) -> None:
     assert ask(http, MESSAGES, near, max_tokens=2).json()["stop_reason"] == "max_tokens"
 
 
-def test_what_leaves_no_room_is_refused_by_its_field(http: httpx.Client) -> None:
+def test_prompts_without_room_for_an_answer_are_refused_by_their_field(http: httpx.Client) -> None:
     full = with_length(http, MAX_POSITIONS)
     for path, body, name, field in (
         (CHAT, full, "max_tokens", "messages"),

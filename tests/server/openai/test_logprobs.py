@@ -288,10 +288,10 @@ def test_offsets_count_characters_and_names_tell_bytes_apart(http: httpx.Client,
     assert len(found["tokens"]) > len(text)
     assert found["text_offset"] == sorted(found["text_offset"])
     assert found["text_offset"][-1] <= len(text)
-    of_bytes = [number for number, name in enumerate(found["tokens"]) if name.startswith("bytes:")]
-    assert of_bytes
-    assert {found["text_offset"][number] for number in of_bytes} >= {len(text) - 6, len(text) - 1}
+    byte_numbers = [number for number, name in enumerate(found["tokens"]) if name.startswith("bytes:")]
+    assert byte_numbers
+    assert {found["text_offset"][number] for number in byte_numbers} >= {len(text) - 6, len(text) - 1}
     if echo:
-        assert [found["text_offset"][number] for number in of_bytes][:3] == [1, 1, 1]
+        assert [found["text_offset"][number] for number in byte_numbers][:3] == [1, 1, 1]
     for name, top in zip(found["tokens"], found["top_logprobs"], strict=True):
         assert top is None or (name in top and len(top) in (20, 21))

@@ -75,7 +75,7 @@ def test_prompt_lookup_for_one_request(http: httpx.Client) -> None:
     assert counted["mean_acceptance_length"] > 2
 
 
-def test_what_does_not_go_together_is_refused(http: httpx.Client) -> None:
+def test_fields_that_exclude_each_other_are_refused(http: httpx.Client) -> None:
     for speculation, param in (
         ({"enabled": False}, "prediction"),
         ({"drafters": ["model"]}, "prediction"),

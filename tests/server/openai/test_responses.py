@@ -204,15 +204,13 @@ def test_a_structured_answer_is_parsed(openai_client: openai.OpenAI) -> None:
         ({"temperature": 3}, "temperature"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
-    openai_client: openai.OpenAI, fields: dict[str, Any], param: str
-) -> None:
+def test_unserved_fields_are_refused_by_name(openai_client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         openai_client.responses.create(**{**CALL, **fields})
     assert caught.value.param == param, caught.value
 
 
-def test_what_codex_sends_is_accepted(tool_client: openai.OpenAI) -> None:
+def test_bodies_of_codex_are_accepted(tool_client: openai.OpenAI) -> None:
     """A wish for a summary, tools that are no functions, and what it asks to be included."""
     asked: Any = {
         "reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": False,

@@ -184,7 +184,7 @@ def test_a_request_chooses_its_own_shape_and_rule(http: httpx.Client, speculatio
         ([], "speculation"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(
+def test_impossible_requests_are_refused_by_name(
     http: httpx.Client, speculation: Any, param: str, temperature: float
 ) -> None:
     """A value above a cap, an unknown rule or more chains than a rule can use: 400 that names the field, never a clamp.

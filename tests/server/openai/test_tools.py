@@ -241,7 +241,9 @@ def test_strict_tools_bind_a_free_answer(
         ),
     ],
 )
-def test_what_cannot_be_called_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_tools_that_cannot_be_called_are_refused_by_name(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert (caught.value.param or "").startswith(param), caught.value

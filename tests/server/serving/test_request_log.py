@@ -87,7 +87,7 @@ def test_a_client_that_leaves_has_its_line(json_daemon: Daemon, client: httpx.Cl
     assert line["answer_tokens"] < 2000
 
 
-def test_what_never_ran_has_a_line_of_its_own(json_daemon: Daemon, client: httpx.Client) -> None:
+def test_requests_that_never_ran_are_logged(json_daemon: Daemon, client: httpx.Client) -> None:
     client.post("/v1/completions", json=CALL | {"top_p": 7}, headers={"x-request-id": "refused"})
     (line,) = lines_of(json_daemon, "refused")
     assert (line["message"], line["status"]) == ("POST", 400)

@@ -32,9 +32,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            for of_scope in of_resource.scope_spans:
-                self.server.spans += of_scope.spans
+        for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope_spans in resource_spans.scope_spans:
+                self.server.spans += scope_spans.spans
         self.send_response(200)
         self.end_headers()
 

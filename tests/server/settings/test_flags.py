@@ -155,7 +155,7 @@ def test_flags_of_other_servers_become_settings(pasted: str, ours: str) -> None:
         (["--speculative-config", DRAFT, "--draft-model", "other"], "both set draft-model"),
     ],
 )
-def test_what_would_change_an_answer_is_refused_by_name(words: list[str], message: str) -> None:
+def test_flags_that_would_change_an_answer_are_refused_by_name(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_flags(["m", *words])
 

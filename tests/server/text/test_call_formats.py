@@ -100,14 +100,14 @@ def test_any_text_reads_the_same_in_pieces_and_nothing_is_lost(form: str, data: 
 
 
 @pytest.mark.parametrize("form", SPELL)
-def test_what_is_no_call_stays_text(form: str) -> None:
+def test_text_that_is_no_call_stays_text(form: str) -> None:
     for answer in ("Just text, 1 < 2 [and] {so} on.", SPELL[form]([("rm", {})]), "<tool_call> [TOOL_CALLS] " + BEGIN):
         for pieces in every_cut(answer):
             assert read(form, pieces) == (answer, [])
 
 
 @pytest.mark.parametrize("form", SPELL)
-def test_what_is_no_call_is_said_once(form: str) -> None:
+def test_text_that_is_no_call_is_sent_once(form: str) -> None:
     """Also when text or a call stands behind it."""
     if form == "llama3_json":
         return  # from the first object that is no call on, an answer is text

@@ -75,7 +75,7 @@ def test_nothing_of_a_tag_is_ever_released_early() -> None:
     assert reasoning.feed("yes") == ["yes"]
 
 
-def test_who_thinks_is_seen_in_the_template() -> None:
+def test_template_shows_whether_a_model_thinks() -> None:
     assert thought_marks("auto", QWEN) == THINK
     assert thought_marks("auto", "{{ messages }}") is None
     assert thought_marks("deepseek_r1", "{{ messages }}") == THINK
@@ -275,7 +275,7 @@ def test_messages_have_a_thinking_block(thinking: Daemon) -> None:
 @pytest.mark.parametrize(
     "asked", [{"reasoning_effort": "high"}, {"reasoning_effort": "none"}, {"enable_thinking": True}]
 )
-def test_what_the_template_does_not_know_is_reported(http: httpx.Client, asked: dict[str, Any]) -> None:
+def test_thinking_fields_unknown_to_the_template_are_reported(http: httpx.Client, asked: dict[str, Any]) -> None:
     """A hint has no effect on a model without levels of thinking."""
     plain, hinted = (http.post("/v1/chat/completions", json=ASKED | {"seed": 1} | more) for more in ({}, asked))
     assert hinted.json()["choices"] == plain.json()["choices"]

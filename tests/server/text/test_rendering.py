@@ -33,7 +33,7 @@ def all_calls(messages: list[Turn]) -> list[Turn]:
 TOOL = {"type": "function", "function": {"name": "cook", "parameters": {}}}
 
 
-def test_what_is_shown_is_the_templates_text() -> None:
+def test_prompt_is_the_templates_text() -> None:
     turns = [says("system", "Be brief."), USER, called(SHORT, content="So."), result(SHORT), USER]
     expected = template()(turns, [TOOL], [{"text": "Paper", "id": 3}])
     assert rendered(template(), *turns, tools=[TOOL], documents=[{"text": "Paper", "id": 3}]) == expected
@@ -139,7 +139,7 @@ def test_a_system_prompt_that_is_not_shown_is_said_by_the_user() -> None:
         ([USER, called(SHORT)], {}, "messages.1.tool_calls", "leave the calls"),
     ],
 )
-def test_what_is_not_shown_is_refused_by_name(turns: list[Turn], more: Any, param: str, words: str) -> None:
+def test_parts_not_shown_are_refused_by_name(turns: list[Turn], more: Any, param: str, words: str) -> None:
     error = refused(without("assistant"), *turns, **more)
     assert error.param == param
     assert str(error).startswith(f"{param}: the chat template of this model does not show it")

@@ -28,7 +28,7 @@ def refusal(**fields: Any) -> RequestError:
     return caught.value
 
 
-def of_json(param: str, schema: Any) -> Structure:
+def json_structure(param: str, schema: Any) -> Structure:
     return Structure(json.dumps({"grammars": [{"json_schema": schema}]}), param, f"%json {json.dumps(schema)}")
 
 
@@ -213,7 +213,7 @@ def test_formats_that_are_not_known_are_left_out_wherever_schemas_stand() -> Non
         ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "structured_outputs", "regular expression"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_its_field(fields: dict[str, Any], param: str, words: str) -> None:
+def test_unreadable_structures_are_refused_by_their_field(fields: dict[str, Any], param: str, words: str) -> None:
     error = refusal(**fields)
     assert error.param == param
     assert param in str(error)
@@ -237,7 +237,7 @@ def test_keys_that_a_format_does_not_have_are_unknown(form: dict[str, Any], para
 
 def test_keys_without_a_value_are_no_keys() -> None:
     form = {"type": "json_schema", "odd": None, "json_schema": {"schema": OBJECT, "odd": None}}
-    assert structure(response_format=form) == of_json("response_format", {"x-guidance": COMPACT, **OBJECT})
+    assert structure(response_format=form) == json_structure("response_format", {"x-guidance": COMPACT, **OBJECT})
 
 
 def test_a_grammar_has_a_greatest_length() -> None:

@@ -65,7 +65,7 @@ def test_a_mistake_in_a_template_is_the_operator_s(
         ("{{ messages[0].content }}{% if x is defined %}{{ x + 1 }}{% endif %}", {"x": "a"}, "chat_template_kwargs"),
     ],
 )
-def test_what_a_template_refuses_is_the_client_s(template: str, variables: dict[str, Any], param: str) -> None:
+def test_refusal_of_a_template_is_the_clients_mistake(template: str, variables: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as refused:
         Tokenizer(str(TOKENIZER), template).render_chat(QUESTION, variables=variables)
     answer = to_api_error(refused.value)
@@ -237,7 +237,7 @@ def test_defaults_beyond_the_bounds_of_requests_stop_the_start(tmp_path: Path, c
         generation_defaults(str(tmp_path))
 
 
-def test_what_transformers_calls_off_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_are_off_in_transformers_are_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "num_beams": 1}))
     assert generation_defaults(str(tmp_path)) == GenerationDefaults(temperature=0.0)

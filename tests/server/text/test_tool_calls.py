@@ -158,7 +158,7 @@ def test_one_call_ends_an_answer_that_may_have_one() -> None:
 
 @pytest.mark.parametrize("behind", ["", "\n", "\n<tool_call>", ' and <tool_call>\n{"name": "nope"', " and more"])
 @pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON])
-def test_what_stands_behind_the_one_call_is_dropped(form: str, behind: str) -> None:
+def test_text_after_the_only_call_is_dropped(form: str, behind: str) -> None:
     """However much of it comes with the call's last piece."""
     call = (hermes if form == HERMES else llama)("add", "{}")
     for cut in range(1, len(call) + 1):

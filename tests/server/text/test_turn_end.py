@@ -45,7 +45,7 @@ def test_a_turn_that_ends_with_another_token_is_named() -> None:
     ],
     ids=["nothing", "text", "no answer", "refusal", "next turn"],
 )
-def test_where_it_cannot_be_told_nothing_is_said(template: str) -> None:
+def test_template_without_a_known_end_gets_no_remark(template: str) -> None:
     tokenizer = of(template.replace("BEGIN", of(None).token_text(EOS)))
     check_template(tokenizer)
     assert turn_remark(tokenizer, []) is None

@@ -105,7 +105,7 @@ def test_thoughts_may_stand_beside_calls(tokenizer: Tokenizer, template: str) ->
         ("{{ messages[0].content }}{{ messages[1].tool_calls | tojson }}", "messages.2.content"),
     ],
 )
-def test_what_a_template_does_not_show_is_refused_by_name(models: TinyModels, text: str, refused: str) -> None:
+def test_parts_that_a_template_does_not_show_are_refused_by_name(models: TinyModels, text: str, refused: str) -> None:
     tokenizer = Tokenizer(str(models.target), text)
     with pytest.raises(RequestError) as caught:
         prompt_of(tokenizer, "hermes", called(None, [(PARIS[0], json.dumps(PARIS[1]))]))

@@ -65,13 +65,13 @@ def test_a_known_field_that_is_not_served_is_refused(http: httpx.Client, name: s
         {"add_generation_prompt": True, "continue_final_message": True},
     ],
 )
-def test_what_a_chat_does_not_serve_is_refused(http: httpx.Client, fields: dict[str, Any]) -> None:
+def test_fields_that_a_chat_does_not_serve_are_refused(http: httpx.Client, fields: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     assert error_of(send(http, CHAT, {**fields, "messages": messages}), 400)["param"] == next(iter(fields))
 
 
 @pytest.mark.parametrize("name", ["audio", "function_call"])
-def test_what_a_message_does_not_serve_is_refused(http: httpx.Client, name: str) -> None:
+def test_fields_that_a_message_does_not_serve_are_refused(http: httpx.Client, name: str) -> None:
     """Other names in messages are kept out of the prompt: clients send back what other servers returned them."""
     message = {"role": "assistant", "content": "x", "annotations": [], "refusal": None}
     assert send(http, CHAT, {"messages": [message]}).status_code == 200
@@ -125,7 +125,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_u
         (RESPONSES, {"service_tier": "default", "text": {"verbosity": "medium"}, "background": False}),
     ],
 )
-def test_what_known_clients_send_is_accepted(http: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+def test_bodies_of_known_clients_are_accepted(http: httpx.Client, path: str, fields: dict[str, Any]) -> None:
     """The official client, lm-eval, vLLM's and SGLang's benches, guidellm and aiperf."""
     response = post(http, path, fields)
     assert response.status_code == 200, response.text
@@ -193,9 +193,9 @@ def test_streamed_token_ids_add_up_to_the_whole(http: httpx.Client, path: str) -
     with http.stream("POST", path, json={**BODIES[path], **asked, "stream": True}) as response:
         chunks = EventStream(response).read()
     for choice in whole["choices"]:
-        of_choice = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
-        assert [token for one in of_choice for token in one.get("token_ids", [])] == choice["token_ids"]
-        prompts = [one["prompt_token_ids"] for one in of_choice if "prompt_token_ids" in one]
+        choice_chunks = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert [token for one in choice_chunks for token in one.get("token_ids", [])] == choice["token_ids"]
+        prompts = [one["prompt_token_ids"] for one in choice_chunks if "prompt_token_ids" in one]
         assert prompts == ([] if path == CHAT else [choice["prompt_token_ids"]])
     prompts = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
     assert prompts == ([whole["prompt_token_ids"]] if path == CHAT else [])

@@ -191,9 +191,7 @@ def test_the_schema_says_which_names_are_closed(http: httpx.Client) -> None:
     assert (fields["suffix"]["enum"], fields["moderation"]["enum"]) == (["", None], [None])
 
 
-def test_what_is_logged_of_unknown_names_is_bounded(
-    caplog: pytest.LogCaptureFixture, unknown_fields: UnknownFields
-) -> None:
+def test_logged_unknown_names_are_bounded(caplog: pytest.LogCaptureFixture, unknown_fields: UnknownFields) -> None:
     """However many names clients invent, they do not fill the log."""
     for number in range(1000):
         for _ in range(2):
