@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from analysis import drafters, growth, heads, limits, peers, prefixes, quality, reports, shapes, tasks, turns
+from analysis import drafters, peers, quality, reports, shapes, tasks, turns
 from analysis.report import table
+from analysis.times import chains, heads, limits, prefixes
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
 from loadtest.report import rules_markdown
@@ -166,7 +167,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("limits", "limits-cpu", limits.markdown),
         ("chains", "chains-cpu", rules_markdown),
         ("overhead", "overhead-cpu", overhead.markdown),
-        ("growth", "growth-cpu", growth.markdown),
+        ("growth", "growth-cpu", chains.markdown),
         *((f"shapes-{texts}", f"shapes-{texts}-cpu", shapes.markdown) for texts in ("prose", "dialogues", "115m")),
         ("quality", "quality-cpu", quality.markdown),
         ("arms-dots", "arms-dots-cpu", turns.markdown),

@@ -1,4 +1,4 @@
-"""`analyze prefixes`: tokens that the prefix cache finds with and without a head, and memory of a token.
+"""`analyze times --of prefixes`: tokens that the prefix cache finds with and without a head, and memory of a token.
 
 Requests with a few shared beginnings, four at once, first without a draft model and then with heads of random weights.
 What the cache finds depends on no weights, so it needs no trained head.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from analysis.heads import KINDS, head_of, target_of
 from analysis.loading import random_prompts
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from analysis.times import heads
+from analysis.times.heads import check_names, load_target, random_head
+from analysis.times.steps import most_drafts
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.models.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.building import assemble
@@ -22,30 +24,46 @@ from engine.step.distribution_check import run_to_end
 from engine.step.engine import Engine
 from loadtest.results import document, table
 
+KINDS = ["eagle3", *heads.KINDS]
+DEFAULTS: dict[str, Any] = {"kinds": KINDS, "layers": 1}
 _AT_ONCE = 4
 _ANSWER = 16
 _DRAFTS = Speculation(rule="block", num_drafts=1, draft_length=3)
 _NONE = "none"
-_ALL = ("eagle3", *KINDS)
+
+
+class Prompts(NamedTuple):
+    """Counts of the prompts and their tokens."""
+
+    requests: int = 16
+    beginnings: int = 4
+    """Number of shared beginnings."""
+    shared: int = 200
+    """Tokens of a beginning."""
+    own: int = 33
+    """Further tokens of each prompt."""
+
+
+_PROMPTS = Prompts()
 
 
 def load(kind: str, layers: int) -> Engine:
-    """Return an engine of the embedded target with a head of this kind, or without a draft model."""
-    target = target_of("embedded")  # an engine takes the weights out of its target
-    head = None if kind == _NONE else head_of(kind, target, layers, _DRAFTS.draft_length)
+    """Return an engine of the embedded target with a head of this type, or without a draft model."""
+    target = load_target("embedded")  # an engine takes the weights out of its target
+    head = None if kind == _NONE else random_head(kind, target, layers, _DRAFTS.draft_length)
     config = EngineConfig(
         model=ModelConfig(target="target", draft=None if head is None else "head", device="cpu"),
         cache=CacheConfig(memory_bytes=1 << 28),
         scheduler=SchedulerConfig(max_num_seqs=_AT_ONCE),
-        speculation=SpeculationConfig(num_drafts=1, draft_length=_DRAFTS.draft_length, observed_share=0.0),
+        speculation=most_drafts(1, _DRAFTS.draft_length),
     )
     return assemble(config, target, head, is_owner=True)
 
 
-def requests_of(options: argparse.Namespace, speculation: Speculation) -> list[Request]:
+def requests(prompts: Prompts, speculation: Speculation) -> list[Request]:
     """Return the requests: beginnings in turn, each followed by other tokens."""
-    beginnings = random_prompts(options.beginnings, options.shared, 0)
-    ends = random_prompts(options.requests, options.own, 1)
+    beginnings = random_prompts(prompts.beginnings, prompts.shared, 0)
+    ends = random_prompts(prompts.requests, prompts.own, 1)
     return [
         Request(
             request_id=str(number),
@@ -58,9 +76,10 @@ def requests_of(options: argparse.Namespace, speculation: Speculation) -> list[R
     ]
 
 
-def measure(engine: Engine, options: argparse.Namespace) -> dict[str, int]:
+def measure(engine: Engine, prompts: Prompts) -> dict[str, int]:
     """Answer the requests; return tokens asked for and found, and bytes of one token in target and head."""
-    run_to_end(engine, requests_of(options, Speculation() if engine.drafter is None else _DRAFTS))
+    speculation = Speculation() if engine.drafter is None else _DRAFTS
+    run_to_end(engine, requests(prompts, speculation))
     scheduler = engine.scheduler
     return {
         "cached_prompt_tokens": scheduler.num_cache_hits,
@@ -72,10 +91,11 @@ def measure(engine: Engine, options: argparse.Namespace) -> dict[str, int]:
 
 def _token_bytes(runner: ModelRunner) -> int:
     """Return the bytes of a token's K, V and hidden states."""
-    stored = runner.storage
-    num_slots = stored.keys.shape[1]
-    parts = [stored.keys, stored.values, *([] if stored.hidden is None else [stored.hidden])]
-    return sum(part.nbytes for part in parts) // num_slots
+    storage = runner.storage
+    num_bytes = storage.keys.nbytes + storage.values.nbytes
+    if storage.hidden is not None:
+        num_bytes += storage.hidden.nbytes
+    return num_bytes // storage.keys.shape[1]
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -85,20 +105,13 @@ def markdown(result: dict[str, Any]) -> str:
     return table(["head", "cached prompt tokens", "of", "target's bytes per token", "head's bytes per token"], rows)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kinds", nargs="+", default=list(_ALL), choices=_ALL, help="types of heads (default all)")
-    parser.add_argument("--layers", type=int, default=1, help="layers of the heads (default 1)")
-    parser.add_argument("--requests", type=int, default=16, help="requests, four at once (default 16)")
-    parser.add_argument("--beginnings", type=int, default=4, help="shared beginnings (default 4)")
-    parser.add_argument("--shared", type=int, default=200, help="tokens of a beginning (default 200)")
-    parser.add_argument("--own", type=int, default=33, help="further tokens of each prompt (default 33)")
-
-
-def analyze(options: argparse.Namespace) -> dict[str, Any]:
+def analyze(options: argparse.Namespace, prompts: Prompts = _PROMPTS) -> dict[str, Any]:
     """Serve the same requests without a draft model and with each head."""
-    cells = [
-        {"head": kind, **measure(load(kind, options.layers), options)}
-        for kind in tqdm([_NONE, *options.kinds], unit="head")
-    ]
+    check_names("--kinds", options.kinds, KINDS)
+    cells = []
+    for kind in tqdm([_NONE, *options.kinds], unit="head"):
+        engine = load(kind, options.layers)
+        cells.append({"head": kind, **measure(engine, prompts)})
     what = "prompt tokens that the prefix cache finds with and without a head, four requests at once; bytes of a token"
-    return document(what, options, ("layers", "requests", "beginnings", "shared", "own"), cells=cells)
+    shown = argparse.Namespace(of=options.of, layers=options.layers, **prompts._asdict())
+    return document(what, shown, cells=cells)
