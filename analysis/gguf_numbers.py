@@ -22,7 +22,7 @@ from tqdm import tqdm
 from analysis import quality
 from analysis.llama_cpp_arm import AS_IT_IS, Context, gguf_of
 from analysis.loading import add_device_arguments, config_of, load_engine, models_of, prompts_of, say
-from analysis.peers import sampled
+from analysis.peer_arms import sampled
 from engine.errors import ConfigError
 from engine.models.gguf.folder import file_of
 from engine.models.importing import import_transformers

@@ -37,7 +37,7 @@ from analysis.gpu_engine import (
 from analysis.gpu_exactness import check_exactness
 from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
 from analysis.load import Load
-from analysis.peers import sampled
+from analysis.peer_arms import sampled
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
 from engine.control.step_time import Point
 from engine.models.loading import adopt, load_pair

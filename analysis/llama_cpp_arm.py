@@ -213,7 +213,7 @@ class LlamaCpp:
                 self._draft = Context(file, 1, room, options.threads)
         self._seed = 0
 
-    def plain(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
+    def plain(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
         """Decode all prompts in one batch."""
         target = self._target
         target.forget()
@@ -231,13 +231,13 @@ class LlamaCpp:
                 answer.append(target.sample(samplers[number], number))
         return answers
 
-    def drafted(self, prompts: list[list[int]], temperature: float, num_drafts: int = 3) -> list[list[int]]:
+    def drafted(self, prompts: Sequence[Sequence[int]], temperature: float, num_drafts: int = 3) -> list[list[int]]:
         """Decode one prompt after the other, with the draft model's likeliest tokens as drafts; a draft is accepted
         if it is the sampled token.
         """
         return [self._drafted(prompt, temperature, num_drafts) for prompt in prompts]
 
-    def _drafted(self, prompt: list[int], temperature: float, num_drafts: int) -> list[int]:
+    def _drafted(self, prompt: Sequence[int], temperature: float, num_drafts: int) -> list[int]:
         target, draft = self._target, self._draft
         assert draft is not None
         target.forget()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from analysis import drafters, peers, quality, reports, shapes, tasks, turns
+from analysis import drafters, peers, quality, reports, shapes, turns
 from analysis.report import table
 from analysis.times import chains, heads, limits, prefixes
 from loadtest import clients, overhead, picture
@@ -152,9 +152,9 @@ def test_the_table_is_the_committed_result() -> None:
         ("peers-embedded-q8", "peers-embedded-q8-cpu", peers.markdown),
         ("peers-embedded-q4", "peers-embedded-q4-cpu", peers.markdown),
         ("peers-batches", "peers-batches-cpu", peers.markdown),
-        ("tasks-smollm2", "tasks-smollm2-cpu", tasks.markdown),
-        ("tasks-smollm2-passes", "tasks-smollm2-cpu", tasks.tasks_markdown),
-        ("tasks-copying", "tasks-copying-cpu", tasks.markdown),
+        ("tasks-smollm2", "tasks-smollm2-cpu", peers.tasks_markdown),
+        ("tasks-smollm2-passes", "tasks-smollm2-cpu", peers.passes_markdown),
+        ("tasks-copying", "tasks-copying-cpu", peers.tasks_markdown),
         ("peers-smollm2-file", "peers-smollm2-file-cpu", partial(peers.markdown, own=peers.OFF)),
         ("peers-115m-q8", "peers-115m-q8-cpu", peers.markdown),
         ("peers-115m-q4", "peers-115m-q4-cpu", peers.markdown),
