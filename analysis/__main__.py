@@ -37,7 +37,7 @@ JSON to standard output."""
 _EPILOG = """\
 which command helps with what:
   a pair of models that you want to serve  selfcheck, then pair; arms, shapes
-  a head in place of a draft model         drafters; times --of heads or prefixes
+  a head in place of a draft model         drafters; times --of heads
   smaller weights or a smaller K/V cache   quality; gguf-numbers for a GGUF file
   a GPU that you do not have yet           plan
   what takes the time on this machine      times

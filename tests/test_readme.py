@@ -17,7 +17,7 @@ import yaml
 
 from analysis import drafters, peers, quality, reports, shapes, turns
 from analysis.report import table
-from analysis.times import chains, heads, limits, prefixes
+from analysis.times import chains, heads, limits
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
 from loadtest.report import rules_markdown
@@ -143,7 +143,6 @@ def test_the_table_is_the_committed_result() -> None:
         ("heads", "heads-cpu", drafters.markdown),
         ("heads-chains", "heads-chains-cpu", heads.markdown),
         ("heads-chains-larger", "heads-chains-larger-cpu", heads.markdown),
-        ("heads-prefix", "heads-prefix-cpu", prefixes.markdown),
         ("reported", "arms-several-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),

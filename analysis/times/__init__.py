@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from analysis.loading import add_format_arguments, add_pair_arguments
-from analysis.times import chains, heads, limits, prefixes, rules
+from analysis.times import chains, heads, limits, rules
 from engine.errors import ConfigError
 from loadtest.arguments import integers
 
@@ -37,10 +37,6 @@ MEASUREMENTS = {
         "What limits passes and steps after short and long texts, and how much of the speedup is left?",
     ),
     "heads": _measurement(heads, "How much longer does a one-pass head draft several chains than one?"),
-    "prefixes": _measurement(
-        prefixes,
-        "Does the prefix cache find as much with a head as without, and how many bytes is a token?",
-    ),
 }
 _INTEGERS = {
     "context": "tokens of the text before a step",
@@ -56,8 +52,8 @@ _LISTS = {
 }
 _WORDS = {
     "dtypes": "types of the weights, with commas",
-    "kinds": f"types of heads: {', '.join(prefixes.KINDS)}",
-    "targets": "targets of the heads: embedded, larger",
+    "kinds": f"types of heads: {', '.join(heads.KINDS)}",
+    "targets": f"targets of the heads: {', '.join(heads.TARGETS)}",
 }
 
 

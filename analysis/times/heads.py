@@ -71,7 +71,7 @@ def load_target(size: str) -> LoadedModel:
 
 
 def random_head(kind: str, target: LoadedModel, layers: int, length: int) -> LoadedModel:
-    """Return a head with random weights that drafts at most `length` tokens."""
+    """Return a head with random weights that drafts at most `length` tokens; kind: of `KINDS`, or eagle3."""
     like = target.model.config
     names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
     sizes = {name: getattr(like, name) for name in [*names, "vocab_size"]}

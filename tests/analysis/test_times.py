@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from analysis.__main__ import main
-from analysis.times import MEASUREMENTS, chains, heads, limits, prefixes
+from analysis.times import MEASUREMENTS, chains, heads, limits
 from engine.speculation.verification import RULES
 from loadtest.checkpoints import lengthened
 from tests.engine import tiny
@@ -98,17 +97,6 @@ def test_table_of_heads_has_a_row_per_head() -> None:
         "| --- | --- | --- | --- |",
         "| embedded | dflash | 1.9 (43%) | 1.08x (22%) |",
     ]
-
-
-def test_requests_find_the_whole_blocks_of_beginnings_that_others_computed() -> None:
-    """Two beginnings of two blocks and a half, six requests: all but the first two find two blocks."""
-    prompts = prefixes.Prompts(requests=6, beginnings=2, shared=40, own=5)
-    options = argparse.Namespace(of="prefixes", kinds=["dflash"], layers=1)
-    plain, head = prefixes.analyze(options, prompts)["cells"]
-    assert (plain["cached_prompt_tokens"], plain["queries"]) == (4 * 32, 6 * 45)
-    assert (head["cached_prompt_tokens"], head["queries"]) == (4 * 32, 6 * 45)
-    assert plain["head_bytes_per_token"] == 0 < head["head_bytes_per_token"]
-    assert plain["target_bytes_per_token"] < head["target_bytes_per_token"]
 
 
 def test_least_time_counts_weights_texts_and_products() -> None:
