@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -226,12 +226,22 @@ def load_of(options: argparse.Namespace, count: int, length: int, seed: int) -> 
     return Load(prompts, 64 if options.device == "cuda" else 8, 1.0)
 
 
+class Candidates(NamedTuple):
+    """Arms that are compared, and the measured steps that they begin with."""
+
+    engine: Engine
+    points: Sequence[Point]
+    names: Sequence[str]
+
+    def make(self, load: Load) -> dict[str, arms.Arm]:
+        """Return new arms."""
+        return arms.make_arms(self.engine, self.names, self.points, load)
+
+
 def cells(
     options: argparse.Namespace,
     findings: SectionResults,
-    engine: Engine,
-    points: Sequence[Point],
-    names: Sequence[str],
+    candidates: Candidates,
     loads: Sequence[tuple[int, int]],
     seconds: float,
 ) -> None:
@@ -242,11 +252,10 @@ def cells(
     found = []
     for concurrency, length in loads:
         load = load_of(options, 2 * concurrency, length, seed=length)
-        arms.check_room(engine.facts, names, load, concurrency)
-        make = partial(arms.make_arms, engine, names, points, load)
+        arms.check_room(candidates.engine.facts, candidates.names, load, concurrency)
         durations = arms.Durations(seconds * options.scale, seconds / 3 * options.scale)
         with tqdm(total=1, disable=True) as progress:
-            cell = arms.measure(make, load, concurrency, durations, progress)
+            cell = arms.measure(partial(candidates.make, load), load, concurrency, durations, progress)
         found.append({"context": length, **cell})
         findings.add("cells", found, is_shown=False)
         for name, arm in cell["arms"].items():

@@ -1,6 +1,6 @@
 """`analyze times --of rules`: verification by every rule, in steps of one request that take turns.
 
-Rules that a pair's vocabulary is too large for are left out. Fewer chains are drawn for rules that take no more.
+Rules that the pair cannot be served with are left out. Fewer chains are drawn for rules that take no more.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from analysis.times.steps import PAIR_DEFAULTS, load_single, measure_turns, most_drafts, part
 from engine.request import Speculation
+from engine.speculation.conditions import served_rules
 from engine.speculation.verification import RULES
 from engine.step.calibration import synthetic_plan
 from loadtest.results import document, table
@@ -23,11 +24,9 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     limits = most_drafts(max(options.num_drafts), options.draft_length)
     engine = load_single(options, 2 * options.context, limits)
     plans = {}
-    for name, rule in RULES.items():
-        if rule.max_vocabulary is not None and engine.facts.vocab_size > rule.max_vocabulary:
-            continue
+    for name in served_rules(engine.facts):
         for wanted in options.num_drafts:
-            count = min(wanted, rule.max_drafts or wanted)
+            count = min(wanted, RULES[name].max_drafts or wanted)
             shape = Speculation(rule=name, num_drafts=count, draft_length=options.draft_length)
             plans[f"{name} {count}"] = synthetic_plan(engine, 1, options.context, shape)
     cells = []
