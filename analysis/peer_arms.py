@@ -25,6 +25,7 @@ from engine.models.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import default_speculation
 from engine.step.calibration import measure_points
+from engine.step.distribution_check import run_to_end
 
 Prompts = Sequence[Sequence[int]]
 Answers = list[list[int]]
@@ -34,7 +35,7 @@ OWN, OFF, GENERATE = "polydraft", "polydraft off", "transformers generate"
 
 
 class Emitted(NamedTuple):
-    """Tokens and passes of an answer, without its first token, which is the prompt's."""
+    """Tokens and passes of an answer, without its first pass, which is the prompt's and emits one token."""
 
     num_tokens: int
     num_passes: int
@@ -72,30 +73,25 @@ class Own:
 
     def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
         torch.set_num_threads(self._threads)
-        answers: dict[str, list[list[int]]] = {}
-        """Tokens of each pass, by request."""
+        requests = []
         for prompt in prompts:
             self._number += 1
-            request_id = str(self._number)
-            answers[request_id] = []
-            self.engine.submit(
+            requests.append(
                 Request(
-                    request_id=request_id,
+                    request_id=str(self._number),
                     prompt_token_ids=tuple(prompt),
                     sampling=Sampling(temperature=temperature, seed=self._number),
                     limits=Limits(max_tokens=self._num_tokens, ignore_eos=True),
                     speculation=speculation,
-                    cache_salt=request_id,
+                    cache_salt=str(self._number),
                 )
             )
-        while self.engine.scheduler.has_work:
-            for outcome in self.engine.run_step().outcomes:
-                if outcome.token_ids:
-                    answers[outcome.request_id].append(list(outcome.token_ids))
+        answers = list(run_to_end(self.engine, requests).values())
         if speculation is self.served:
-            for prompt, passes in zip(prompts, answers.values(), strict=True):
-                self.emitted[tuple(prompt)].append(Emitted(sum(map(len, passes[1:])), len(passes) - 1))
-        return [[token for tokens in passes for token in tokens] for passes in answers.values()]
+            for prompt, answer in zip(prompts, answers, strict=True):
+                num_passes = sum(bool(outcome.token_ids) for _, outcome in answer.steps)
+                self.emitted[tuple(prompt)].append(Emitted(len(answer.tokens) - 1, num_passes - 1))
+        return [answer.tokens for answer in answers]
 
 
 class Transformers:
