@@ -1,6 +1,7 @@
-"""Arms of `python -m analysis.peers`: this engine and transformers. llama.cpp is in `llama_cpp_arm.py`.
+"""Arms of `python -m analysis.peers`: this engine and transformers; llama.cpp: `llama_cpp_arm.py`.
 
-An arm answers several prompts at once, with the same number of tokens each, and returns the answers.
+An arm answers several prompts at once, with the same number of tokens each, and returns the
+answers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OWN, OFF, GENERATE = "polydraft", "polydraft off", "transformers generate"
 
 
 class Emitted(NamedTuple):
-    """Tokens and passes of an answer, without its first pass, which is the prompt's and emits one token."""
+    """Tokens and passes of an answer, without the pass of its prompt, which emits one token."""
 
     num_tokens: int
     num_passes: int
@@ -168,7 +169,7 @@ def sampled(num_tokens: int, temperature: float) -> Any:
 
 
 def llama_cpp_arms(options: argparse.Namespace) -> dict[str, Arm]:
-    """Return llama.cpp's arms, with each type of weights; raise ConfigError if its library is missing."""
+    """Return llama.cpp's arms by type of weights; raise ConfigError without its library."""
     if "llama.cpp" in options.without or not options.llama_cpp_types:
         return {}
     check_library()

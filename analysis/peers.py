@@ -1,8 +1,8 @@
-"""`python -m analysis.peers`: this engine compared with transformers and llama.cpp, in one process, interleaved.
+"""`python -m analysis.peers`: this engine, transformers and llama.cpp in one process, in turns.
 
-Same weights, same prompts, same number of tokens and of threads, no end token. A GGUF file is read by llama.cpp as it
-is, and dequantised by transformers. Arms take turns, in reversed order each time. Writes one JSON document; ratios are
-those of paired runs. Three kinds of prompts:
+Same weights, same prompts, same number of tokens and of threads, no end token. A GGUF file is read
+by llama.cpp as it is, and dequantised by transformers. Arms take turns, in reversed order each
+time. Writes one JSON document; ratios are those of paired runs. Three kinds of prompts:
 
 - random tokens (the default). At temperature 0 every arm's answers are first compared with those of `generate`.
 - `--prompt-tokens` measures prompts of random tokens: the time to an answer's only token.
@@ -70,7 +70,7 @@ def read_prompts(file: Path, folder: str, per_task: int) -> list[TaskPrompt]:
 def seconds_in_turns(
     arms: Mapping[str, Arm], batches: Sequence[Prompts], temperature: float, num_tokens: int
 ) -> dict[str, list[float]]:
-    """Return the seconds that each arm takes for each batch of prompts; num_tokens: of an answer."""
+    """Return the seconds of each batch of prompts, by arm; num_tokens: of an answer."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
     for number, batch in enumerate(tqdm(batches, desc=f"temperature {temperature:g}", unit="batch")):
@@ -187,7 +187,12 @@ def tasks_markdown(result: dict[str, Any]) -> str:
     rows = []
     for cell in result["cells"]:
         for name, arm in cell["arms"].items():
-            row = [f"{cell['temperature']:g}", cell["concurrency"], name, f"{arm['tokens_per_second']:.0f}"]
+            row = [
+                f"{cell['temperature']:g}",
+                cell["concurrency"],
+                name,
+                f"{arm['tokens_per_second']:.0f}",
+            ]
             for own in (OFF, OWN):
                 row.append("-" if name == own else shown_ratio(arm[_TASK_RATIOS[own]]))
             rows.append(row)
@@ -231,7 +236,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--per-task", type=int, default=8, help="most prompts of a task (default 8)")
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm, with random prompts (default 4)")
     result.add_argument(
-        "--warm-up", type=float, default=2.0, help="seconds of warm-up of an arm, in which the controller tries shapes"
+        "--warm-up",
+        type=float,
+        default=2.0,
+        help="seconds of warm-up of an arm, in which the controller tries shapes",
     )
     result.add_argument("--threads", type=int, default=2, help="threads of all arms")
     result.add_argument("--shapes", nargs="*", default=[], help="also fixed shapes, e.g. block:1x5 bv_race:4x5")
@@ -244,7 +252,10 @@ def parser() -> argparse.ArgumentParser:
         "is, the default for such a target",
     )
     result.add_argument(
-        "--without", nargs="+", default=[], help="arms to omit, by a part of their names, e.g. assisted continuous"
+        "--without",
+        nargs="+",
+        default=[],
+        help="arms to omit, by a part of their names, e.g. assisted continuous",
     )
     add_output_argument(result)
     return result
@@ -321,7 +332,10 @@ def _compare_tasks(options: argparse.Namespace, save: Save) -> dict[str, Any]:
         arms[GENERATE] = Transformers(options).generate
     arms = _without(arms | llama_cpp_arms(options), options.without)
     cells = measure_tasks(arms, own, prompts, options, save)
-    about = {"prompts": len(prompts), "prompt_tokens": {"median": statistics.median(lengths), "longest": max(lengths)}}
+    about = {
+        "prompts": len(prompts),
+        "prompt_tokens": {"median": statistics.median(lengths), "longest": max(lengths)},
+    }
     result = {"cells": cells, "about": about}
     print(tasks_markdown(result))
     print(passes_markdown(result))

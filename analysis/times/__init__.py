@@ -1,7 +1,7 @@
 """`analyze times --of NAME`: durations of parts of the engine on this machine, in turns.
 
-A module of this room is one measurement. It has `DEFAULTS`, the flags that it takes; `analyze`, which returns the
-document; and `markdown`, its table. A flag of another measurement is refused.
+A module of this room is one measurement. It has `DEFAULTS`, the flags that it takes; `analyze`,
+which returns the document; and `markdown`, its table. A flag of another measurement is refused.
 """
 
 from __future__ import annotations

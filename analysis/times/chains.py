@@ -35,7 +35,7 @@ def chains(num_drafts: int, draft_length: int) -> Speculation:
 
 
 def measure(engine: Engine, context: int, repeats: int) -> dict[str, Any]:
-    """Return seconds of steps by chains, and of the target's pass by rows, with their ratios in each turn."""
+    """Return steps by chains and the target's pass by rows: seconds, and ratios in each turn."""
     shapes = {"off": Speculation(), "many": chains(1, _DRAFTED)}
     shapes |= {str(count): chains(count, _LENGTH) for count in _CHAINS}
     plans = {name: synthetic_plan(engine, 1, context, shape) for name, shape in shapes.items()}

@@ -1,7 +1,7 @@
-"""`analyze times --of heads`: drafting of one-pass heads by the number of chains, one request at a time.
+"""`analyze times --of heads`: drafting of one-pass heads by chains, one request at a time.
 
-Weights of the heads are random, because times do not depend on them. Steps of all shapes take turns. Not for:
-acceptance, which only trained heads have (`polydraft analyze arms`).
+Weights of the heads are random, because times do not depend on them. Steps of all shapes take
+turns. Not for: acceptance, which only trained heads have (`polydraft analyze arms`).
 """
 
 from __future__ import annotations
@@ -71,9 +71,15 @@ def load_target(size: str) -> LoadedModel:
 
 
 def random_head(kind: str, target: LoadedModel, layers: int, length: int) -> LoadedModel:
-    """Return a head with random weights that drafts at most `length` tokens; kind: of `KINDS`, or eagle3."""
+    """Return a head with random weights for `length` tokens; kind: one of `KINDS`, or eagle3."""
     like = target.model.config
-    names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names = [
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ]
     sizes = {name: getattr(like, name) for name in [*names, "vocab_size"]}
     depth = like.num_hidden_layers
     read_layers = [1, depth // 2, depth - 2]
@@ -136,12 +142,19 @@ def summary(turns: Mapping[str, list[Seconds]]) -> dict[str, dict[str, float]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return a table with a row per head: drafting of one chain, and of several over that, with shares of the step."""
+    """Return a table with a row per head: drafting of one chain, and of several over that.
+
+    In brackets: the share of the step.
+    """
     first, *more = result["options"]["num_drafts"]
     rows = []
     for cell in result["cells"]:
         shape = cell["shapes"][str(first)]
-        row = [cell["target"], cell["kind"], f"{shape['draft_ms']:.1f} ({shape['share_of_step']:.0%})"]
+        row = [
+            cell["target"],
+            cell["kind"],
+            f"{shape['draft_ms']:.1f} ({shape['share_of_step']:.0%})",
+        ]
         for number in more:
             shape = cell["shapes"][str(number)]
             row.append(f"{shape['draft_over_one']:.2f}x ({shape['share_of_step']:.0%})")

@@ -1,8 +1,8 @@
-"""`analyze times --of limits`: passes and steps by length of the text and number of cores, and what limits them.
+"""`analyze times --of limits`: passes and steps by length of the text and cores.
 
-A pass reads all weights, and the K/V of its text. The least time for that, and for its products, follows from the
-machine's rates, which are measured in the same run. Engines with different numbers of cores take turns. Only for models
-that run in the CPU's decoder.
+A pass reads all weights, and the K/V of its text. The least time for that, and for its products,
+follows from the machine's rates, which are measured in the same run. Engines with different numbers
+of cores take turns. Only for models that run in the CPU's decoder.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def durations_s(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def rates(num_cores: int) -> dict[str, float]:
-    """Measure bytes a second that this many cores read from memory, and the decoder's operations a second."""
+    """Measure bytes a second that cores read from memory, and the decoder's operations a second."""
     from engine.kernels import compiled_for_cpu
     from engine.models.numba_product import product
     from engine.models.numba_vectors import BLOCK
@@ -125,7 +125,7 @@ def new_pass(runner: ModelRunner, num_rows: int, context: int) -> Callable[[], o
 
 @torch.inference_mode()
 def measure(engines: dict[int, Engine], contexts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Return a cell for each length of the text and number of cores, with the durations of its passes and steps."""
+    """Return a cell with durations of passes and steps for each length of the text and cores."""
     cells: list[dict[str, Any]] = [
         {
             "context": context,
@@ -165,7 +165,7 @@ def summary(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def speedups(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the speedup of plain steps and of passes of one row from the fewest cores to more, in the same turns."""
+    """Return the speedup of plain steps and passes from the fewest cores to more, in the same turns."""
     fewest = min(cell["cores"] for cell in cells)
     first = {cell["context"]: cell for cell in cells if cell["cores"] == fewest}
     compared = []
@@ -188,7 +188,7 @@ def speedups(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def kept_gains(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the speedup of drafts at the longest text over that at the shortest, in the same turns, by cores.
+    """Return the speedup of drafts at the longest text over that at the shortest, by cores.
 
     The number of tokens of a step depends on the pair and not on the length of the text.
     """
@@ -199,9 +199,18 @@ def kept_gains(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     gains = []
     for cores in dict.fromkeys(cell["cores"] for cell in cells):
-        same = sorted((cell for cell in cells if cell["cores"] == cores), key=lambda cell: int(cell["context"]))
+        same = sorted(
+            (cell for cell in cells if cell["cores"] == cores),
+            key=lambda cell: int(cell["context"]),
+        )
         gain = median_of_ratios(speedups(same[-1]), speedups(same[0]))
-        gains.append({"cores": cores, "contexts": [same[0]["context"], same[-1]["context"]], **gain._asdict()})
+        gains.append(
+            {
+                "cores": cores,
+                "contexts": [same[0]["context"], same[-1]["context"]],
+                **gain._asdict(),
+            }
+        )
     return gains
 
 
@@ -222,7 +231,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cells; a checkpoint for shorter texts is used as if its positions reached that far."""
+    """Measure all cells; a checkpoint for shorter texts is used as if it had the positions."""
     with tempfile.TemporaryDirectory() as place:
         room = max(options.contexts) + 2 * _PLACE
         folders = [

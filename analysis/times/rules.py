@@ -1,6 +1,7 @@
 """`analyze times --of rules`: verification by every rule, in steps of one request that take turns.
 
-Rules that the pair cannot be served with are left out. Fewer chains are drawn for rules that take no more.
+Rules that the pair cannot be served with are left out. Fewer chains are drawn for rules that take
+no more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from engine.speculation.verification import RULES
 from engine.step.calibration import synthetic_plan
 from loadtest.results import document, table
 
-DEFAULTS: dict[str, Any] = {**PAIR_DEFAULTS, "num_drafts": [1, 4], "draft_length": 5, "context": 256, "repeats": 5}
+DEFAULTS: dict[str, Any] = {
+    **PAIR_DEFAULTS,
+    "num_drafts": [1, 4],
+    "draft_length": 5,
+    "context": 256,
+    "repeats": 5,
+}
 
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:

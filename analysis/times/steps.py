@@ -18,10 +18,18 @@ from engine.plan import Plan
 from engine.step.calibration import middle_steps
 from engine.step.engine import Engine
 
-PAIR_DEFAULTS: dict[str, Any] = {"target": None, "draft": None, "dtype": "auto", "device": "auto", "threads": 0}
+PAIR_DEFAULTS: dict[str, Any] = {
+    "target": None,
+    "draft": None,
+    "dtype": "auto",
+    "device": "auto",
+    "threads": 0,
+}
 
 Seconds = dict[str, float]
-"""Seconds of a step (`step`), of its phases `draft`, `target` and `verify`, and of all but both models (`around`)."""
+"""Seconds of a step (`step`), of its phases `draft`, `target` and `verify`, and of all but the
+models (`around`).
+"""
 
 
 def load_single(options: argparse.Namespace, longest_text: int, speculation: SpeculationConfig) -> Engine:

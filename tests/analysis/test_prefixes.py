@@ -1,7 +1,7 @@
 """The prefix cache finds as much of a prompt with a head as without, and a head's tokens have the stated size.
 
-Requests with a few shared beginnings, four at once, to the embedded target with heads of random weights: what the cache
-finds depends on no weights.
+Requests with a few shared beginnings, four at once, to the embedded target with heads of random
+weights: what the cache finds depends on no weights.
 """
 
 from __future__ import annotations
@@ -104,6 +104,12 @@ def test_committed_counts_are_found_again(committed: dict[str, object]) -> None:
 
 def test_page_shows_the_committed_counts() -> None:
     rows = [[head, *(f"{count:,}" for count in counts)] for head, *counts in (row.values() for row in COMMITTED)]
-    titles = ["head", "cached prompt tokens", "of", "target's bytes per token", "head's bytes per token"]
+    titles = [
+        "head",
+        "cached prompt tokens",
+        "of",
+        "target's bytes per token",
+        "head's bytes per token",
+    ]
     pages = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
     assert f"<!-- heads-prefix:begin -->\n{table(titles, rows)}\n<!-- heads-prefix:end -->" in pages

@@ -71,7 +71,11 @@ def test_kept_gain_compares_speedups_of_the_longest_and_the_shortest_text() -> N
     """Plain steps take three times as long after the long text, steps with drafts twice as long."""
 
     def cell(context: int, plain_s: float, drafted_s: float) -> dict[str, Any]:
-        return {"context": context, "cores": 1, "steps": {"plain": [{"step": plain_s}], "1x5": [{"step": drafted_s}]}}
+        return {
+            "context": context,
+            "cores": 1,
+            "steps": {"plain": [{"step": plain_s}], "1x5": [{"step": drafted_s}]},
+        }
 
     (gain,) = limits.kept_gains([cell(90, 3.0, 4.0), cell(8, 1.0, 2.0)])
     assert gain == {"cores": 1, "contexts": [8, 90], "ratio": 1.5, "low": 1.5, "high": 1.5}
@@ -133,7 +137,10 @@ def test_longer_checkpoint_is_a_copy_with_other_positions(tmp_path: Path) -> Non
     (folder / "weights").write_text("numbers")
     assert lengthened(folder, 64, tmp_path / "not there") == folder
     copied = lengthened(folder, 65, tmp_path / "copy")
-    assert json.loads((copied / "config.json").read_text()) == {"max_position_embeddings": 65, "model_type": "llama"}
+    assert json.loads((copied / "config.json").read_text()) == {
+        "max_position_embeddings": 65,
+        "model_type": "llama",
+    }
     assert (copied / "weights").read_text() == "numbers"
     assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 64
 
@@ -146,7 +153,12 @@ def test_limits_are_measured_after_texts_longer_than_the_pair_takes(
     words = pair_flags(tmp_path)
     reach = json.loads((tmp_path / "target" / "config.json").read_text())["max_position_embeddings"]
     result = measured(capsys, "limits", *words, "--cores", "1,2", "--contexts", f"8,{reach}")
-    assert [(cell["context"], cell["cores"]) for cell in result["cells"]] == [(8, 1), (8, 2), (reach, 1), (reach, 2)]
+    assert [(cell["context"], cell["cores"]) for cell in result["cells"]] == [
+        (8, 1),
+        (8, 2),
+        (reach, 1),
+        (reach, 2),
+    ]
     for cell in result["cells"]:
         assert all(seconds > 0 for seconds in cell["median"]["passes"].values())
         assert all(step["step"] >= step["target"] > 0 for step in cell["median"]["steps"].values())
