@@ -35,7 +35,7 @@ from engine.fanout import num_nodes
 from engine.request import Request, Speculation
 from engine.scheduling.outcome import Outcome, Timing
 from engine.scheduling.request_checks import with_fixed_shape
-from engine.step.calibration import measure_points
+from engine.start.calibration import measure_points
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE, AGAIN, OFF

@@ -23,13 +23,13 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from demo.bench_pair import SIZES
+from engine.cuda.recorded.menu import MOST_ROWS
 from engine.errors import ConfigError
-from engine.step.recorded.menu import MOST_ROWS
 from loadtest.arguments import integers
 from loadtest.results import table
 
 PRODUCTS, KERNELS = 4, 6
-"""Counts of a layer: matrix products, and kernels between them (`tests/engine/test_launches.py` checks them)."""
+"""Counts of a layer: matrix products, and kernels between them (`tests/cuda/test_launches.py` checks them)."""
 LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
 """Launches of a step outside its passes, if it is not recorded: per drafted level, per verdict over drafts, per
 plain step.

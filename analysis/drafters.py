@@ -20,7 +20,7 @@ from analysis.loading import add_device_arguments, config_of, load_engine, names
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.control.step_time import Point
 from engine.errors import ConfigError
-from engine.step.calibration import measure_points
+from engine.start.calibration import measure_points
 from engine.step.engine import Engine
 from loadtest.arms import ADAPTIVE, OFF
 from loadtest.results import document, shown_ratio, table

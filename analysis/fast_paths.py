@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from engine.models.lean import LeanDecoder
+from engine.cuda.lean_decoder import LeanDecoder
 from engine.plan import Plan
+from engine.step.eager import Step
 from engine.step.engine import Engine
-from engine.step.recorded.steps import RecordedStep
 
 
 def fast_paths(engine: Engine) -> dict[str, bool]:
@@ -47,7 +47,7 @@ def steps_of(engine: Engine, is_recorded: bool = True) -> Iterator[list[bool]]:
     limits, find = engine.scheduler.config, engine.recorded.find
     served: list[bool] = []
 
-    def noting(plan: Plan) -> RecordedStep | None:
+    def noting(plan: Plan) -> Step | None:
         found = find(plan)
         served.append(found is not None)
         return found

@@ -27,7 +27,7 @@ from engine.errors import ConfigError
 from engine.models.gguf.folder import file_of
 from engine.models.importing import import_transformers
 from engine.request import Limits, Request, Sampling
-from engine.step.distribution_check import run_to_end
+from engine.start.distribution_check import run_to_end
 from engine.step.engine import Engine
 from loadtest.results import document
 

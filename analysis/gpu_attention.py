@@ -129,9 +129,9 @@ def error_of_pass(one: AttentionPass, found: Tensor) -> float:
 
 def attend(one: AttentionPass, layer: int) -> Tensor:
     """Return [T, H, D] the attention by the kernel."""
-    from engine.attention import triton_attention  # the environment decides how Triton runs
+    from engine.cuda import attention_kernel  # the environment decides how Triton runs
 
-    return triton_attention.attend_paged(one.paged, one.storage, layer, one.query, None, ScoreOptions(), None)[0]
+    return attention_kernel.attend_paged(one.paged, one.storage, layer, one.query, None, ScoreOptions(), None)[0]
 
 
 def measured(group: KernelGroup, name: str, texts: Sequence[Text], as_recorded: bool = True) -> None:

@@ -26,13 +26,13 @@ from demo import bench_pair
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.control.step_time import Point
-from engine.models.loading import adopt
+from engine.cuda.recorded.menu import distributions_on, menu
 from engine.plan import Plan
-from engine.step.building import assemble, recorded_drafts
-from engine.step.calibration import synthetic_plan
-from engine.step.distribution_check import check_distribution, check_power, is_blind
+from engine.start.building import assemble, recorded_drafts
+from engine.start.calibration import synthetic_plan
+from engine.start.distribution_check import check_distribution, check_power, is_blind
+from engine.start.loading import adopt
 from engine.step.engine import Engine
-from engine.step.recorded.menu import distributions_on, menu
 
 _LEAST_RECORDED = 0.5
 """Least share of a lone request's steps that are recorded; the others read its prompt, or a plan that has no room."""

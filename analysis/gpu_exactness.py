@@ -26,10 +26,10 @@ from analysis.gpu_results import SectionResults, require_all
 from demo import bench_pair
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.models.loading import adopt
 from engine.request import Limits, Request, Sampling
-from engine.step.building import assemble
-from engine.step.distribution_check import run_to_end
+from engine.start.building import assemble
+from engine.start.distribution_check import run_to_end
+from engine.start.loading import adopt
 from engine.step.engine import Engine
 
 _NUM_LAYERS = 4

@@ -42,8 +42,7 @@ def add_ceilings(group: KernelGroup) -> None:
 
 def layers(group: KernelGroup) -> None:
     """Measure norms, rotations with writes, gates, and merges of parts."""
-    from engine.attention import triton_attention
-    from engine.models import triton_layer
+    from engine.cuda import attention_kernel, layer_kernels
 
     size = group.dtype.itemsize
     widths = ((4096, 12_288, 32), (1024, 3072, 16)) if group.on_cuda else ((48, 40, 4),)
@@ -52,11 +51,11 @@ def layers(group: KernelGroup) -> None:
         for count in (1, 21, 64, 256) if group.on_cuda else (3,):
             hidden, weight = group.randn(count, width), group.randn(width)
             expected = rms_norm(hidden.float(), (width,), weight.float(), 1e-6)
-            run = partial(triton_layer.norm, hidden, weight, 1e-6)
+            run = partial(layer_kernels.norm, hidden, weight, 1e-6)
             group.kernel(f"norm, {count} x {width}", [run], 2 * count * width * size, error_of(run(), expected))
             joined = group.randn(count, 2 * inner)
             expected = silu(joined[:, :inner].float()) * joined[:, inner:].float()
-            run = partial(triton_layer.gate, joined)
+            run = partial(layer_kernels.gate, joined)
             group.kernel(f"gate, {count} x {inner}", [run], 3 * count * inner * size, error_of(run(), expected))
             if group.on_cuda:  # the interpreter has no fp8
                 _rounding(group, joined)
@@ -64,7 +63,7 @@ def layers(group: KernelGroup) -> None:
         for count, parts in ((1, 16), (21, 16), (64, 2)) if group.on_cuda else ((3, 4),):
             output = group.randn(parts, count, num_heads, dim, dtype=torch.float32)
             lse = group.randn(parts, count, num_heads, dtype=torch.float32)
-            run = partial(triton_attention.merged, output, lse, None, group.dtype)
+            run = partial(attention_kernel.merged, output, lse, None, group.dtype)
             expected = (output * lse.softmax(0).unsqueeze(-1)).sum(0)
             name = f"merge, {count} x {num_heads} of {parts} parts"
             group.kernel(name, [run], output.numel() * 4, error_of(run(), expected))
@@ -72,26 +71,26 @@ def layers(group: KernelGroup) -> None:
 
 def _rounding(group: KernelGroup, rows: Tensor) -> None:
     """Measure the rounding of rows to fp8."""
-    from engine.models import triton_layer
+    from engine.cuda import layer_kernels
 
     count, width = rows.shape
-    rounded, scales = triton_layer.round_rows(rows)
+    rounded, scales = layer_kernels.round_rows(rows)
     expected = (rows.abs().amax(1, keepdim=True) / torch.finfo(rounded.dtype).max).float()
     group.require(error_of(scales, expected) <= group.bound, f"scales of {count} x {width} in fp8 differ")
     # With three bits after the first, rounding moves a number by 2.6 % in the mean.
-    error, run = error_of(rounded.float() * scales, rows), partial(triton_layer.round_rows, rows)
+    error, run = error_of(rounded.float() * scales, rows), partial(layer_kernels.round_rows, rows)
     group.kernel(f"rows in fp8, {count} x {width}", [run], 3 * rows.numel(), error, 0.04)
 
 
 def _rotation(group: KernelGroup, count: int, num_heads: int, num_kv_heads: int, dim: int) -> None:
     """Measure rotations and writes of K/V."""
-    from engine.models import triton_layer
+    from engine.cuda import layer_kernels
 
     joined, norms = group.randn(count, (num_heads + 2 * num_kv_heads) * dim), (group.randn(dim), group.randn(dim))
     keys, values = (torch.zeros(4 * count, num_kv_heads, dim, device=group.device, dtype=group.dtype) for _ in range(2))
     slots, positions = (torch.randperm(4 * count, device=group.device)[:count] for _ in range(2))
     rotation = group.randn(4 * count, dim), group.randn(4 * count, dim)
-    run = partial(triton_layer.rotate_and_write, joined, rotation, positions, norms, 1e-6, slots, (keys, values))
+    run = partial(layer_kernels.rotate_and_write, joined, rotation, positions, norms, 1e-6, slots, (keys, values))
     query = run()
     heads = joined.view(count, -1, dim)
     cosines, sines = (part[positions].float()[:, None] for part in rotation)
@@ -119,7 +118,7 @@ def products(group: KernelGroup) -> None:
 
 def distributions(group: KernelGroup) -> None:
     """Measure distributions, with Qwen3's own sampling as recorded steps make it."""
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.cuda.kernels import TritonKernels
 
     kernels, width = TritonKernels(), _VOCABULARY if group.on_cuda else 9005
     for count in _ROWS if group.on_cuda else (2,):
@@ -136,7 +135,7 @@ def distributions(group: KernelGroup) -> None:
 
 def draws(group: KernelGroup) -> None:
     """Measure draws."""
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.cuda.kernels import TritonKernels
 
     for count in _ROWS if group.on_cuda else (2,):
         width = _VOCABULARY if group.on_cuda else 9005
@@ -157,7 +156,7 @@ def _distance(probs: Tensor, uniform: Tensor, tokens: Tensor) -> float:
 
 def verdicts(group: KernelGroup) -> None:
     """Measure the race of four chains of five tokens, for several requests."""
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.cuda.kernels import TritonKernels
 
     width = _VOCABULARY if group.on_cuda else 2500
     for count in (1, 4, 12) if group.on_cuda else (2,):
@@ -198,8 +197,8 @@ def chains_of(
 
 def moves(group: KernelGroup) -> None:
     """Measure moves of accepted K/V in all layers."""
-    from engine.kernels import triton_keep
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.cuda import move_kernel
+    from engine.cuda.kernels import TritonKernels
 
     shape = (72, 64 * 64, 8, 128) if group.on_cuda else (2, 64, 2, 16)
     for count in (1, 16, 64) if group.on_cuda else (1,):
@@ -213,7 +212,7 @@ def moves(group: KernelGroup) -> None:
         operands = torch.tensor(moves, device=group.device).repeat(1, 7, 1)[:, :32].contiguous()
         operands[:, 5:] = -1
         num_bytes = 2 * 5 * count * shape[0] * shape[2] * shape[3] * storage.itemsize
-        group.kernel(f"moves, {count} x 5", [partial(triton_keep.keep, storage, operands)], num_bytes, error, 0)
+        group.kernel(f"moves, {count} x 5", [partial(move_kernel.keep, storage, operands)], num_bytes, error, 0)
 
 
 GROUPS: Sequence[tuple[Callable[[KernelGroup], None], float]] = (
@@ -241,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     # What is imported before a fork need not be imported after it. No module uses the device when it is imported.
-    for name in ("attention.triton_attention", "models.triton_layer", "kernels.triton_kernels"):
+    for name in ("cuda.attention_kernel", "cuda.layer_kernels", "cuda.kernels"):
         importlib.import_module(f"engine.{name}")
     gc.collect()
     gc.freeze()  # recording collects garbage every time

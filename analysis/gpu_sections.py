@@ -41,12 +41,12 @@ from analysis.load import Load
 from analysis.peer_arms import sampled
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
 from engine.control.step_time import Point
-from engine.models.loading import adopt, load_pair
-from engine.models.probe import find_kv_shape, probe
 from engine.models.quantising import FORMATS
-from engine.step.building import assemble
-from engine.step.calibration import measure_points
-from engine.step.distribution_check import check_distribution
+from engine.start.building import assemble
+from engine.start.calibration import measure_points
+from engine.start.distribution_check import check_distribution
+from engine.start.loading import adopt, load_pair
+from engine.start.probe import find_kv_shape, probe
 from engine.step.engine import Engine
 
 _FEW_SHAPES = ("off", "block:1x5", "bv_race:4x5", "adaptive")
@@ -235,8 +235,7 @@ def _measure_weights(options: argparse.Namespace, config: EngineConfig, found: d
 def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """Return what is known of an engine's weights: their size, the probe's distance, times, and a G-test."""
     device, target = engine.target.device, adopt(engine.target.model, "target")
-    is_paged = engine.target.fast_paths["paged attention"]
-    distance = probe(target, find_kv_shape(target), engine.target.backend, is_paged)
+    distance = probe(target, find_kv_shape(target), engine.target.backend, engine.target.paged_kernel)
     times = {
         f"{name}, {rows} requests": middle_s(
             partial(engine.carry_out, plan_of(engine, name, rows)), device, options.scale

@@ -19,14 +19,14 @@ from typing import Any
 from analysis.gpu_results import SectionResults
 
 FILES = (
-    "engine/test_recorded_steps",
-    "heads/test_recorded",
-    "attention/test_paged_attention",
-    "engine/test_recording",
-    "models/test_triton_layer",
+    "cuda/test_recorded_steps",
+    "cuda/test_recorded_heads",
+    "cuda/test_attention_kernel",
+    "cuda/test_recording",
+    "cuda/test_layer_kernels",
     "kernels/test_block_kernels",
-    "kernels/test_triton_rows",
-    "attention/test_parts",
+    "cuda/test_row_kernels",
+    "cuda/test_parts",
 )
 """Files that say most of the kernels and graphs; those that take longest come first."""
 _AT_ONCE = 8

@@ -15,8 +15,8 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.errors import ConfigError
 from engine.models.gguf.folder import CACHE
 from engine.models.gguf.names import source_of
-from engine.models.host import keep_freed_memory, usable_cores
-from engine.step.building import build_engine
+from engine.start.building import build_engine
+from engine.start.host import keep_freed_memory, usable_cores
 from engine.step.engine import Engine
 from loadtest import workload
 

@@ -34,17 +34,17 @@ from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.config import EngineFacts
 from engine.errors import ConfigError, RequestError
 from engine.kernels.torch_kernels import TORCH
+from engine.noise import Purpose, uniform
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.distribution import DistributionParameters, distribution
-from engine.sampling.noise import Purpose, uniform
 from engine.scheduling.request_checks import check_speculation
 from engine.speculation import theory
 from engine.speculation.conditions import served_rules
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
-from engine.step.calibration import synthetic_plan, usual_s
-from engine.step.distribution_check import CheckedAnswer, run_to_end
+from engine.start.calibration import synthetic_plan, usual_s
+from engine.start.distribution_check import CheckedAnswer, run_to_end
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.environment import environment

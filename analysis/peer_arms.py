@@ -22,11 +22,11 @@ from engine.config import MODEL, PROMPT_LOOKUP, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.models.gguf.folder import file_of
-from engine.models.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import default_speculation
-from engine.step.calibration import measure_points
-from engine.step.distribution_check import run_to_end
+from engine.start.calibration import measure_points
+from engine.start.distribution_check import run_to_end
+from engine.start.loading import arithmetic_dtype
 
 Prompts = Sequence[Sequence[int]]
 Answers = list[list[int]]

@@ -19,7 +19,7 @@ from analysis.arms import Arm, check_room, load_arms_engine, make_arms, speculat
 from analysis.load import LOAD_NAMES, Load, add_load_arguments
 from analysis.loading import add_pair_arguments, prompts_of
 from engine.errors import ConfigError
-from engine.step.calibration import measure_points
+from engine.start.calibration import measure_points
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import document, table
 

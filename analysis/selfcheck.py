@@ -13,7 +13,7 @@ from engine.config import EngineFacts
 from engine.request import Speculation
 from engine.speculation.conditions import served_rules
 from engine.speculation.verification import RULES
-from engine.step.distribution_check import SIGNIFICANCE, Check, check_distribution, check_power, is_blind, make_prompt
+from engine.start.distribution_check import SIGNIFICANCE, Check, check_distribution, check_power, is_blind, make_prompt
 from loadtest.results import table
 
 

@@ -15,7 +15,7 @@ from distill.run import Run
 from engine.errors import ConfigError, LoadError
 from engine.models.gguf.folder import CACHE
 from engine.models.gguf.names import source_of
-from engine.models.host import usable_cores
+from engine.start.host import usable_cores
 from loadtest.arguments import Parser, numbers
 
 _EPILOG = """\

@@ -1,6 +1,6 @@
 """Memories of whole texts, in which a head's layers can be trained: nothing is overwritten, gradients pass.
 
-Rows of R texts of L tokens lie one after the other, [R * L]. (`engine.models.heads.layers.Memory`.)
+Rows of R texts of L tokens lie one after the other, [R * L]. (`engine.heads.layers.Memory`.)
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class BlockMemory:
             block_scores = block_scores.masked_fill(places[None] > places[:, None], -torch.inf)
         scores = torch.cat([context_scores, block_scores.flatten(2, 3)], -1)
         weights = scores.float().softmax(-1).to(query.dtype)
-        of_block = weights[..., length:].reshape(*blocks[:-1], self._size) @ block_value
-        return _flat(weights[..., :length] @ context_value + of_block.flatten(2, 3))
+        block_output = weights[..., length:].reshape(*blocks[:-1], self._size) @ block_value
+        return _flat(weights[..., :length] @ context_value + block_output.flatten(2, 3))
 
 
 def _by_text(part_THD: Tensor, num_texts: int) -> Tensor:

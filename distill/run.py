@@ -42,8 +42,8 @@ from distill.texts import SAMPLED, TextPlace, Texts, first_texts, learned_counts
 from distill.training import NUM_CHECKPOINTS, NUM_VALIDATION, Training, TrainingPlan
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
-from engine.models.heads.head import Head
-from engine.models.loading import choose_device
+from engine.heads.head import Head
+from engine.start.loading import choose_device
 
 _AT_ONCE = 16
 """Requests that are sampled at once: on a CPU more of them are no faster."""
@@ -210,9 +210,10 @@ class Run:
         checkpoint_s, began = time.monotonic() - began, time.monotonic()
         training.train_for(_MEASURED_STEPS)
         step_s = (time.monotonic() - began) / _MEASURED_STEPS
-        of_step = options.batch * num_tokens / len(places)
+        tokens_per_step = options.batch * num_tokens / len(places)
         report_s = start_s + self._report_tokens() / sampling
-        return Speeds(sampling, num_tokens / states_s, of_step / step_s, report_s, checkpoint_s)
+        trained_per_s = tokens_per_step / step_s
+        return Speeds(sampling, num_tokens / states_s, trained_per_s, report_s, checkpoint_s)
 
     def _report_tokens(self) -> int:
         """Return the number of tokens that the report reads and samples, about."""

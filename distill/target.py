@@ -16,10 +16,10 @@ from torch.nn.functional import linear
 
 from engine.attention.tensors import NORMED
 from engine.errors import ConfigError
+from engine.heads.head import TargetWeights
 from engine.models.gguf.folder import file_of
-from engine.models.heads.head import TargetWeights
-from engine.models.loading import arithmetic_dtype, load
 from engine.models.taps import observing
+from engine.start.loading import arithmetic_dtype, load
 
 
 @dataclass(frozen=True)

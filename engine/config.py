@@ -47,7 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Processes over which the target is split; the draft model stays whole."""
     weights: Weights = "auto"
     """Number format of the weights: auto is the checkpoint's. A CPU's decoder has int8 and int4, with a scale for every
-    32 weights (`models/cpu_weights.py`); on other devices fp8 and int4 are quantised by torchao, except the output head
+    32 weights (`cpu/weights.py`); on other devices fp8 and int4 are quantised by torchao, except the output head
     (`models/quantising.py`).
     """
     draft_weights: Weights = "auto"

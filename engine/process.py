@@ -178,11 +178,11 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     import torch
 
     from engine.control.controller import Controller
-    from engine.models.host import cpu_threads, keep_freed_memory, return_freed_memory
-    from engine.step.building import build_engine
-    from engine.step.calibration import measure
-    from engine.step.compiling import compile_kernels
-    from engine.step.rehearsal import rehearse
+    from engine.start.building import build_engine
+    from engine.start.calibration import measure
+    from engine.start.compiling import compile_kernels
+    from engine.start.host import cpu_threads, keep_freed_memory, return_freed_memory
+    from engine.start.rehearsal import rehearse
 
     keep_freed_memory()
     torch.set_num_threads(cpu_threads(config.model))
@@ -198,7 +198,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
         if speculation.adapts_shape:
             engine.scheduler.controller = Controller(times, engine.limits.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
-        from engine.step.distribution_check import short_check  # scipy.stats takes a while to import
+        from engine.start.distribution_check import short_check  # scipy.stats takes a while to import
 
         short_check(engine, speculation, progress)
     _restart_garbage_collection()
@@ -223,8 +223,8 @@ def _restart_garbage_collection() -> None:
 def main() -> int:
     """Run the process; return 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
     with contextlib.suppress(Exception):  # raised again, and reported, when they are used
-        import engine.step.building
-        import engine.step.calibration  # noqa: F401  (while the other process reads its settings)
+        import engine.start.building
+        import engine.start.calibration  # noqa: F401  (while the other process reads its settings)
     message = sys.stdin.buffer.read()
     if not message:  # the parent has ended before it sent a `Launch`
         return 0

@@ -20,13 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention.triton_attention import _attend, _merge, tile_keys_of, tile_queries_of
-from engine.kernels.triton_block import _decide, _race, _walk
-from engine.kernels.triton_keep import _keep
-from engine.kernels.triton_nucleus import _edge, _narrow
-from engine.kernels.triton_nucleus import _keep as _keep_nucleus
-from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, sum_tiles
-from engine.models.triton_layer import (
+from engine.cuda.attention_kernel import _attend, _merge, tile_keys_of, tile_queries_of
+from engine.cuda.block_kernels import _decide, _race, _walk
+from engine.cuda.layer_kernels import (
     _ROUNDED_TILE,
     HEAD_WARPS,
     NORM_WARPS,
@@ -35,6 +31,10 @@ from engine.models.triton_layer import (
     _rotate_and_write,
     _round_rows,
 )
+from engine.cuda.move_kernel import _keep
+from engine.cuda.nucleus_kernels import _edge, _narrow
+from engine.cuda.nucleus_kernels import _keep as _keep_nucleus
+from engine.cuda.row_kernels import _draw, _softmax, _sum_exponentials, sum_tiles
 
 _ATTENTION = {
     "page_size": 16,
@@ -80,8 +80,8 @@ def resources(code: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(code.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout)}
+        printed = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", printed.stdout)}
 
 
 def reads_before_it_writes(code: Any) -> bool:
@@ -140,7 +140,7 @@ def compile_layer(dtype: str) -> None:
         compiled(_round_rows, rounding, {"tile": _ROUNDED_TILE}, ("rows", "rounded", "width"), num_warps=8)
 
 
-def of_models() -> Iterator[Callable[[], object]]:
+def model_kernels() -> Iterator[Callable[[], object]]:
     """Yield compilations of the kernels of layers and K/V in the kinds that are served; attention also with what some
     models add.
     """
@@ -168,7 +168,7 @@ def of_models() -> Iterator[Callable[[], object]]:
         yield partial(compile_attention, own, "*bf16", 6, groups)
 
 
-def of_distributions() -> Iterator[Callable[[], object]]:
+def distribution_kernels() -> Iterator[Callable[[], object]]:
     """Yield compilations of the kernels of distributions and verdicts."""
     rows = dict.fromkeys(("logits", "temperatures", "probs", "largest", "totals", "edges"), "*fp32")
     for has_edges in (False, True):
@@ -210,8 +210,9 @@ def of_distributions() -> Iterator[Callable[[], object]]:
 def main() -> None:
     """Compile all kernels."""
     with ThreadPoolExecutor() as pool:
-        for one in [pool.submit(job) for job in (*of_models(), *of_distributions())]:
-            one.result()
+        compilations = [*model_kernels(), *distribution_kernels()]
+        for running in [pool.submit(compilation) for compilation in compilations]:
+            running.result()
 
 
 if __name__ == "__main__":

@@ -32,17 +32,17 @@ else:
 @pytest.fixture
 def attention_in_torch() -> Iterator[None]:
     """Passes over pages attend in torch, and not by the kernel in its interpreter."""
-    from tests.attention.in_torch import attention_in_torch
+    from tests.cuda.in_torch import attention_in_torch
 
     with attention_in_torch():
         yield
 
 
-# The files that take longest, in this order before all others: none of them is left for one core at the end.
+# The files that take longest, in this order before all others: no long file is left for one core at the end.
 LONG = (
     "deploy/test_image",
     "deploy/test_ray",
-    "models/test_processors",
+    "cpu/test_processors",
     "server/test_lm_eval",
     "analysis/test_gpu_session",
     "analysis/test_gpu_kernels",
@@ -50,24 +50,24 @@ LONG = (
     "analysis/test_papers",
     "server/test_faults",
     "engine/test_output_distribution",
-    "engine/test_dry_run",
-    "attention/test_paged_attention",
+    "cuda/test_dry_run",
+    "cuda/test_attention_kernel",
     "heads/test_one_pass",
     "server/test_tools",
     "speculation/test_served_rules",
     "server/test_connections",
     "server/test_stopping",
     "server/test_grammar_bombs",
-    "models/test_triton_layer",
+    "cuda/test_layer_kernels",
     "engine/test_places",
     "speculation/test_below_text_drafts",
     "heads/test_eagle",
-    "models/test_cpu_decoder",
+    "cpu/test_decoder",
     "speculation/test_chain_rules",
     "speculation/test_served_mutants",
     "server/test_trees_and_bias",
     "test_readme",
-    "kernels/test_triton_rows",
+    "cuda/test_row_kernels",
     "server/test_hub_names",
     "control/test_controller",
 )

@@ -15,16 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from engine.attention import triton_attention
 from engine.attention.groups import ScoreOptions
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
 from engine.attention.paged import upload
 from engine.attention.tensors import KVShape, KVTensors
+from engine.cuda import attention_kernel, block_kernels, nucleus_kernels, row_kernels
+from engine.cuda.kernels import TritonKernels
 from engine.drafting.numbers import draw_numbers, noise_of
-from engine.kernels import triton_block, triton_nucleus, triton_rows
 from engine.kernels.protocol import Chains, ProbsTable
 from engine.kernels.torch_kernels import TORCH
-from engine.kernels.triton_kernels import TritonKernels
 from engine.request import Sampling
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.topology import merge_chains
@@ -72,7 +71,7 @@ def attention() -> int:
     """Decode steps and prompts of many sizes."""
     kinds: set[str] = set()
     for name in ("_attend", "_merge"):
-        setattr(triton_attention, name, Counting(getattr(triton_attention, name), kinds))
+        setattr(attention_kernel, name, Counting(getattr(attention_kernel, name), kinds))
     storage = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), 2 * PAGE, torch.bfloat16, CPU)
     chance = np.random.default_rng(3)
     for _ in range(NUM_STEPS):
@@ -80,7 +79,7 @@ def attention() -> int:
         query = torch.zeros(1, HEADS, len(batch.positions_T), DIM, dtype=torch.bfloat16)
         paged = upload([batch], PAGE, CPU)[0].paged
         assert paged is not None
-        triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), None)
+        attention_kernel.attend_paged(paged, storage, 0, query, None, ScoreOptions(), None)
     return len(kinds)
 
 
@@ -88,21 +87,21 @@ def verification() -> int:
     """Numbers of requests and chains, and lengths, of every kind of parity."""
     kinds: set[str] = set()
     for name in ("_walk", "sum_tiles", "_decide", "_race"):
-        setattr(triton_block, name, Counting(getattr(triton_block, name), kinds))
+        setattr(block_kernels, name, Counting(getattr(block_kernels, name), kinds))
     probs_NV = torch.zeros((4, WIDTH))
     for num_requests, num_chains, length in product((1, 2, 3, 5), (1, 2, 3), range(1, 9)):
         count = num_requests * num_chains
         request_C = np.repeat(np.arange(num_requests), num_chains)
-        numbers = torch.from_numpy(draw_numbers(request_C, request_C, request_C, length))
+        numbers = torch.from_numpy(draw_numbers(TORCH, request_C, request_C, request_C, length))
         _, noise = noise_of(numbers, length)
         draft, target = (
             ProbsTable(probs_NV, torch.zeros((count, n), dtype=torch.int64), TORCH) for n in (length, length + 1)
         )
-        of_chain = torch.full((count,), length)
+        length_C = torch.full((count,), length)
         tokens_CL = torch.zeros((count, length), dtype=torch.int64)
         shape = num_requests, num_chains
-        chains = Chains(tokens_CL, of_chain, torch.from_numpy(request_C), draft, shape=shape)
-        triton_block.race(chains, target, noise)
+        chains = Chains(tokens_CL, length_C, torch.from_numpy(request_C), draft, shape=shape)
+        block_kernels.race(chains, target, noise)
     return len(kinds)
 
 
@@ -110,11 +109,11 @@ def distributions() -> int:
     """Distributions with all filters and without, and draws from them, of parts by level that begin at any row."""
     kinds: set[str] = set()
     names = {
-        triton_rows: ("_sum_exponentials", "_softmax", "sum_tiles", "_draw"),
-        triton_nucleus: ("_narrow", "_keep", "_edge"),
+        row_kernels: ("_sum_exponentials", "_softmax", "sum_tiles", "_draw"),
+        nucleus_kernels: ("_narrow", "_keep", "_edge"),
     }
-    for module, of_module in names.items():
-        for name in of_module:
+    for module, kernel_names in names.items():
+        for name in kernel_names:
             setattr(module, name, Counting(getattr(module, name), kinds))
     kernels = TritonKernels()
     filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.05}
@@ -125,8 +124,8 @@ def distributions() -> int:
         uniform_LC = torch.zeros((3, num_rows), dtype=torch.float64)
         for level in range(3):
             part = slice(level * num_rows, (level + 1) * num_rows)
-            found_NV = distribution(torch.zeros((num_rows, WIDTH)), parameters.select(part), probs_NV[part])
-            kernels.draw(found_NV, torch.arange(num_rows), uniform_LC[level])
+            drawn_NV = distribution(torch.zeros((num_rows, WIDTH)), parameters.select(part), probs_NV[part])
+            kernels.draw(drawn_NV, torch.arange(num_rows), uniform_LC[level])
     return len(kinds)
 
 

@@ -1,4 +1,4 @@
-"""The README is true: its commands and the examples run, and its table is rendered from the committed result."""
+"""The README is true: its commands and the examples run, and tables of pages are rendered from committed results."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from analysis import drafters, peers, quality, reports, shapes, turns
-from analysis.report import table
-from analysis.times import chains, heads, limits
-from loadtest import clients, overhead, picture
+from loadtest import picture
 from loadtest.daemon import running_daemon
-from loadtest.report import rules_markdown
 from server.flags import parse_flags
+from tests.page_tables import PAGES, TABLES, tables_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -114,79 +110,27 @@ def test_every_example_is_listed_and_tested() -> None:
 
 
 def test_continuous_integration_runs_the_commands_of_the_readme() -> None:
-    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = [step["run"] for part in workflow.values() for step in part["steps"] if "run" in step]
     assert commands == ["make test", "make test-all"]
     for command in commands:
         assert re.search(rf"^{command} ", "\n".join(code_blocks("sh")), re.MULTILINE), command
         assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
-def test_the_table_is_the_committed_result() -> None:
-    result = json.loads((ROOT / "docs/results/arms-several-cpu.json").read_text())
-    shown = re.search(r"<!-- arms:begin -->\n(.*?)\n<!-- arms:end -->", README, re.DOTALL)
-    assert shown is not None
-    assert shown.group(1).strip() == turns.summary_markdown(result)
+def test_every_table_has_its_place() -> None:
+    marked = [name for page in PAGES for name in tables_of(page)]
+    assert sorted(marked) == sorted(TABLES)
 
 
-@pytest.mark.parametrize(
-    ("mark", "file", "table_of"),
-    [
-        ("arms-pair", "arms-pair-cpu", turns.markdown),
-        ("arms-greedy", "arms-greedy-cpu", turns.markdown),
-        ("arms-07", "arms-07-cpu", turns.markdown),
-        ("arms-long", "arms-long-cpu", turns.markdown),
-        ("arms-long-16", "arms-long-16-cpu", turns.markdown),
-        ("reports", "reports-cpu", reports.markdown),
-        ("arms-several", "arms-several-cpu", turns.markdown),
-        ("arms-bf16", "arms-bf16-cpu", turns.markdown),
-        ("heads", "heads-cpu", drafters.markdown),
-        ("heads-chains", "heads-chains-cpu", heads.markdown),
-        ("heads-chains-larger", "heads-chains-larger-cpu", heads.markdown),
-        ("reported", "arms-several-cpu", turns.reported_markdown),
-        ("arms-64", "arms-64-cpu", turns.markdown),
-        ("useless", "useless-drafter-cpu", turns.markdown),
-        ("peers-115m", "peers-115m-cpu", peers.markdown),
-        ("peers-embedded-bf16", "peers-embedded-bf16-cpu", peers.markdown),
-        ("peers-embedded-q8", "peers-embedded-q8-cpu", peers.markdown),
-        ("peers-embedded-q4", "peers-embedded-q4-cpu", peers.markdown),
-        ("peers-batches", "peers-batches-cpu", peers.markdown),
-        ("tasks-smollm2", "tasks-smollm2-cpu", peers.tasks_markdown),
-        ("tasks-smollm2-passes", "tasks-smollm2-cpu", peers.passes_markdown),
-        ("tasks-copying", "tasks-copying-cpu", peers.tasks_markdown),
-        ("peers-smollm2-file", "peers-smollm2-file-cpu", partial(peers.markdown, own=peers.OFF)),
-        ("peers-115m-q8", "peers-115m-q8-cpu", peers.markdown),
-        ("peers-115m-q4", "peers-115m-q4-cpu", peers.markdown),
-        *(
-            (f"peers-{texts}-{kind}", f"peers-{texts}-{kind}-cpu", partial(peers.markdown, own=peers.OFF))
-            for texts in ("smollm2", "prompts")
-            for kind in ("bf16", "q8", "q4")
-        ),
-        *((f"limits-115m-{kind}", f"limits-115m-{kind}-cpu", limits.markdown) for kind in ("auto", "int8", "int4")),
-        ("limits", "limits-cpu", limits.markdown),
-        ("chains", "chains-cpu", rules_markdown),
-        ("overhead", "overhead-cpu", overhead.markdown),
-        ("growth", "growth-cpu", chains.markdown),
-        *((f"shapes-{texts}", f"shapes-{texts}-cpu", shapes.markdown) for texts in ("prose", "dialogues", "115m")),
-        ("quality", "quality-cpu", quality.markdown),
-        ("arms-dots", "arms-dots-cpu", turns.markdown),
-        ("quality-smollm2", "quality-smollm2-cpu", quality.markdown),
-        ("gguf-numbers", "gguf-numbers-cpu", quality.markdown),
-    ],
-)
-def test_tables_of_pages_are_committed_results(mark: str, file: str, table_of: Any) -> None:
-    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
-    shown = re.search(rf"<!-- {mark}:begin -->\n(.*?)\n<!-- {mark}:end -->", text, re.DOTALL)
-    assert shown is not None
-    assert shown.group(1).strip() == table_of(json.loads((ROOT / f"docs/results/{file}.json").read_text()))
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_pages_are_committed_results(name: str) -> None:
+    (shown,) = [tables[name] for tables in map(tables_of, PAGES) if name in tables]
+    assert shown == TABLES[name](), "python -m tests.page_tables writes it"
 
 
-def test_the_rules_table_is_the_committed_result() -> None:
-    result = json.loads((ROOT / "docs/results/rules-cpu.json").read_text())
-    text = (ROOT / "docs/speculation-measured.md").read_text()
-    shown = re.search(r"<!-- rules:begin -->\n(.*?)\n<!-- rules:end -->", text, re.DOTALL)
-    assert shown is not None
-    assert shown.group(1).strip() == table(result["cells"], result["settings"]["concurrency"])
+def test_the_first_table_is_on_the_first_page() -> None:
+    assert "arms" in tables_of(ROOT / "README.md")
 
 
 def test_make_targets_and_links_exist() -> None:
@@ -198,10 +142,3 @@ def test_make_targets_and_links_exist() -> None:
     tree = code_blocks("")[-1]
     for name in re.findall(r"^(\w+)/", tree, re.MULTILINE):
         assert (ROOT / name).is_dir(), name
-
-
-def test_the_table_of_clients_is_the_committed_result() -> None:
-    rows = json.loads((ROOT / "docs/results/clients.json").read_text())
-    page = (ROOT / "docs/quickstart.md").read_text()
-    shown = page.partition("<!-- clients:begin -->\n")[2].partition("<!-- clients:end -->")[0]
-    assert shown.strip() == clients.markdown(rows)

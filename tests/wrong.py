@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from engine.kernels.choosing import choose
 from engine.speculation.verification import RULES, Verify
 from engine.step import verify as verifying
 
@@ -67,9 +66,16 @@ def calls_of(owner: Any, name: str) -> Iterator[list[Call]]:
 
 def by_distributions() -> AbstractContextManager[Any]:
     """Let steps compute distributions and verify with `RULES`, as they do for rules that have no kernel from logits."""
-    from tests.engine.tiny import DEVICE
+    from engine.cpu import verdict
 
-    return instead(type(choose(DEVICE)), "takes_logits", lambda *_: False)
+    return instead(verdict, "_is_decided", lambda *_: False)
+
+
+def level_by_level() -> AbstractContextManager[Any]:
+    """Let a draft model or head of a CPU draft level by level, as for rows that need more."""
+    from engine.cpu import drafting
+
+    return instead(drafting, "may_draw_at_once", lambda *_: False)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from analysis.bounds import Verification
 from analysis.load import SpeculationSetup
 from analysis.pair import answers_of, laws_along, log_probs
 from analysis.papers.cases import Progress, ServedPair
-from engine.step.distribution_check import CheckedAnswer
+from engine.start.distribution_check import CheckedAnswer
 from loadtest.statistics import ratio_of_sums
 
 _CHAINS, _SEEDS = 4, 3

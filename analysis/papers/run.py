@@ -24,7 +24,7 @@ from analysis.papers.page import write_page
 from analysis.papers.pictures import draw
 from demo import bench_pair
 from engine.errors import ConfigError
-from engine.models.host import usable_cores
+from engine.start.host import usable_cores
 from loadtest.environment import environment
 from loadtest.results import write
 

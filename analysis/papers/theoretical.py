@@ -21,7 +21,7 @@ from analysis.papers.cases import Progress, ServedPair, recorded_distributions, 
 from analysis.papers.grid import TheoreticalGrid
 from engine.request import Speculation
 from engine.speculation.theory import Law
-from engine.step.distribution_check import CheckedAnswer
+from engine.start.distribution_check import CheckedAnswer
 from loadtest.statistics import interval, ratio_of_sums
 
 _STATES, _HORIZON = 7, 50

@@ -19,13 +19,13 @@ from analysis.times.steps import Seconds, measure_turns, most_drafts, part
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
-from engine.models.heads.config import read_head
-from engine.models.heads.head import TargetWeights
-from engine.models.heads.loading import build_head, shapes_of
-from engine.models.loading import LoadedModel, adopt, adopt_head, load
+from engine.heads.config import read_head
+from engine.heads.head import TargetWeights
+from engine.heads.loading import build_head, shapes_of
 from engine.request import Speculation
-from engine.step.building import assemble
-from engine.step.calibration import synthetic_plan
+from engine.start.building import assemble
+from engine.start.calibration import synthetic_plan
+from engine.start.loading import LoadedModel, adopt, adopt_head, load
 from engine.step.engine import Engine
 from loadtest.results import document, table
 

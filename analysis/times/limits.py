@@ -27,7 +27,7 @@ from engine.config import SpeculationConfig
 from engine.errors import ConfigError
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
-from engine.step.calibration import synthetic_plan
+from engine.start.calibration import synthetic_plan
 from engine.step.engine import Engine
 from loadtest.checkpoints import lengthened
 from loadtest.results import document, table
@@ -77,9 +77,9 @@ def durations_s(run: Callable[[], object], repeats: int) -> list[float]:
 
 def rates(num_cores: int) -> dict[str, float]:
     """Measure bytes a second that cores read from memory, and the decoder's operations a second."""
-    from engine.kernels import compiled_for_cpu
-    from engine.models.numba_product import product
-    from engine.models.numba_vectors import BLOCK
+    from engine.cpu.compiled.block_products import product
+    from engine.cpu.compiled.simd_vectors import BLOCK
+    from engine.cpu.compiler import compiled_for_cpu
 
     @compiled_for_cpu()
     def multiply(rows, weights, scales, bias, products):  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,6 +23,25 @@ from engine.attention.paged import Paged
 from engine.attention.tensors import KVTensors
 
 HOOK = "polydraft_tree"
+
+
+class PagedKernel(Protocol):
+    """A kernel that attends for all sequences of a pass in one call."""
+
+    def attend_paged(
+        self,
+        paged: Paged,
+        storage: KVTensors,
+        layer: int,
+        query: Tensor,
+        scaling: float | None,
+        kind: ScoreOptions,
+        window: int | None,
+    ) -> Tensor:
+        """Return the attention of a flat pass, whose own K/V is already stored.
+
+        query (1, H, T, D) -> (1, T, H, D_v).
+        """
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,8 @@ class AttentionMetadata:
     groups: Sequence[Group] = ()
     paged: Paged | None = None
     """Set if one kernel attends for all sequences; there are no groups then."""
+    kernel: PagedKernel | None = None
+    """The kernel that attends over `paged`."""
     layout: StepLayout | None = None
     """Layout of the pass on the host, for backends with `reads_pages`; groups and `paged` are then unset."""
     page_size: int = 0
@@ -70,9 +91,8 @@ def attend(
     storage, layer, kind = metadata.storage, module.layer_idx, ScoreOptions(softcap, s_aux)
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if metadata.paged is not None:
-        from engine.attention.triton_attention import attend_paged  # Triton is installed if its kernel was chosen
-
-        return attend_paged(metadata.paged, storage, layer, query, scaling, kind, sliding_window), None
+        assert metadata.kernel is not None
+        return metadata.kernel.attend_paged(metadata.paged, storage, layer, query, scaling, kind, sliding_window), None
     parts = [attend_group(group, storage, layer, query, scaling, kind, sliding_window) for group in metadata.groups]
     if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):
         return parts[0].unsqueeze(0), None

@@ -135,7 +135,7 @@ class StepLayout:
 
     @property
     def seen(self) -> tuple[Integers, ...]:
-        """Return which keys each token sees, as `numba_decoder.run` takes it."""
+        """Return which keys each token sees, as `model_pass.run` takes it."""
         of_sequences = self.pages, self.first_keys, self.ends, self.num_keys, self.node_positions
         return self.words, *of_sequences, self.limits
 

@@ -1,1 +1,1 @@
-"""Drafting: chains from a draft model or a trained head."""
+"""ChainSource: chains from a draft model or a trained head."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
-from engine.drafting.drafter import Drafter
+from engine.drafting.drafter import ChainSource, Drafter
 from engine.drafting.numbers import drafting_numbers, draw_numbers
 from engine.kernels.protocol import Chains, ProbsTable, TargetShifts
 from engine.kernels.torch_kernels import Kernels
@@ -28,7 +28,7 @@ from engine.speculation.rule_facts import MOST_LIKELY
 @torch.inference_mode()
 def draw_chains(
     plan: Plan,
-    drafter: Drafter | None,
+    drafter: ChainSource | None,
     vocab_size: int,
     device: torch.device,
     kernels: Kernels,
@@ -46,10 +46,13 @@ def draw_chains(
     layout = layout_of(tuple(map(ChainShape.of, rows)), device)
     seed_C = np.array([row.sampling.seed for row in rows], dtype=np.int64)[layout.request_C]
     end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
-    numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
+    numbers = to_device(draw_numbers(kernels, seed_C, end_C, layout.rank_C, layout.max_length), device)
     uniform_LC = drafting_numbers(numbers, layout.max_length)
     parameters = DistributionParameters.of([row.sampling for row in rows], device, kernels)
-    tokens_CL, distributions = draw_plan(plan, drafter, layout, parameters, uniform_LC, vocab_size)
+    if drafter is None:
+        tokens_CL, distributions = _nothing_drawn(layout, vocab_size, kernels)
+    else:
+        tokens_CL, distributions = drafter.draw(plan, layout, parameters, uniform_LC)
     chains = Chains(
         tokens_CL,
         layout.length,
@@ -63,27 +66,24 @@ def draw_chains(
     return Draft(layout, chains, trees, tokens_M, parameters, numbers)
 
 
-def draw_plan(
-    plan: Plan,
-    drafter: Drafter | None,
-    layout: Layout,
-    parameters: DistributionParameters,
-    uniform_LC: Tensor,
-    vocab_size: int,
+def draw_by_level(
+    drafter: Drafter, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
 ) -> tuple[Tensor, ProbsTable]:
-    """Let the drafter catch up; return [C, L] the tokens of the plan's chains, and the distributions they were drawn
+    """Let a drafter catch up; return [C, L] the tokens of the plan's chains, and the distributions they were drawn
     from.
-
-    layout, parameters: of the sampling rows; uniform_LC: the numbers for drafting.
     """
-    drawn = None if drafter is None else drafter.draw(plan, layout, parameters, uniform_LC)
-    if drawn is not None:
-        return drawn
-    probs_NV = torch.empty((layout.num_probs, vocab_size), device=uniform_LC.device)
-    root_NV = probs_NV[:0] if drafter is None else drafter.begin(plan)
-    below = None if drafter is None else drafter.below
-    tokens_CL = draw_levels(plan.sampling_rows, layout, parameters, uniform_LC, root_NV, below, probs_NV)
+    assert drafter.runner is not None
+    root_NV = drafter.begin(plan)
+    probs_NV = torch.empty((layout.num_probs, drafter.runner.vocab_size), device=uniform_LC.device)
+    tokens_CL = draw_levels(plan.sampling_rows, layout, parameters, uniform_LC, root_NV, drafter.below, probs_NV)
     return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
+
+
+def _nothing_drawn(layout: Layout, vocab_size: int, kernels: Kernels) -> tuple[Tensor, ProbsTable]:
+    """Return the tokens and distributions of chains of length 0."""
+    device = layout.request.device
+    tokens_CL = torch.zeros((layout.num_chains, 0), dtype=torch.int64, device=device)
+    return tokens_CL, ProbsTable(torch.empty((0, vocab_size), device=device), layout.probs_row_CL, kernels)
 
 
 def draw_levels(

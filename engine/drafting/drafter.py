@@ -1,8 +1,9 @@
 """Interface of drafters, the sources of drafted chains.
 
-A drafter computes logits; drawing chains from them is the same for all (`chains.py`). To add one, add a file with a
-class like `ModelDrafter` (`model.py`), and an entry in `engine.step.building.kind_of`. Its drafting is part of recorded
-steps if it is a `RecordedDrafter`. Drafters that find chains in texts have no distributions:
+A drafter computes logits; drawing chains from them level by level is the same for all (`chains.draw_by_level`). To add
+one, add a file with a class like `ModelDrafter` (`model.py`), and an entry in `engine.start.building.kind_of`. Its
+drafting is part of recorded steps if it is a `RecordedDrafter`. Drafters that find chains in texts have no
+distributions:
 `engine.scheduling.text_drafters`.
 """
 
@@ -43,7 +44,24 @@ class DrafterKind(NamedTuple):
     """Whether it is a `RecordedDrafter`; the steps that draft with others are launched operation by operation."""
 
 
-class Drafter(Protocol):
+class ChainSource(Protocol):
+    """Draws the chains of a step."""
+
+    def begin(self, plan: Plan) -> Tensor:
+        """Catch up on every row's `draft_input_ids`; return [N, V] logits below the root of each row that draws, in
+        order.
+        """
+
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable]:
+        """Catch up; return [C, L] the tokens of the plan's chains, and the distributions they were drawn from.
+
+        layout, parameters: of the sampling rows; uniform_LC: the numbers for drafting.
+        """
+
+
+class Drafter(ChainSource, Protocol):
     """Computes the logits from which chains are drawn.
 
     Drafts are verified against the distribution from which they were drawn, so the output has the target's distribution
@@ -54,22 +72,10 @@ class Drafter(Protocol):
     def runner(self) -> ModelRunner | None:
         """Return the runner of the draft model, if it is a model with K/V."""
 
-    def begin(self, plan: Plan) -> Tensor:
-        """Catch up on every row's `draft_input_ids`; return [N, V] logits below the root of each row that draws, in
-        order.
-        """
-
     def below(self, depth: int, token_N: Tensor) -> Tensor:
         """Return [N, V] logits below the drafted nodes of `depth` (1 is below the root), in the order of their chains.
 
         token_N: the nodes' tokens, on the device; rows whose chains end there have no nodes among them.
-        """
-
-    def draw(
-        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Draw all levels of a step in one call: return [C, L] the tokens that `begin` and `chains.draw_levels` would
-        draw, and the distributions they were drawn from; None for plans that need these two.
         """
 
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:

@@ -1,21 +1,18 @@
-"""Drafting with an EAGLE-3 head: one pass of one layer for each level, from the target's own states."""
+"""ChainSource with an EAGLE-3 head: one pass of one layer for each level, from the target's own states."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from engine.drafting.draft import Layout
+from engine.attention.inputs import SequenceInput
 from engine.drafting.drafter import DraftWork
 from engine.drafting.head import HeadDrafter
-from engine.drafting.levels import levels_of
 from engine.drafting.model import level_passes
 from engine.drafting.reading import readings, states_at
-from engine.kernels.protocol import ProbsTable
-from engine.models.heads.head import HeadOutput
+from engine.heads.head import HeadOutput
 from engine.models.runner import ModelRunner
 from engine.plan import Plan
-from engine.sampling.distribution import DistributionParameters
 
 
 class EagleDrafter(HeadDrafter):
@@ -28,7 +25,6 @@ class EagleDrafter(HeadDrafter):
         self._work = DraftWork(())
         self._output = HeadOutput(torch.empty(0), torch.empty(0))
         """Output of the level that was computed last."""
-        self._levels = levels_of(runner)
 
     def start(self, work: DraftWork) -> Tensor:
         """Read texts; return [N, V] logits below the roots."""
@@ -45,18 +41,12 @@ class EagleDrafter(HeadDrafter):
         self._output = self.runner.states(self._work.passes[depth], state_NH, token_N)
         return self.runner.logits_of(self._output)
 
-    @torch.inference_mode()
-    def draw(
-        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Read texts and draw all levels in one call; return None for rows that need `begin` and `below`."""
-        if self._levels is None or not self._levels.takes(plan, layout, self.runner.vocab_size):
-            return None
+    def level_inputs(self, plan: Plan) -> tuple[list[list[SequenceInput]], Tensor]:
+        """Read what does not fit into one pass; return the passes of a step from the last that reads texts on, and the
+        target's states that it reads.
+        """
         rows = [row for row in plan.rows if row.fanout]
         *earlier, last = readings(rows, ends_wanted=True)
         self._read_all(earlier)
         taps_TX = self._states_before(last)
-        probs_NV = torch.empty((layout.num_probs, self.runner.vocab_size))
-        passes = self._inputs(last, rows)
-        tokens_CL = self._levels.draw(passes, layout, parameters, uniform_LC, probs_NV, taps_TX)
-        return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
+        return self._inputs(last, rows), taps_TX

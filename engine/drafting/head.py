@@ -1,4 +1,4 @@
-"""Drafting with any head: it reads texts, and reads accepted tokens again.
+"""ChainSource with any head: it reads texts, and reads accepted tokens again.
 
 A step begins after the tokens that the target has accepted: the rows of accepted tokens are computed from the target's
 states, and overwrite the drafted ones in their slots. So nothing of a rejected branch reaches the next step.
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.inputs import NodeInput, SequenceInput
+from engine.drafting.chains import draw_by_level
+from engine.drafting.draft import Layout
 from engine.drafting.drafter import DraftWork, HeadInputs, HeadPlaces
 from engine.drafting.reading import readings, slots_before, states_at
 from engine.fanout import Fanout, width_at
+from engine.heads.runner import HeadRunner
+from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
-from engine.models.heads.runner import HeadRunner
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Emission, Plan, Row
+from engine.sampling.distribution import DistributionParameters
 
 
 class HeadDrafter:
@@ -50,6 +54,17 @@ class HeadDrafter:
     def start(self, work: DraftWork) -> Tensor:
         """Carry out the work up to the roots; return [N, V] logits below them."""
         raise NotImplementedError
+
+    def below(self, depth: int, token_N: Tensor) -> Tensor:
+        """Return [N, V] logits below the nodes of a depth."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, ProbsTable]:
+        """Read texts, and draw level by level."""
+        return draw_by_level(self, plan, layout, parameters, uniform_LC)
 
     @torch.inference_mode()
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:  # noqa: ARG002  (accepted drafts are read again)

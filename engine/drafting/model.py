@@ -1,4 +1,4 @@
-"""Drafting with a small model: one pass to catch up on the text, and one more for each further level.
+"""ChainSource with a small model: one pass to catch up on the text, and one more for each further level.
 
 Its drafted nodes follow the text level by level.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import slot_moves
+from engine.drafting.chains import draw_by_level
 from engine.drafting.draft import Layout
 from engine.drafting.drafter import DraftWork
-from engine.drafting.levels import levels_of
 from engine.fanout import Fanout, level_widths, node_of
 from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner, Pass
@@ -37,7 +37,6 @@ class ModelDrafter:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner: ModelRunner = runner
         self._passes: Sequence[Pass] = ()
-        self._levels = levels_of(runner)
 
     def begin(self, plan: Plan) -> Tensor:
         """Compute the missing K/V; return [N, V] logits below the roots."""
@@ -65,13 +64,13 @@ class ModelDrafter:
 
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Catch up and draw all levels in one call; return None for rows that need `begin` and `below`."""
-        if self._levels is None or not self._levels.takes(plan, layout, self.runner.vocab_size):
-            return None
-        probs_NV = torch.empty((layout.num_probs, self.runner.vocab_size))
-        tokens_CL = self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, probs_NV)
-        return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
+    ) -> tuple[Tensor, ProbsTable]:
+        """Catch up, and draw level by level."""
+        return draw_by_level(self, plan, layout, parameters, uniform_LC)
+
+    def level_inputs(self, plan: Plan) -> tuple[list[list[SequenceInput]], None]:
+        """Return the passes of a step, and no states that the first of them reads."""
+        return self._inputs(plan), None
 
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """Make the K/V of accepted paths contiguous."""

@@ -1,6 +1,6 @@
-"""Drafting with a head that computes all depths in one pass, from which any number of chains is drawn.
+"""ChainSource with a head that computes all depths in one pass, from which any number of chains is drawn.
 
-The pass depends on the text alone. The sampler (`models/heads/samplers.py`) adds the dependence on earlier tokens of
+The pass depends on the text alone. The sampler (`heads/samplers.py`) adds the dependence on earlier tokens of
 the chain, if the head has any. So chains are independent given the text.
 
 Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is the last token of a
@@ -20,14 +20,13 @@ from engine.attention.inputs import NO_NODES, NodeInput
 from engine.drafting.draft import Layout
 from engine.drafting.drafter import DraftWork, HeadInputs
 from engine.drafting.head import HeadDrafter
-from engine.drafting.levels import levels_of
 from engine.drafting.reading import states_at
 from engine.drafting.tables import draft_rows_of, draw_from, may_draw_at_once
+from engine.heads.head import HeadOutput
+from engine.heads.runner import Reading, mask_nodes
+from engine.heads.samplers import ChainSampler
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
-from engine.models.heads.head import HeadOutput
-from engine.models.heads.runner import Reading, mask_nodes
-from engine.models.heads.samplers import ChainSampler
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, Row
 from engine.sampling.distribution import DistributionParameters
@@ -49,10 +48,10 @@ class OnePassDrafter(HeadDrafter):
     @torch.inference_mode()
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
+    ) -> tuple[Tensor, ProbsTable]:
+        """Run the pass, and draw all chains of all texts from its tables, for rows that allow it."""
         if not self.runner.head.config.has_tables or not may_draw_at_once(plan, layout):
-            return None
+            return super().draw(plan, layout, parameters, uniform_LC)
         work = self._prepared([row for row in plan.rows if row.fanout])
         assert work.of_head is not None
         sampler: ChainSampler = self._run_pass(work)
@@ -107,24 +106,16 @@ class BlockDrafter(OnePassDrafter):
         head = self.runner.head
         masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
         self.pass_nodes = partial(_with_blocks, masks, head.block_config.causalities)
-        self._levels = levels_of(runner)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
         """First of the K/V blocks that only the head's storage has, for masks beyond the row's own K/V blocks."""
 
-    @torch.inference_mode()
-    def draw(
-        self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
-    ) -> tuple[Tensor, ProbsTable] | None:
-        """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
-        levels, vocab_size = self._levels, self.runner.vocab_size
-        if levels is None or not levels.has_term or not levels.takes(plan, layout, vocab_size):
-            return super().draw(plan, layout, parameters, uniform_LC)
+    def products(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Run the pass; return ([S, draft vocabulary] its products with the output head by draft row, the last tokens
+        of the texts that draft).
+        """
         work = self._prepared([row for row in plan.rows if row.fanout])
         assert work.of_head is not None
-        base_SX = self._pass(work.passes, work.of_head).product_NX
-        probs_NV = torch.empty((layout.num_probs, vocab_size))
-        tokens_CL = levels.draw_below(base_SX, work.of_head.last_R, layout, parameters, uniform_LC, probs_NV)
-        return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
+        return self._pass(work.passes, work.of_head).product_NX, work.of_head.last_R
 
     def table_of(self, row: Row, number: int) -> tuple[int, ...]:
         """Return the row's K/V blocks, and spare ones for the masks that these cannot hold."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import Layout
+from engine.heads.samplers import Tables
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
-from engine.models.heads.samplers import Tables
 from engine.needs import ALONE, TEXT
 from engine.plan import Plan
 from engine.sampling.distribution import DistributionParameters, distribution

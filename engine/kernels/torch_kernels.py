@@ -1,6 +1,6 @@
 """Operations with several implementations; here the specification, in plain operations of torch, for any device.
 
-`numba_kernels.py` (CPU) and `triton_kernels.py` (CUDA) override operations by compiled ones, and use the plain ones for
+`cpu/kernels.py` (CPU) and `cuda/kernels.py` (CUDA) override operations by compiled ones, and use the plain ones for
 unsupported inputs. `choosing.py` chooses once, when the engine is built, and compares every operation with these.
 
 To add an operation: a method of `Kernels`, inputs for it in `choosing.py`, and any compiled forms.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import noise
 from engine.kernels import torch_block
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import (
@@ -37,8 +38,8 @@ _TOP_P_WINDOW = 1024
 class Kernels:
     """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
-    takes_texts = False
-    """Whether `decide` verifies text drafts, too."""
+    decides = False
+    """Whether `decide` is one compiled call, which verifies text drafts, too; steps use it only then."""
     by_tiles = False
     """Whether operations work on tiles of a row. The rules `token`, `block` and `bv_race` then store a sum for each
     tile instead of whole rows.
@@ -129,10 +130,6 @@ class Kernels:
         """
         return torch_block.winners(chains, score_C, accepted_C, next_token_C)
 
-    def takes_logits(self, _logits_NV: Tensor) -> bool:
-        """Whether `decide` supports these logits and is faster than the separate operations."""
-        return False
-
     def decide(
         self,
         logits_NV: Tensor,
@@ -152,7 +149,7 @@ class Kernels:
         probability of each of M draft distributions. They are NaN if a logit was, and non-finite if a number of the
         model was. filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the
         node below the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers`
-        returns them. texts: nodes of text drafts, if `takes_texts`; they are verified first, and the node at which this
+        returns them. texts: nodes of text drafts, if it `decides`; they are verified first, and the node at which this
         walk ends is counted from the request's root.
         """
         assert texts is None, "these kernels verify no text drafts"
@@ -174,6 +171,11 @@ class Kernels:
         verdict_3B = torch.where(temperature_B > 0, drawn_3B, certain_3B)
         ends_B = torch.zeros_like(verdict_3B[:1])
         return torch.cat([verdict_3B, ends_B]).cpu().numpy(), largest.double().cpu().numpy()
+
+    def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
+        """Return [P, C, L] the random numbers of these purposes, by chain and depth (`sampling.noise`), on the host."""
+        depths, purposes = np.arange(length), purpose_P[:, None, None]
+        return noise.uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
         """Move rows of contiguous [layers, slots, heads, dim] in place, by sequence.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from engine.models.fused_layer import synthetic_rows
+from engine.kernels.checks import synthetic_rows
 from engine.models.quantising import has_scheme
 
 # Numbers of rows of compiled products: nearly all if a row is a large share of the work, then an eighth apart. More

@@ -78,7 +78,7 @@ def start_ranks(config: ModelConfig, device: torch.device, context: int) -> Rank
     store = str(Path(folder.name) / "store")
     ranks = Ranks(folder)
     for rank in range(1, size):
-        command = [sys.executable, "-P", "-m", "engine.models.rank"]
+        command = [sys.executable, "-P", "-m", "engine.start.rank"]
         ranks.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(rank, size)))
     ranks.tell(config, store, context)
     os.environ.update(_environment(0, size))

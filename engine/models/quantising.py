@@ -6,7 +6,7 @@ The served target is then the quantised model, and the probe compares with the q
 An activation that is quantised with one scale for the whole pass would make the answer to a request depend on the other
 requests, and on drafted tokens. Every row has a scale here, and checkpoints with one scale for all are refused.
 
-Not for: `--weights int8` and `int4` on a CPU, whose layouts are those of our CPU decoder (`cpu_weights.py`).
+Not for: `--weights int8` and `int4` on a CPU, whose layouts are those of our CPU decoder (`weights.py`).
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def rounds_rows(module: nn.Module) -> bool:
 
 @contextmanager
 def rounding_off(model: nn.Module) -> Iterator[None]:
-    """Let layers of compressed-tensors, and joined products (`products.py`), not round their rows, temporarily."""
+    """Let layers of compressed-tensors, and joined products (`layer_products.py`), not round rows, temporarily."""
     changed: list[Any] = [module for module in model.modules() if has_scheme(module) or has_float8_rows(module)]
     before = [rounds_rows(module) for module in changed]
     try:

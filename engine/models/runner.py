@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.attention import AttentionMetadata
+from engine.attention.attention import AttentionMetadata, PagedKernel
 from engine.attention.groups import groups_of
 from engine.attention.inputs import NO_NODES, Ints, SequenceInput, StepLayout, build, build_all
-from engine.attention.paged import DevicePass, on_host, upload
+from engine.attention.paged import DevicePass, Paged, on_host, upload
 from engine.attention.tensors import KVShape, KVTensors
 from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -47,15 +47,15 @@ class ModelRunner:
         vocab_size: int,
         backend: Backend | None = None,
         ranks: Ranks | None = None,
-        paged: bool = False,
+        paged_kernel: PagedKernel | None = None,
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
     ) -> None:
-        """backend: runs the model, None is transformers; ranks: processes with the rest of a split model; paged:
-        attend by the Triton kernel; has_spare_block: one block more than the pool, for the K/V of padding; kernels:
-        operations on distributions, chains and K/V.
+        """backend: runs the model, None is transformers; ranks: processes with the rest of a split model;
+        paged_kernel: attends for all sequences at once; has_spare_block: one block more than the pool, for the K/V of
+        padding; kernels: operations on distributions, chains and K/V.
         """
-        self._paged = paged
+        self.paged_kernel = paged_kernel
         self._ranks = ranks
         if ranks is not None:
             ranks.tell("runner", num_blocks, block_size, vocab_size)
@@ -77,7 +77,7 @@ class ModelRunner:
         """Return by name whether each fast path is used."""
         return {
             "fast decoder": not isinstance(self.backend, TransformersBackend),
-            "paged attention": self._paged,
+            "paged attention": self.paged_kernel is not None,
         }
 
     @property
@@ -169,17 +169,21 @@ class ModelRunner:
         if self.num_embeddings < self.vocab_size:
             for layout in layouts:
                 layout.token_ids_T[layout.token_ids_T >= self.num_embeddings] = 0
-        if self._paged or self.device.type != "cpu":
+        if self.paged_kernel is not None or self.device.type != "cpu":
             moved = upload(layouts, self.block_size, self.device)
         else:
             moved = list(map(on_host, layouts))
         return [Pass(self._metadata(layout, one), one) for layout, one in zip(layouts, moved, strict=True)]
 
+    def paged_metadata(self, slots_T: Tensor, paged: Paged | None) -> AttentionMetadata:
+        """Return the arguments of the hook for a pass over pages."""
+        return AttentionMetadata(self.storage, slots_T, paged=paged, kernel=self.paged_kernel)
+
     def _metadata(self, layout: StepLayout, tensors: DevicePass) -> AttentionMetadata:
         if self.backend.reads_pages:
             return AttentionMetadata(self.storage, tensors.slots_T, layout=layout, page_size=self.block_size)
-        if self._paged:
-            return AttentionMetadata(self.storage, tensors.slots_T, paged=tensors.paged)
+        if self.paged_kernel is not None:
+            return self.paged_metadata(tensors.slots_T, tensors.paged)
         slots = _as_slice(layout.slots_T)
         groups = groups_of(layout, self.block_size, self._layer_bytes, self.device)
         return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups)

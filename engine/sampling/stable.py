@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.transfer import to_device_at_once
+from engine.noise import GOLDEN, LARGEST, MIX_1, MIX_2, Purpose, hash_words
 from engine.request import Sampling
-from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2, Purpose, hash_words
 
 
 def race(probs_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:

@@ -1,19 +1,23 @@
-"""The parts of a step on the device, and the step whose operations are launched one by one.
+"""The parts of a step, and the step whose operations are launched one by one.
 
-`Step` is the interface that an engine needs. `EagerStep` takes every plan. It is the specification of recorded steps
-(`recorded/steps.py`), which take the usual plans.
+`Step` is the interface that an engine needs. `EagerStep` takes every plan, in plain operations. It is the specification
+of the steps of devices: `CpuStep` (`cpu/step.py`), which also takes every plan, and recorded steps
+(`recorded/steps.py`), which take the usual ones.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
+from engine.control.step_work import StepWork
 from engine.drafting.chains import draw_chains
 from engine.drafting.draft import MOST_UNMERGED, Draft
-from engine.drafting.drafter import Drafter
+from engine.drafting.drafter import ChainSource
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, StepVerdict
 from engine.step.verify import verify_chains
@@ -33,11 +37,36 @@ class Step(Protocol):
         """Return what every sampling row emits; waits for the device. logits_NV: at roots and nodes."""
 
 
+class RecordedMenu:
+    """Steps that a device has recorded for some plans; here none."""
+
+    serves = True
+    """Whether recorded steps are used."""
+    num_bytes = 0
+    """Memory of the device that they take."""
+    steps: Mapping[Any, Step] = MappingProxyType({})
+    """Recorded steps by shape."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Return the number of recorded shapes."""
+        return len(self.steps)
+
+    def find(self, plan: Plan) -> Step | None:  # noqa: ARG002
+        """Return the step that carries out a plan; None if no recorded shape has room for it."""
+        return None
+
+    def is_eager(self, work: StepWork) -> bool:  # noqa: ARG002
+        """Whether no recorded shape has room for such a step, although others are recorded."""
+        return False
+
+
 class EagerStep:
     """Launches the operations of a step one by one."""
 
-    def __init__(self, target: ModelRunner, drafter: Drafter | None) -> None:
-        self._target, self._drafter = target, drafter
+    def __init__(self, target: ModelRunner, drafter: ChainSource | None) -> None:
+        self._target = target
+        self._drafter = drafter
         self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
         """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
         drafted tokens (`draft.trees_of`); 0 always merges."""

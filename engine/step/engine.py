@@ -28,8 +28,7 @@ from engine.scheduling.outcome import Outcome, StepStats
 from engine.scheduling.request_checks import check_requests
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.conditions import FIXED_DISTRIBUTION
-from engine.step.eager import EagerStep, Step
-from engine.step.recorded.steps import RecordedSteps
+from engine.step.eager import EagerStep, RecordedMenu, Step
 from engine.step.report import BROKEN, report, split_prompts
 from engine.step.telemetry import Telemetry
 
@@ -77,7 +76,8 @@ class Engine:
         self.grammar_queue = GrammarQueue(grammars, num_followed)
         self.telemetry = Telemetry(scheduler, target.device)
         self.eager = EagerStep(target, drafter)
-        self.recorded = RecordedSteps()
+        """Takes the plans that no recorded step has room for."""
+        self.recorded = RecordedMenu()
         self.works_meanwhile = target.device.type != "cpu"
         """Whether a step's passes run on a device while this thread does something else."""
         self._meanwhile: Callable[[], None] | None = None

@@ -23,11 +23,11 @@ from engine.errors import NON_FINITE, RequestError
 from engine.fanout import chains_through
 from engine.kernels.protocol import ChainVerdict
 from engine.kernels.transfer import to_device, to_device_at_once, to_host
+from engine.noise import Purpose, uniform
 from engine.plan import Emission, Plan, Row, StepVerdict, TargetShift
 from engine.request import TokenLogprob
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.sampling.edits import NodeContext, edit
-from engine.sampling.noise import Purpose, uniform
 from engine.speculation.gap import acceptance_gap, likeliest
 from engine.speculation.target_shift import apply_shifts
 

@@ -11,7 +11,7 @@ chains.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 
 import msgspec
@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import Draft
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TextNodes
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.transfer import to_device, to_device_at_once, to_host
-from engine.needs import DISTRIBUTION_NEEDS, LOSSY, RULE, TEXT_DRAFTS
+from engine.noise import Purpose, uniform
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
 from engine.sampling.node_distributions import NodePaths, node_distributions
-from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.chain_rules import verify_certain, verify_race
-from engine.speculation.verification.text_drafts import Walk, below, edges_of, refuse, walk, walk_to
+from engine.speculation.verification.text_drafts import Walk, below, refuse, walk
 from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
 Ints = npt.NDArray[np.int64]
@@ -70,16 +69,6 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVer
 
 
 def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
-    kernels = draft.parameters.kernels
-    if _can_decide(rows, draft, kernels.takes_texts) and kernels.takes_logits(logits_NV):
-        temperature_R, nodes = draft.parameters.temperature_N, draft.nodes
-        operands = draft.parameters.filters, nodes.starts, draft.chains, nodes.node_CX, draft.numbers
-        texts = _text_nodes(rows, draft)
-        verdict, largest_N = kernels.decide(logits_NV, temperature_R, *operands, texts)
-        emissions = emitted(rows, draft, *verdict[:3].tolist())
-        if texts is not None:
-            emissions = _with_text_drafts(rows, draft, emissions, verdict.tolist())
-        return draft, emissions, largest_N
     target = target_distributions(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.text_drafts for row in rows):
@@ -96,56 +85,9 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
     return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
 
 
-def _can_decide(rows: Sequence[Row], draft: Draft, takes_texts: bool) -> bool:
-    """Whether `Kernels.decide` can verify all rows, and their trees have tokens; takes_texts: of the kernels."""
-    unmet = DISTRIBUTION_NEEDS | LOSSY | RULE | (0 if takes_texts else TEXT_DRAFTS)
-    # At temperature 0 every rule accepts the same tokens.
-    unmet_at_0 = unmet & ~RULE
-    return draft.tokens_M is None and not any(
-        row.needs & (unmet_at_0 if row.sampling.is_greedy else unmet) for row in rows
-    )
-
-
-def _text_nodes(rows: Sequence[Row], draft: Draft) -> TextNodes | None:
-    """Return the nodes of text drafts among those of a step; None if there are none."""
-    if not any(row.text_drafts for row in rows):
-        return None
-    starts = draft.starts.tolist()
-    nodes = TextNodes.none(starts[-1], len(rows))
-    numbers_BL = np.zeros((len(rows), max(row.longest_chain for row in rows)))
-    for number, row in enumerate(rows):
-        if not row.text_drafts:
-            continue
-        tree, start = draft.trees[number], starts[number]
-        for parent, children in edges_of(tree, row.first_text_draft).items():
-            for child in children:
-                nodes.parent_N[start + child] = parent
-                nodes.token_N[start + child] = tree.tokens[child - 1]
-        numbers_BL[number, : row.longest_chain] = _walk_numbers(row)
-    return replace(nodes, number_BL=numbers_BL)
-
-
-def _walk_numbers(row: Row) -> Floats:
+def walk_numbers(row: Row) -> Floats:
     """Return [L] the uniform numbers that decide about text drafts at each depth."""
     return uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, np.arange(row.longest_chain))
-
-
-def _with_text_drafts(
-    rows: Sequence[Row], draft: Draft, emissions: Sequence[Emission], verdict: Sequence[Sequence[int]]
-) -> list[Emission]:
-    """Return the emissions with what text drafts contributed; verdict: of `Kernels.decide`."""
-    found = []
-    for row, tree, emission, *decided in zip(rows, draft.trees, emissions, *verdict, strict=True):
-        if row.text_drafts:
-            chain, accepted, token, node = decided
-            followed = walk_to(tree, row.first_text_draft, node)
-            rank = int(draft.layout.rank_C[chain])
-            lives = (
-                tree.paths[rank][: followed.depth + 1] == followed.path and len(tree.paths[rank]) > followed.depth + 1
-            )
-            emission = _emission_below(row, tree, followed, lives, rank, accepted, token)
-        found.append(emission)
-    return found
 
 
 def emitted(
@@ -315,7 +257,7 @@ def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence
     for number in numbers:
         row = rows[number]
         probability = {node: next(found) for node in nodes[number]}
-        walks[number] = walk(draft.trees[number], row.first_text_draft, probability, _walk_numbers(row).tolist())
+        walks[number] = walk(draft.trees[number], row.first_text_draft, probability, walk_numbers(row).tolist())
     return walks
 
 
@@ -332,7 +274,7 @@ def _emissions(
             emission = _emission(row, tree, rank, accepted, next_token, min(accepted, _most_kept(row)))
         else:
             accepted += followed.depth
-            emission = _emission_below(row, tree, followed, bool(task.goes_on_R[number]), rank, accepted, next_token)
+            emission = emission_below(row, tree, followed, bool(task.goes_on_R[number]), rank, accepted, next_token)
         yield msgspec.structs.replace(emission, shifts=shifts, bias=bias)
 
 
@@ -341,7 +283,7 @@ def _most_kept(row: Row) -> int:
     return max(0, row.draft_length - 1)
 
 
-def _emission_below(
+def emission_below(
     row: Row, tree: Tree, followed: Walk, goes_on: bool, rank: int, accepted: int, next_token: int
 ) -> Emission:
     """Return the emission of a row with text drafts.

@@ -35,7 +35,7 @@ from analysis.turns import (
 )
 from engine.errors import ConfigError
 from engine.request import Request
-from engine.step.calibration import measure_points
+from engine.start.calibration import measure_points
 from engine.step.engine import Engine, StepResult
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from tests.engine import tiny

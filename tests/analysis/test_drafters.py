@@ -13,7 +13,7 @@ from analysis.arms import speculation_of
 from analysis.drafters import arms_of, markdown
 from analysis.load import Load, add_load_arguments
 from engine.request import Speculation
-from engine.step.calibration import measure_points
+from engine.start.calibration import measure_points
 from loadtest.arms import ADAPTIVE, OFF
 from tests.engine import tiny
 from tests.heads import folders

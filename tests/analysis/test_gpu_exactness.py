@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 
 from analysis import gpu_exactness
 from analysis.gpu_results import SectionResults
-from engine.attention import triton_attention
 from engine.attention.attention import register
+from engine.cuda import attention_kernel
 from engine.drafting.model import ModelDrafter
 from engine.models.runner import ModelRunner
 from engine.step.engine import Engine
-from tests.attention.in_torch import attention_in_torch
+from tests.cuda.in_torch import attention_in_torch
 from tests.engine import tiny
 from tests.grid import grid
 from tests.wrong import instead
@@ -68,10 +68,10 @@ def no_move(_right: Any, *_: Any) -> None:
 
 
 WRONG: dict[str, tuple[Any, str, Any, str]] = {
-    "no attention": (triton_attention, "attend_paged", no_attention, "logprobs differ"),
-    "another token": (triton_attention, "attend_paged", attention_of_another_token, "logprobs differ"),
-    "a key": (triton_attention, "attend_paged", a_key_left_out, "logprobs differ"),
-    "a page": (triton_attention, "attend_paged", another_page, "logprobs differ"),
+    "no attention": (attention_kernel, "attend_paged", no_attention, "logprobs differ"),
+    "another token": (attention_kernel, "attend_paged", attention_of_another_token, "logprobs differ"),
+    "a key": (attention_kernel, "attend_paged", a_key_left_out, "logprobs differ"),
+    "a page": (attention_kernel, "attend_paged", another_page, "logprobs differ"),
     "moves": (ModelRunner, "keep", no_move, "4x5, recorded: logprobs differ"),
     "moves of the draft model": (ModelDrafter, "keep", no_move, "accepted"),
 }

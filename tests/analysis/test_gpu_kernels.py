@@ -21,9 +21,7 @@ from analysis import gpu_attention, gpu_groups, gpu_kernels
 from analysis.gpu_attention import Text
 from analysis.gpu_groups import KernelGroup, run_group
 from analysis.gpu_results import SectionResults
-from engine.attention import triton_attention
-from engine.kernels import triton_block, triton_keep, triton_rows
-from engine.models import triton_layer
+from engine.cuda import attention_kernel, block_kernels, layer_kernels, move_kernel, row_kernels
 from tests.grid import grid
 from tests.wrong import instead
 
@@ -74,22 +72,22 @@ def without_the_last_key(attend: Any, paged: Any, *rest: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[KernelGroup], None], Any, str, Any]] = {
-    "pages": (text_check(0), triton_attention, "attend_paged", off_by_one_page),
-    "ancestry": (text_check(20), triton_attention, "attend_paged", seeing_all),
-    "a key": (text_check(0), triton_attention, "attend_paged", without_the_last_key),
-    "merges": (gpu_kernels.layers, triton_attention, "merged", lambda right, one, *rest: right(one.flip(0), *rest)),
-    "norms": (gpu_kernels.layers, triton_layer, "norm", lambda right, *rest: right(*rest) * 1.01),
-    "gates": (gpu_kernels.layers, triton_layer, "gate", lambda right, joined: right(joined.roll(1, 1))),
+    "pages": (text_check(0), attention_kernel, "attend_paged", off_by_one_page),
+    "ancestry": (text_check(20), attention_kernel, "attend_paged", seeing_all),
+    "a key": (text_check(0), attention_kernel, "attend_paged", without_the_last_key),
+    "merges": (gpu_kernels.layers, attention_kernel, "merged", lambda right, one, *rest: right(one.flip(0), *rest)),
+    "norms": (gpu_kernels.layers, layer_kernels, "norm", lambda right, *rest: right(*rest) * 1.01),
+    "gates": (gpu_kernels.layers, layer_kernels, "gate", lambda right, joined: right(joined.roll(1, 1))),
     "rotations": (
-        gpu_kernels.layers, triton_layer, "rotate_and_write",
+        gpu_kernels.layers, layer_kernels, "rotate_and_write",
         lambda right, joined, rotation, *rest: right(joined, rotation[::-1], *rest),
     ),
-    "draws": (gpu_kernels.draws, triton_rows, "draw", lambda right, *rest: right(*rest) + 1),
+    "draws": (gpu_kernels.draws, row_kernels, "draw", lambda right, *rest: right(*rest) + 1),
     "verdicts": (
-        gpu_kernels.verdicts, triton_block, "winners",
+        gpu_kernels.verdicts, block_kernels, "winners",
         lambda right, chains, score, accepted, token: right(chains, -score, accepted, token),
     ),
-    "moves": (gpu_kernels.moves, triton_keep, "keep", lambda right, storage, move: right(storage, move.flip(2))),
+    "moves": (gpu_kernels.moves, move_kernel, "keep", lambda right, storage, move: right(storage, move.flip(2))),
 }  # fmt: skip
 
 
@@ -147,7 +145,7 @@ def test_nothing_that_is_imported_before_a_fork_uses_a_device() -> None:
         "def asked(): raise AssertionError('a device is used')\n"
         "torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = asked\n"
         "import analysis.gpu_kernels\n"
-        "for name in ('attention.triton_attention', 'models.triton_layer', 'kernels.triton_kernels'):\n"
+        "for name in ('cuda.attention_kernel', 'cuda.layer_kernels', 'cuda.kernels'):\n"
         "    importlib.import_module(f'engine.{name}')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

@@ -19,10 +19,9 @@ from analysis.times.steps import most_drafts
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.models.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.step.building import assemble
-from engine.step.distribution_check import run_to_end
+from engine.start.building import assemble
+from engine.start.distribution_check import run_to_end
 from engine.step.engine import Engine
-from loadtest.results import table
 
 DOCS = Path(__file__).parents[2] / "docs"
 LENGTH = 3
@@ -100,16 +99,3 @@ COMMITTED = json.loads((DOCS / "results" / "heads-prefix-cpu.json").read_text())
 @pytest.mark.parametrize("committed", COMMITTED, ids=lambda committed: committed["head"])
 def test_committed_counts_are_found_again(committed: dict[str, object]) -> None:
     assert cell(str(committed["head"]), Prompts(requests=16, beginnings=4, shared=200, own=33)) == committed
-
-
-def test_page_shows_the_committed_counts() -> None:
-    rows = [[head, *(f"{count:,}" for count in counts)] for head, *counts in (row.values() for row in COMMITTED)]
-    titles = [
-        "head",
-        "cached prompt tokens",
-        "of",
-        "target's bytes per token",
-        "head's bytes per token",
-    ]
-    pages = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
-    assert f"<!-- heads-prefix:begin -->\n{table(titles, rows)}\n<!-- heads-prefix:end -->" in pages

@@ -14,11 +14,11 @@ import transformers
 from engine.attention.groups import Group, groups_of
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, StepLayout, build
 from engine.models import runner
-from engine.models.probe import find_kv_shape
 from engine.models.runner import ModelRunner
 from engine.speculation.topology import merge_chains
+from engine.start.probe import find_kv_shape
+from tests.cuda.test_lean_decoder import randomised
 from tests.models.test_architectures import COMMON
-from tests.models.test_lean import randomised
 from tests.wrong import instead
 
 BLOCK_SIZE = 4

@@ -16,14 +16,14 @@ from engine.config import SchedulerConfig
 from engine.control.controller import Controller, menu
 from engine.control.step_time import Point, StepTimes
 from engine.control.step_work import PLAIN, StepWork
+from engine.cuda.recorded.menu import menu as menu_of_steps
+from engine.cuda.recorded.steps import RecordedSteps
 from engine.plan import Emission, Plan, StepVerdict
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.outcome import Timing
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
-from engine.step.calibration import measure_points
-from engine.step.recorded.menu import menu as menu_of_steps
-from engine.step.recorded.steps import RecordedSteps
+from engine.start.calibration import measure_points
 from engine.step.telemetry import Telemetry
 
 LIMITS = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)

@@ -15,8 +15,8 @@ from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN, Shape, StepWork
 from engine.request import Sampling, Speculation
 from engine.scheduling.prompts import PromptLimit
-from engine.step import calibration
-from engine.step.calibration import synthetic_plan
+from engine.start import calibration
+from engine.start.calibration import synthetic_plan
 from tests.control.device import LIMITS, Device, Load
 from tests.scheduling.machine import chains
 from tests.wrong import instead

@@ -16,11 +16,11 @@ from engine.config import SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.control.step_work import StepWork
-from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import with_fixed_shape
 from engine.scheduling.sequence import Sequence
+from engine.start.loading import LoadedModel
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_distribution import (

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.step.building import build_engine
+from engine.start.building import build_engine
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.grid import grid

@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 import pytest
 
-from engine.models.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.start.loading import LoadedModel, adopt
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_adaptive import Restless

@@ -17,14 +17,14 @@ from torch import nn
 
 from engine.models.gguf.blocks import BlockTensor
 from engine.models.gguf.folder import folder_of
-from engine.models.loading import LoadedModel, load
+from engine.start.loading import LoadedModel, load
+from tests.cpu.small_weights import rows_rounded
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, VOCABULARY, drafts, exact_distribution, g_test
 from tests.grid import grid
 from tests.heads import folders, oracles, recording
 from tests.models.gguf_models import write_model
-from tests.models.small_weights import rows_rounded
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="weights of a CPU's decoder")
 

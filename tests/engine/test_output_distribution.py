@@ -24,10 +24,10 @@ from engine.drafting.drafter import DrafterKind
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_block import blocks, stop_chains, winners
 from engine.kernels.torch_kernels import TORCH
-from engine.models.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.verification import RULES, Verify
+from engine.start.loading import LoadedModel
 from tests.engine import tiny
 from tests.grid import grid
 from tests.wrong import instead, wrong_rule

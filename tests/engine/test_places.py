@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.errors import NOTHING_LEFT
 from engine.kernels.protocol import Chains
-from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node
+from engine.start.loading import LoadedModel
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution, tiny
 from tests.engine.test_output_distribution import ALPHA, drafts, exact_distribution, g_test

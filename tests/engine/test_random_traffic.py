@@ -25,13 +25,13 @@ import torch
 from engine.attention.attention import HOOK
 from engine.drafting import eagle, head
 from engine.errors import RequestError
-from engine.models.loading import LoadedModel
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.scheduling.outcome import Outcome, read_logprobs
 from engine.scheduling.request_checks import check_requests
 from engine.scheduling.store import BlockStore
 from engine.speculation.rule_facts import RULE_FACTS
+from engine.start.loading import LoadedModel
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_distribution import edited_by_hand

@@ -18,7 +18,7 @@ from engine.speculation import theory
 from engine.speculation.drafting import children
 from engine.speculation.verification.greedy import greedy
 from engine.speculation.verification.weighted_race import race_table
-from engine.step.building import build_engine
+from engine.start.building import build_engine
 
 DEMO = Path(__file__).parent.parent.parent / "demo"
 NUM_ROWS = 10_000

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.errors import RequestError
+from engine.noise import Purpose, hash_words, uniform
 from engine.request import Request, Speculation
-from engine.sampling.noise import Purpose, hash_words, uniform
 from engine.sampling.stable import race, uniform_rows, winners_only
 from tests.engine import tiny
 from tests.wrong import instead

@@ -13,11 +13,11 @@ import pytest
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.errors import RequestError
-from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.scheduling.text_drafters.answers import ClientAnswers
 from engine.speculation.topology import Tree
 from engine.speculation.verification.text_drafts import Walk, edges_of
+from engine.start.loading import LoadedModel
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny

@@ -13,19 +13,18 @@ import torch
 
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
+from engine.cpu.levels import Levels
 from engine.drafting.drafter import DrafterKind
-from engine.drafting.levels import Levels
 from engine.errors import RequestError
-from engine.kernels.choosing import choose
 from engine.kernels.draw import categorical
-from engine.models import probe
-from engine.models.loading import LoadedModel, adopt
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.node_distributions import NodePaths
 from engine.scheduling.outcome import Outcome
-from engine.step import building
-from engine.step.building import assemble
+from engine.start import building, probe
+from engine.start.building import assemble
+from engine.start.choosing import choose
+from engine.start.loading import LoadedModel, adopt
 from engine.step.engine import Engine
 from tests.wrong import instead
 
@@ -152,19 +151,14 @@ def with_drafts_of_another_distribution() -> Iterator[None]:
     ) -> torch.Tensor:
         return categorical(distribution[row] ** 0.3, uniform)
 
-    def bent(
-        draw: Any, levels: Levels, passes: Any, layout: Any, parameters: Any, uniform_LC: torch.Tensor, *more: Any
-    ) -> Any:
-        return draw(levels, passes, layout, parameters, uniform_LC**2, *more)
-
-    def bent_below(draw_below: Any, *of: Any) -> Any:
-        *before, uniform_LC, probs_NV = of
-        return draw_below(*before, uniform_LC**2, probs_NV)
+    def bent(draw: Any, *operands: Any) -> Any:
+        *before, task = operands
+        return draw(*before, task._replace(uniform_LC=task.uniform_LC**2))
 
     with (
         instead(type(choose(DEVICE)), "draw", flattened),
         instead(Levels, "draw", bent),
-        instead(Levels, "draw_below", bent_below),
+        instead(Levels, "draw_below", bent),
     ):
         yield
 
@@ -172,10 +166,12 @@ def with_drafts_of_another_distribution() -> Iterator[None]:
 @contextlib.contextmanager
 def with_paged_models() -> Iterator[None]:
     """Engines built meanwhile run their passes and steps as on a device, with nothing recorded."""
+    from engine.cuda import attention_kernel
+
     with contextlib.ExitStack() as stack:
         for module in (building, probe):
             stack.enter_context(instead(module, "is_replayed", lambda *_: True))
-            stack.enter_context(instead(module, "has_kernel", lambda *_: True))
+            stack.enter_context(instead(module, "attention_kernel", lambda *_: attention_kernel))
         stack.enter_context(without_cpu_decoder())
         stack.enter_context(instead(building, "find_spec", lambda *_: None))  # a head's, too
         yield

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.attention.tensors import NORMED
-from engine.models.heads.config import check_target
-from engine.models.heads.loading import head_config, load_head, mtp_config
-from engine.models.loading import LoadedModel, adopt_head
-from engine.models.loading import load as load_model
+from engine.heads.config import check_target
+from engine.heads.loading import head_config, load_head, mtp_config
+from engine.start.loading import LoadedModel, adopt_head
+from engine.start.loading import load as load_model
 from tests.engine import tiny
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 24, 4, 2, 8, 40

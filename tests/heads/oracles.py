@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import HOOK
-from engine.models.loading import LoadedModel
+from engine.start.loading import LoadedModel
 from tests.engine import tiny
 from tests.heads.folders import EPS, HEAD_DIM, HEADS, KV_HEADS, Written
 

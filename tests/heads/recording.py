@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from engine.models.heads.dflash import DFlash
-from engine.models.heads.eagle import Eagle3
-from engine.models.loading import LoadedModel
+from engine.drafting.chains import draw_by_level
+from engine.heads.dflash import DFlash
+from engine.heads.eagle import Eagle3
 from engine.plan import Plan
 from engine.request import Speculation
+from engine.start.loading import LoadedModel
+from engine.step.eager import EagerStep
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.heads import folders, oracles
@@ -48,7 +51,8 @@ class Recorder:
         drafter: Any = engine.drafter
         self._begin, self._below = drafter.begin, drafter.below
         drafter.begin, drafter.below = self.begin, self.below
-        drafter.draw = lambda *_: None  # the logits of nodes are asked for level by level
+        drafter.draw = partial(draw_by_level, drafter)
+        engine.eager = EagerStep(engine.target, drafter)  # the logits of nodes are asked for level by level
 
     def begin(self, plan: Plan) -> Tensor:
         logits_NV: Tensor = self._begin(plan)

@@ -13,7 +13,7 @@ from analysis.draft_logits import draft_logits
 from analysis.pair import laws_along
 from demo.bench_pair import write_tokenizer
 from engine.request import Speculation
-from engine.step.distribution_check import check_distribution, check_power, make_prompt, short_check
+from engine.start.distribution_check import check_distribution, check_power, make_prompt, short_check
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.heads import folders, oracles

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from engine.config import MODEL
 from engine.errors import RequestError
-from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.conditions import DRAFTER_FACTS, FIXED_DISTRIBUTION
+from engine.start.loading import LoadedModel
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid

@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from engine.cpu.decoder import CpuDecoder
 from engine.drafting import chains, eagle, reading
-from engine.drafting.levels import Levels
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.heads.head import Head
-from engine.models.loading import LoadedModel
+from engine.heads.head import Head
 from engine.plan import Emission, Row
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as Running
+from engine.start.loading import LoadedModel
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
 from tests.heads.recording import SPECULATIONS, VOCABULARY, Recorder, largest_error, served
-from tests.wrong import instead
+from tests.wrong import instead, level_by_level
 
 HEADS: dict[str, dict[str, Any]] = {
     "speculators": {},
@@ -179,7 +178,7 @@ def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, L
         return logits_NV.softmax(-1), logits_NV
 
     filtered = output_distribution.SAMPLINGS["filtered"]
-    with instead(chains, "node_distributions", unfiltered), instead(Levels, "takes", lambda *_: False):
+    with instead(chains, "node_distributions", unfiltered), level_by_level():
         counts = output_distribution.sample(small, output_distribution.SPECULATIONS["bv_race 4"], filtered)
     assert (
         output_distribution.g_test(counts, output_distribution.exact_distribution(small[0], filtered))

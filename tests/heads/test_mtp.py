@@ -16,11 +16,11 @@ from engine.config import MTP, CacheConfig, EngineConfig, ModelConfig, Scheduler
 from engine.drafting import reading
 from engine.drafting.eagle import EagleDrafter
 from engine.errors import ConfigError, LoadError
+from engine.heads.mtp import Mtp
 from engine.models import taps
-from engine.models.heads.mtp import Mtp
-from engine.models.loading import LoadedModel
 from engine.scheduling.scheduler import Scheduler
-from engine.step.building import build_engine
+from engine.start.building import build_engine
+from engine.start.loading import LoadedModel
 from server.start_checks import check_pair, with_sources
 from tests.engine import tiny
 from tests.grid import grid
@@ -126,7 +126,7 @@ def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: 
     told = (
         rf"^--spec-rule {rule}: .* would be biased with an MTP module: it needs .* same in every step; choose bv_race"
     )
-    with instead("engine.step.building", "load_pair", folders.refused):
+    with instead("engine.start.building", "load_pair", folders.refused):
         with pytest.raises(ConfigError, match=told):
             build_engine(config_of(written, rule))
         with pytest.raises(AssertionError, match="weights are read"):
@@ -146,7 +146,7 @@ def test_targets_without_a_served_module_are_refused_before_weights_are_read(
     tmp_path: Path, edits: dict[str, Any], reason: str
 ) -> None:
     written = folders.write_mtp(tmp_path / "target")
-    with instead("engine.step.building", "load_pair", folders.refused):
+    with instead("engine.start.building", "load_pair", folders.refused):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config_of(written))
         with pytest.raises(ConfigError, match="leave out --draft-revision"):

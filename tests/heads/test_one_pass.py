@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from engine.cpu.decoder import CpuDecoder
 from engine.drafting import head, one_pass, reading
 from engine.drafting.one_pass import BlockDrafter
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.heads import dflash, samplers
-from engine.models.loading import LoadedModel
+from engine.heads import dflash, samplers
 from engine.request import Speculation
+from engine.start.loading import LoadedModel
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid

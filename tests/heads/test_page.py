@@ -11,7 +11,7 @@ import pytest
 
 from distill.__main__ import main as distill
 from engine.scheduling.request_checks import check_requests, default_speculation
-from engine.step.building import build_engine
+from engine.start.building import build_engine
 from server.flags import parse_flags
 from server.openai.fields import SpeculationFields
 from tests.engine import tiny

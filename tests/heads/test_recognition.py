@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
+from engine.cpu.head_decoder import HeadDecoder
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.one_pass import BlockDrafter
 from engine.errors import ConfigError, LoadError, RequestError
-from engine.models.heads.config import read_head
-from engine.models.heads.decoder import HeadDecoder
-from engine.models.heads.head import TargetWeights
+from engine.heads.config import read_head
+from engine.heads.head import TargetWeights
 from engine.request import Speculation
-from engine.step.building import build_engine
-from engine.step.calibration import measure_points
+from engine.start.building import build_engine
+from engine.start.calibration import measure_points
 from tests.engine import tiny
 from tests.heads import folders
 from tests.scheduling.machine import Machine
@@ -135,7 +135,7 @@ def test_wrong_pairs_are_refused_before_weights_are_read(
     target: Path, tmp_path: Path, layout: str, edits: Edit, reason: str
 ) -> None:
     written = folders.write_eagle(tmp_path / "head", layout=layout)
-    with instead("engine.step.building", "load_pair", folders.refused):
+    with instead("engine.start.building", "load_pair", folders.refused):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config_of(target, written.folder))
         edit(written.folder, **edits)
@@ -163,7 +163,7 @@ def test_wrong_block_heads_are_refused_before_weights_are_read(
 ) -> None:
     written = folders.write_block(tmp_path / "head", kind=kind, layout=layout)
     config = config_of(target, written.folder, speculation=SpeculationConfig(draft_length=3))
-    with instead("engine.step.building", "load_pair", folders.refused):
+    with instead("engine.start.building", "load_pair", folders.refused):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config)
         edit(written.folder, **edits)
@@ -210,7 +210,7 @@ def test_what_is_not_served_with_heads_is_refused(target: Path, tmp_path: Path) 
     written = folders.write_eagle(tmp_path / "head")
     with pytest.raises(ConfigError, match="not served with --tensor-parallel-size"):
         build_engine(config_of(target, written.folder, model={"tensor_parallel_size": 2}))
-    with instead("engine.step.building", "load_pair", folders.refused):
+    with instead("engine.start.building", "load_pair", folders.refused):
         rule = SpeculationConfig(rule="greedy_block")
         with pytest.raises(
             ConfigError, match=r"^--spec-rule greedy_block: .* would be biased with an EAGLE-3 head: it"

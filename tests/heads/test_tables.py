@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cpu.levels import Levels
 from engine.drafting import one_pass, tables
 from engine.drafting.draft import ChainShape, Draft, layout_of
-from engine.drafting.levels import Levels
 from engine.fixed_edits import FixedEdits
+from engine.heads.samplers import Tables
 from engine.kernels.protocol import Filters
 from engine.kernels.torch_kernels import TORCH
-from engine.models.heads.samplers import Tables
 from engine.plan import LogitContext, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.distribution import DistributionParameters
-from engine.step import building
-from engine.step.calibration import synthetic_plan
+from engine.start import building
+from engine.start.calibration import synthetic_plan
 from engine.step.engine import Engine
 from engine.text_counts import TextCounts
 from tests.engine import test_output_distribution as output_distribution
@@ -34,7 +34,7 @@ from tests.grid import grid
 from tests.heads import folders
 from tests.sampling.test_distribution import reference
 from tests.speculation import test_served_steps as served
-from tests.wrong import instead
+from tests.wrong import instead, level_by_level
 
 TEXT = LogitContext((1,), 1, FixedEdits(Sampling(), ()), TextCounts(1))
 
@@ -91,7 +91,7 @@ def drawn_both_ways(engine: Engine) -> tuple[Draft, Draft]:
     """Draw a plan at once, and level by level."""
     plan = mixed_plan(engine)
     at_once = engine.eager.draw(plan)
-    with instead(type(engine.drafter), "draw", lambda *_: None):
+    with level_by_level(), instead(one_pass, "may_draw_at_once", lambda *_: False):
         by_level = engine.eager.draw(plan)
     assert at_once is not None
     assert by_level is not None
@@ -277,16 +277,16 @@ def base_of_another_row(draw_below: Any, levels: Any, base_SX: Any, *of: Any) ->
 
 
 def terms_without_filters(draw_below: Any, *of: Any) -> Any:
-    *before, parameters, uniform_LC, probs_NV = of
+    *before, task = of
     tokens_CL = draw_below(*of)
-    draw_below(*before, replace(parameters, filters=Filters()), uniform_LC, probs_NV)
+    draw_below(*before, task._replace(parameters=replace(task.parameters, filters=Filters())))
     return tokens_CL
 
 
 def one_number_for_all_terms(draw_below: Any, *of: Any) -> Any:
-    *before, uniform_LC, probs_NV = of
-    first_C = torch.arange(uniform_LC.shape[1]) // 4 * 4
-    return draw_below(*before, uniform_LC[:, first_C].contiguous(), probs_NV)
+    *before, task = of
+    first_C = torch.arange(task.uniform_LC.shape[1]) // 4 * 4
+    return draw_below(*before, task._replace(uniform_LC=task.uniform_LC[:, first_C].contiguous()))
 
 
 WRONG_TERMS = {

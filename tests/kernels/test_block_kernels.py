@@ -13,15 +13,16 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from engine.kernels import numba_block, triton_block
+from engine.cpu.compiled import block_loops
+from engine.cpu.kernels import NumbaKernels
+from engine.cuda import block_kernels
 from engine.kernels.draw import categorical
-from engine.kernels.numba_kernels import NumbaKernels
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.speculation.verification.chain_rules import verify_race
 from tests.engine import tiny
 from tests.grid import grid
-from tests.kernels.test_choosing import kernels_of
+from tests.start.test_choosing import kernels_of
 from tests.wrong import calls_of
 
 DEVICE = tiny.DEVICE
@@ -146,7 +147,7 @@ def test_the_comparison_has_teeth(wrong: str, kernels: Kernels) -> None:
 def test_what_the_kernels_do_not_take_stays_plain(kernels: Kernels) -> None:
     """Chains without tokens, and distributions that do not lie in one piece."""
     chains, target, noise = CASES["several chains"]()
-    module = numba_block if isinstance(kernels, NumbaKernels) else triton_block
+    module = block_loops if isinstance(kernels, NumbaKernels) else block_kernels
     with calls_of(module, "race") as races:
         kernels.race(chains, target, noise)
         assert len(races) == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from engine.models.loading import FITTING_MODEL_TYPES, LoadedModel
+from engine.start.loading import FITTING_MODEL_TYPES, LoadedModel
 from tests.engine import tiny
 
 VOCABULARY = 101

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from engine.attention.attention import HOOK
-from engine.models.loading import LoadedModel
 from engine.request import Speculation
+from engine.start.loading import LoadedModel
 from tests.engine import tiny
 from tests.grid import grid
 from tests.models import families

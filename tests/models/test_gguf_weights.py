@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from engine.attention.attention import HOOK
 from engine.config import ModelConfig
+from engine.cpu.decoder import CpuDecoder
 from engine.errors import ConfigError, LoadError
-from engine.models.cpu_decoder import CpuDecoder
 from engine.models.gguf import weights
 from engine.models.gguf.blocks import BLOCK_TYPES, BlockTensor
 from engine.models.gguf.folder import folder_of
 from engine.models.importing import import_transformers
-from engine.models.loading import LoadedModel, draft_model_config, load, outline_pair
-from engine.models.probe import choose_backend, find_kv_shape, probe
+from engine.start.loading import LoadedModel, draft_model_config, load, outline_pair
+from engine.start.probe import choose_backend, find_kv_shape, probe
 from tests.engine import tiny
 from tests.models.gguf_models import DEMO, head_dim_of, stored_weight, write_model
 
@@ -67,8 +67,8 @@ def share_of_tolerance(model: LoadedModel) -> float:
 @pytest.mark.parametrize("kind", [kind.name for kind in BLOCK_TYPES])
 def test_numbers_are_those_of_the_blocks(kind: str) -> None:
     """`gguf.quants` is the oracle of what blocks stand for, and the stored form is exact."""
-    from engine.models.cpu_weights import Product, form_of_type
-    from engine.models.numba_layer import embed
+    from engine.cpu.compiled.layer_loops import embed
+    from engine.cpu.weights import Product, form_of_type
 
     raw = stored_weight(np.random.default_rng(3), (40, 512), kind).reshape(40, -1)
     weight = BlockTensor(torch.from_numpy(raw), gguf.GGMLQuantizationType[kind])
@@ -146,7 +146,7 @@ def test_another_type_is_asked_for(dtype: str, tmp_path: Path) -> None:
 
 
 def test_without_the_decoder_weights_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from engine.models.probe import BACKENDS
+    from engine.start.probe import BACKENDS
 
     file = write_model(tmp_path / "model.gguf", "qwen3", "Q8_0")
     model = loaded(file, tmp_path / "cache")

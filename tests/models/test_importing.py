@@ -15,7 +15,7 @@ from engine.models.importing import _absent
 _PROGRAM = """
 import sys
 import torch
-from engine.models.loading import load
+from engine.start.loading import load
 
 torch.cuda.is_available = lambda: False
 load("demo/draft", None, "auto", torch.device("cpu"))

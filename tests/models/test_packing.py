@@ -11,10 +11,10 @@ import torch
 from engine.models import packing
 from engine.models.backend import TransformersBackend
 from engine.models.packing import PackedLinear, pack, take_over
-from engine.models.probe import find_kv_shape, probe
+from engine.start.probe import find_kv_shape, probe
+from tests.cuda.test_lean_decoder import randomised
 from tests.engine import tiny
 from tests.models.test_architectures import CONFIGS
-from tests.models.test_lean import randomised
 from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="weights are packed on a CPU only")

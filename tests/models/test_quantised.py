@@ -20,19 +20,20 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine.attention.attention import HOOK
 from engine.config import CacheConfig, EngineConfig, ModelConfig
+from engine.cuda.lean_decoder import LeanDecoder
 from engine.errors import ConfigError, LoadError
-from engine.models import loading, probe, quantising
+from engine.models import quantising
 from engine.models.kinds import is_lean
-from engine.models.lean import LeanDecoder
-from engine.models.loading import LoadedModel, load
 from engine.models.packing import is_plain
-from engine.step.building import build_engine
+from engine.start import loading, probe
+from engine.start.building import build_engine
+from engine.start.loading import LoadedModel, load
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, SPECULATIONS, exact_distribution, g_test, sample
 from tests.heads import folders
 from tests.models.test_architectures import COMMON, generated
-from tests.models.test_probe import WITHOUT_COMPACTION
+from tests.start.test_probe import WITHOUT_COMPACTION
 from tests.wrong import instead
 
 CPU = torch.device("cpu")
@@ -281,7 +282,7 @@ def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
     (tmp_path / "config.json").write_text(json.dumps(document))
     with (
         instead(quantising, "find_spec", lambda find_spec, name: None if name == missing else find_spec(name)),
-        instead("engine.step.building", "load_pair", folders.refused),
+        instead("engine.start.building", "load_pair", folders.refused),
         pytest.raises(ConfigError, match=message),
     ):
         build_engine(EngineConfig(model=ModelConfig(target=str(tmp_path), **wanted)))

@@ -12,12 +12,12 @@ import transformers
 from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
-from engine.models.loading import load, outline_pair
-from engine.models.probe import BACKENDS, find_kv_shape
 from engine.models.rope import depends_on_length, fix_rope
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
-from engine.step.building import build_engine
+from engine.start.building import build_engine
+from engine.start.loading import load, outline_pair
+from engine.start.probe import BACKENDS, find_kv_shape
 from tests.engine import tiny
 from tests.models.test_architectures import COMMON
 

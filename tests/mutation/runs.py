@@ -232,7 +232,7 @@ class Runner:
 
 def _kernel_folder() -> Path:
     """Folder of the compiled kernels of this process's tree, below NUMBA_CACHE_DIR."""
-    from engine.kernels import cache_folder
+    from engine.cpu.compiler import cache_folder
 
     folder = cache_folder()
     assert folder is not None, "compiled kernels cannot be stored"
@@ -241,7 +241,7 @@ def _kernel_folder() -> Path:
 
 def compiled_with(module: Path) -> set[str]:
     """Names of the Numba modules whose compiled code may have code of a module inside, with its own name."""
-    imported = {path.stem: _imported_by(path) for path in Path("engine").rglob("numba_*.py")}
+    imported = {path.stem: _imported_by(path) for path in Path("engine/cpu/compiled").glob("*.py")}
     stale, before = {module.stem}, set[str]()
     while stale != before:
         before = set(stale)

@@ -20,7 +20,7 @@ from analysis.gguf_numbers import by_transformers, greedy
 from analysis.loading import load_engine
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.models.gguf.folder import folder_of
-from engine.step.compiling import compile_kernels
+from engine.start.compiling import compile_kernels
 from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import Daemon, Daemons
 

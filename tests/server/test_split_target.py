@@ -38,7 +38,7 @@ def ranks_of(daemon: Daemon) -> list[int]:
             family = (folder / "stat").read_text().rsplit(")", 1)[1].split()
         except (OSError, IndexError):
             continue
-        if "engine.models.rank" in command:
+        if "engine.start.rank" in command:
             parent = int(family[1])
             grandparent = int(Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[1])
             if grandparent == daemon.process.pid:

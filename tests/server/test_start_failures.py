@@ -18,7 +18,7 @@ import pytest
 from engine.api import ConfigError
 from engine.models.files import read_object, warn_of_adapter
 from engine.models.weight_files import _header_fault
-from engine.step.calibration import read_profile
+from engine.start.calibration import read_profile
 from server.cli import main
 from server.openai.generation_defaults import generation_defaults
 from server.serving.socket_folder import SocketFolder

@@ -26,18 +26,18 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
+from engine.cpu.compiled import block_loops
 from engine.fanout import level_widths
-from engine.kernels import numba_block
 from engine.kernels.protocol import ChainNoise, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.request import Speculation, TextDraft
 from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.text_drafts import Below, below, refuse
+from tests.cpu.test_kernel_mutants import BLOCK, kernels_with
 from tests.grid import FAMILIES
-from tests.kernels.test_kernel_mutants import BLOCK, kernels_with
 from tests.speculation.exact import from_prefix
-from tests.speculation.served import KERNELS, WITHOUT_TEXTS, Fit, fit, small_world
+from tests.speculation.served import KERNELS, WITHOUT_DECIDE, Fit, fit, small_world
 from tests.speculation.test_served_steps import VOCABULARY, row_of, step
 from tests.wrong import instead
 
@@ -244,17 +244,17 @@ def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> End
             branches = Branches(script)
             with instead(node, "categorical", lambda _, *operands, branches=branches: branches(*operands)):
                 verdict = RULES[drafting.rule].verify(rest.chains, rest.target, rest.noise)
-            found = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), branches.chance, strict=True)
-            for (weight, _), (chain, accepted, chance) in zip(trees, found, strict=True):
+            verdicts = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), branches.chance, strict=True)
+            for (weight, _), (chain, accepted, chance) in zip(trees, verdicts, strict=True):
                 kept = leaves[rest.origin_C[chain]][len(path) :][:accepted]
                 law[(*path, *kept), script[accepted]] += probability * weight * chance
     return law
 
 
-def distance(found: Ends, drafting: Drafting) -> float:
+def distance(ends: Ends, drafting: Drafting) -> float:
     """Largest difference from the enumeration."""
     right = expected(drafting, SMALL.vocabulary)
-    return max(abs(found.get(end, 0.0) - right.get(end, 0.0)) for end in {*found, *right})
+    return max(abs(ends.get(end, 0.0) - right.get(end, 0.0)) for end in {*ends, *right})
 
 
 def in_gate(drafting: Drafting, cheap: bool) -> Any:
@@ -271,8 +271,8 @@ def test_rules_by_nodes_have_the_exact_law_below_text_drafts(drafting: Drafting)
 def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, part: str) -> None:
     """`nss` alone reads neither draft laws nor leaders."""
     is_read = drafting.rule != "nss" or part not in ("leads_CL", "draft")
-    found = distance(enumerated(drafting, unshifted(part)), drafting)
-    assert found > 1e-4 if is_read else found < 1e-12
+    difference = distance(enumerated(drafting, unshifted(part)), drafting)
+    assert difference > 1e-4 if is_read else difference < 1e-12
 
 
 def sampled(drafting: Drafting, kernels: Kernels = TORCH, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
@@ -283,18 +283,18 @@ def sampled(drafting: Drafting, kernels: Kernels = TORCH, seed: int = 0, num_row
 
 
 @pytest.mark.parametrize("drafting", [in_gate(one, one not in BY_NODES) for one in EVERY[:-1]], ids=str)
-def test_what_a_step_serves_is_the_enumerated_law(drafting: Drafting) -> None:
+def test_a_step_serves_the_enumerated_law(drafting: Drafting) -> None:
     assert sampled(drafting).p_value > ALPHA
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, WITHOUT_TEXTS], ids=["one kernel", "walk before the kernels"])
+@pytest.mark.parametrize("kernels", [KERNELS, WITHOUT_DECIDE], ids=["one kernel", "walk before the kernels"])
 @pytest.mark.parametrize("drafting", CHAINS, ids=str)
 def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) -> None:
-    """Those of the device: Numba's on a CPU."""
+    """The kernels are those of the device: of Numba on a CPU."""
     assert sampled(drafting, kernels, seed=NUM_ROWS).p_value > ALPHA
 
 
-@pytest.mark.skipif(not KERNELS.takes_texts, reason="a kernel of a CPU")
+@pytest.mark.skipif(not KERNELS.decides, reason="a kernel of a CPU")
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -305,20 +305,20 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) 
 )
 def test_a_wrong_kernel_is_rejected(right: str, wrong: str) -> None:
     kernels = kernels_with(BLOCK, right, wrong)
-    with instead(numba_block, "decide", lambda _, *operands: kernels.decide(*operands)):
+    with instead(block_loops, "decide", lambda _, *operands: kernels.decide(*operands)):
         assert sampled(CHAINS[-1], KERNELS, num_rows=1_000).p_value < ALPHA
 
 
 @pytest.mark.slow
 def test_triton_s_race_serves_the_enumerated_law() -> None:
     """On a CPU in its interpreter."""
-    triton = pytest.importorskip("engine.kernels.triton_kernels")
+    triton = pytest.importorskip("engine.cuda.kernels")
     mixed = Kernels()
     mixed.race = triton.TritonKernels().race  # type: ignore[method-assign]
     assert sampled(CHAINS[-1], mixed, num_rows=300).p_value > ALPHA
 
 
-@pytest.mark.parametrize("kernels", [TORCH, WITHOUT_TEXTS], ids=["plain", "kernels"])
+@pytest.mark.parametrize("kernels", [TORCH, WITHOUT_DECIDE], ids=["plain", "kernels"])
 @pytest.mark.parametrize("part", PARTS[1:])
 def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Kernels) -> None:
     """`leads_CL` is not among its operands: rules by nodes read it."""

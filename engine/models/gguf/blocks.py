@@ -7,7 +7,7 @@ second time. Layouts of blocks: ggml's `block_q4_0` and the like; `gguf.quants` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from gguf import GGML_QUANT_SIZES
@@ -17,20 +17,21 @@ from torch.nn.functional import embedding, linear
 
 from engine.errors import LoadError
 
-if TYPE_CHECKING:
-    from engine.models.cpu_weights import Form
-
+Form = Literal[
+    "float32", "bfloat16", "float16", "pairs", "int8", "int4", "q4_0", "q4_1", "q8_0", "q5_1", "q4_k", "q5_k", "q6_k"
+]
+"""Forms in which the CPU's products store weights (`cpu/weights.py`)."""
 _ROWS_AT_ONCE = 4096
 """Rows of a weight that a product of transformers dequantises at once."""
 
 
 class StoredNumbers(NamedTuple):
-    """Numbers of a weight [N, K] as a form of `cpu_weights.py` stores them."""
+    """Numbers of a weight [N, K] as a form of `weights.py` stores them."""
 
     numbers: Tensor
     """[N, K] numbers in float32 or 16 bits; or bytes, each a number plus an offset."""
     scales: Sequence[Tensor]
-    """[N, rows, numbers] of the scales, which follow each other in a row (`numba_words.py`)."""
+    """[N, rows, numbers] of the scales, which follow each other in a row (`stored_words.py`)."""
 
 
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}

@@ -1,0 +1,1 @@
+"""A CPU: passes, drafting and verdicts compiled by Numba."""

@@ -1,0 +1,1 @@
+"""Code that Numba compiles: passes, products, distributions, draws and verdicts of a CPU."""

@@ -1,0 +1,310 @@
+"""Attention of a few rows over the paged keys of their sequence, in Numba: tile by tile, with a running softmax.
+
+Keys of a sequence are numbered like its tokens (`attention/inputs.py`). The queries of a part are its rows by the query
+heads that share a K/V head. A tile of keys and values is laid out in blocks like those of a weight, so that scores and
+results are products of all queries (`block_products.py`). The result of a row does not depend on the other rows.
+Float32 arithmetic; K/V of float32, or the 16 bits of bfloat16.
+"""
+
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+# ruff: noqa: ARG001
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine.cpu.compiled.block_products import copy, product, transpose
+from engine.cpu.compiled.floats import FAST, exponential, widened
+from engine.cpu.compiled.simd_vectors import BLOCK, LANES
+from engine.cpu.compiler import compiled_for_cpu
+
+TILE = 64
+"""Keys whose scores are computed together."""
+_HIDDEN = np.float32(-1e30)
+"""Score of a key that a query does not see."""
+
+
+@compiled_for_cpu(**FAST)
+def _lay_out_keys(keys, head, slots, offsets, count, blocks):
+    """Write the keys [slots, H_kv, D] in these slots as columns of blocks [`TILE` / B, D, B].
+
+    The rest of the last vector repeats the last key. slots: [`TILE`]; offsets: [`TILE`], working memory.
+    """
+    width, size = keys.shape[2], keys.itemsize
+    for key in range(TILE):
+        offsets[key] = slots[min(key, count - 1)] * keys.shape[1] * width * size
+    source = np.int64(keys.ctypes.data) + head * width * size
+    whole = width // LANES * LANES
+    for first in range(0, count, LANES):
+        block, column = first // BLOCK, first % BLOCK
+        target = np.int64(blocks.ctypes.data) + (block * width * BLOCK + column) * 4
+        for number in range(0, whole, LANES):
+            transpose(
+                keys,
+                np.int64(offsets.ctypes.data) + first * 8,
+                source + number * size,
+                target + number * BLOCK * 4,
+            )
+        for number in range(whole, width):
+            for key in range(first, min(first + LANES, count)):
+                blocks[block, number, key % BLOCK] = widened(keys[slots[key], head, number])
+
+
+@compiled_for_cpu(**FAST)
+def _lay_out_values(values, head, slots, count, blocks):
+    """Write the values [slots, H_kv, D] in these slots as rows of blocks [D / B, count, B]."""
+    width, size = values.shape[2], values.itemsize
+    whole = width // LANES * LANES
+    for key in range(count):
+        source = np.int64(values.ctypes.data) + (slots[key] * values.shape[1] + head) * width * size
+        target = np.int64(blocks.ctypes.data) + key * BLOCK * 4
+        for number in range(0, whole, LANES):
+            block, column = number // BLOCK, number % BLOCK
+            copy(values, source + number * size, target + (block * count * BLOCK + column) * 4)
+        for number in range(whole, width):
+            blocks[number // BLOCK, key, number % BLOCK] = widened(values[slots[key], head, number])
+
+
+@compiled_for_cpu(**FAST)
+def _mask(scores, start, limit, near):
+    """Hide the keys of a tile of text that a row does not see; return whether it sees any.
+
+    start: number of the first key; limit: the row sees text below; near: keys at positions below are outside the
+    window.
+    """
+    sees_any = False
+    for key in range(TILE):
+        number = start + key
+        is_seen = number < limit and number >= near
+        sees_any |= is_seen
+        scores[key] = scores[key] if is_seen else _HIDDEN
+    return sees_any
+
+
+def _reduced(builder, address, join):
+    """Reduce `TILE` float32 numbers at an address to one, pair by pair."""
+    kind = ir.VectorType(ir.FloatType(), LANES)
+    place = builder.inttoptr(address, kind.as_pointer())
+    vectors = [
+        builder.load(builder.gep(place, [ir.Constant(ir.IntType(64), number)]), align=4)
+        for number in range(TILE // LANES)
+    ]
+    while len(vectors) > 1:
+        vectors = [join(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+    (found,) = vectors
+    for distance in (1 << power for power in range(LANES.bit_length() - 1)):
+        order = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [lane ^ distance for lane in range(LANES)])
+        found = join(found, builder.shuffle_vector(found, found, order))
+    return builder.extract_element(found, ir.Constant(ir.IntType(32), 0))
+
+
+@intrinsic
+def _largest(_context, source):
+    """Return the largest of `TILE` float32 numbers at an address.
+
+    The compiler compares the numbers of a loop one by one, because NaN has no order; here comparisons ignore it.
+    """
+
+    def build(_context, builder, _signature, operands):
+        def larger(one, other):
+            return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+        return _reduced(builder, operands[0], larger)
+
+    return types.float32(types.int64), build
+
+
+@intrinsic
+def _total(_context, source):
+    """Return the sum of `TILE` float32 numbers at an address, in an order that the compiler cannot choose."""
+
+    def build(_context, builder, _signature, operands):
+        return _reduced(builder, operands[0], builder.fadd)
+
+    return types.float32(types.int64), build
+
+
+@compiled_for_cpu(**FAST)
+def _soften(scores, state):
+    """Turn a tile's scores into weights relative to the largest score so far; return the factor for earlier results.
+
+    scores: [`TILE`]; state: largest score and sum of weights.
+    """
+    address = np.int64(scores.ctypes.data)
+    most = max(state[0], _largest(address))
+    shrink = exponential(state[0] - most) if state[1] > 0 else np.float32(0)
+    for key in range(TILE):
+        weight = exponential(scores[key] - most)
+        # Scores that are NaN are not hidden, and make the result NaN.
+        scores[key] = weight if scores[key] != _HIDDEN else np.float32(0)
+    state[0], state[1] = most, state[1] * shrink + _total(address)
+    return shrink
+
+
+@compiled_for_cpu(**FAST)
+def _find_slots(pages, page_size, start, count, slots):
+    """Write the slots of some keys of a text, from number `start` on."""
+    page, place = start // page_size, start % page_size
+    for key in range(count):
+        slots[key] = pages[page] * page_size + place
+        place += 1
+        if place == page_size:
+            page, place = page + 1, 0
+
+
+@compiled_for_cpu(**FAST)
+def _read_queries(joined, head, num_shared, first_row, scale, queries):
+    """Write the scaled queries of the heads that share a K/V head, row by row."""
+    width = queries.shape[1]
+    for number in range(len(queries)):
+        start = (head * num_shared + number % num_shared) * width
+        for column in range(width):
+            queries[number, column] = joined[first_row + number // num_shared, start + column] * scale
+
+
+@compiled_for_cpu(**FAST)
+def _gather(scores, start, num_text, first, bounds, words, node_positions, tile, places):
+    """Copy a row's scores of a tile of the text that ends with it; return whether the row sees any key of the tile.
+
+    scores: [N] of the keys from number `start` on, `num_text` of the text and then the nodes; first: the tile's first
+    key after `start`; bounds: limit and near, as in `_mask`; tile: output, [`TILE`]; places: output, [`TILE`] where in
+    `scores` they are, or -1.
+    """
+    limit, near = bounds
+    sees_any = False
+    for key in range(TILE):
+        number = start + first + key
+        is_seen = first + key < num_text and number < limit and number >= near
+        places[key] = first + key if is_seen else -1
+        tile[key] = scores[first + key] if is_seen else _HIDDEN
+        sees_any |= is_seen
+    key = num_text - first
+    for node in range(len(scores) - num_text):
+        if (words[node >> 6] >> (node & 63)) & 1 == 0:
+            continue
+        if key >= 0 and key < TILE and node_positions[node] >= near:
+            places[key] = num_text + node
+            tile[key] = scores[num_text + node]
+            sees_any = True
+        key += 1
+    return sees_any
+
+
+@compiled_for_cpu(**FAST)
+def _num_nodes_seen(words):
+    """Return the number of nodes that a row sees."""
+    count = 0
+    for number in range(len(words)):
+        word = words[number]
+        while word != 0:
+            word &= word - 1
+            count += 1
+    return count
+
+
+@compiled_for_cpu(**FAST)
+def _scale(result, factor):
+    for column in range(len(result)):
+        result[column] *= factor
+
+
+@compiled_for_cpu(**FAST)
+def _add_values(weights, blocks, no_scales, no_bias, found, results):
+    """Add to the results [Q, D] the products of weights [Q, N] with N values."""
+    product(weights, blocks, no_scales, no_bias, found, (0, len(blocks)), (0, 1))
+    for query in range(len(results)):
+        for column in range(results.shape[1]):
+            results[query, column] += found[query, column]
+
+
+@compiled_for_cpu(**FAST)
+def attend(joined, keys, values, head, rows, scale, window, page_size, text, limits, positions, words, attended):
+    """Write to `attended` [T, H * D] the attention of some rows of one sequence, for the query heads of one K/V head.
+
+    joined: [T, at least H * D] queries; rows: the first one and the end; window: 0 is none; text: of the sequence, its
+    pages, first key, key from which on keys are nodes, number of keys, and positions of nodes.
+
+    A row sums over tiles of the text that ends with it: the known tokens, then the nodes that it sees. So a node's
+    result has the bits that it would have as a token of the text, whatever else is drafted.
+    """
+    pages, first_key, end, num_keys, node_positions = text
+    first_row, last_row = rows
+    width = keys.shape[2]
+    num_shared = attended.shape[1] // (keys.shape[1] * width)
+    num_queries, num_blocks = (last_row - first_row) * num_shared, (width + BLOCK - 1) // BLOCK
+    last_key, most_nodes = 0, 0
+    for row in range(first_row, last_row):
+        last_key = max(last_key, limits[row])
+        most_nodes = max(most_nodes, _num_nodes_seen(words[row]))
+    # Whole tiles of known tokens are computed one by one, and the other keys of the rows together.
+    rest_start = first_key + (end - first_key) // TILE * TILE
+    num_text = end - rest_start
+    num_rest = num_keys - rest_start if most_nodes else num_text if last_key > rest_start else 0
+    num_tiles = max(1, (num_rest + TILE - 1) // TILE)
+    queries = np.empty((num_queries, width), np.float32)
+    scores = np.empty((num_queries, num_tiles * TILE), np.float32)
+    results = np.zeros((num_queries, width), np.float32)
+    found = np.empty((num_queries, num_blocks * BLOCK), np.float32)
+    states = np.zeros((num_queries, 2), np.float32)
+    bounds = np.empty((num_queries, 2), np.int64)
+    key_blocks = np.empty((num_tiles * TILE // BLOCK, width, BLOCK), np.float32)
+    value_blocks = np.empty(num_blocks * num_tiles * TILE * BLOCK, np.float32)
+    slots, offsets, places = np.empty(num_tiles * TILE, np.int64), np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    no_scales, no_bias = (
+        np.empty((1, 0, BLOCK), np.float32),
+        np.zeros(max(num_tiles * TILE, num_blocks * BLOCK), np.float32),
+    )
+    _read_queries(joined, head, num_shared, first_row, scale, queries)
+    states[:, 0] = _HIDDEN
+    for query in range(num_queries):
+        row = first_row + query // num_shared
+        bounds[query, 0], bounds[query, 1] = limits[row], positions[row] - window + 1 if window > 0 else 0
+
+    tile_values = value_blocks[: num_blocks * TILE * BLOCK].reshape(num_blocks, TILE, BLOCK)
+    tile_scores = scores.reshape(-1)[: num_queries * TILE].reshape(num_queries, TILE)
+    for start in range(first_key, min(last_key, rest_start), TILE):
+        _find_slots(pages, page_size, start, TILE, slots)
+        _lay_out_keys(keys, head, slots, offsets, TILE, key_blocks)
+        _lay_out_values(values, head, slots, TILE, tile_values)
+        product(queries, key_blocks, no_scales, no_bias, tile_scores, (0, TILE // BLOCK), (0, 1))
+        for query in range(num_queries):
+            limit, near = bounds[query, 0], bounds[query, 1]
+            is_whole = start + TILE <= limit and start >= near
+            if is_whole or _mask(tile_scores[query], start, limit, near):
+                _scale(results[query], _soften(tile_scores[query], states[query]))
+            else:
+                tile_scores[query] = np.float32(0)
+        _add_values(tile_scores, tile_values, no_scales, no_bias, found, results)
+
+    if num_rest > 0:
+        rest_values = value_blocks[: num_blocks * num_rest * BLOCK].reshape(num_blocks, num_rest, BLOCK)
+        tile, weights = np.empty(TILE, np.float32), np.empty((num_queries, num_rest), np.float32)
+        _find_slots(pages, page_size, rest_start, num_rest, slots)
+        for first in range(0, num_rest, TILE):
+            blocks = key_blocks[first // BLOCK : (first + TILE) // BLOCK]
+            _lay_out_keys(keys, head, slots[first:], offsets, min(TILE, num_rest - first), blocks)
+        _lay_out_values(values, head, slots, num_rest, rest_values)
+        num_columns = (num_rest + BLOCK - 1) // BLOCK
+        product(queries, key_blocks, no_scales, no_bias, scores, (0, num_columns), (0, 1))
+        for first in range(0, num_text + most_nodes, TILE):
+            weights[:] = np.float32(0)
+            for query in range(num_queries):
+                own, seen = scores[query, :num_rest], words[first_row + query // num_shared]
+                bound = bounds[query, 0], bounds[query, 1]
+                if not _gather(own, rest_start, num_text, first, bound, seen, node_positions, tile, places):
+                    continue
+                _scale(results[query], _soften(tile, states[query]))
+                for key in range(TILE):
+                    if places[key] >= 0:
+                        weights[query, places[key]] = tile[key]
+            _add_values(weights, rest_values, no_scales, no_bias, found, results)
+
+    for query in range(num_queries):
+        share = np.float32(1) / states[query, 1]
+        start = (head * num_shared + query % num_shared) * width
+        for column in range(width):
+            attended[first_row + query // num_shared, start + column] = results[query, column] * share

@@ -1,0 +1,206 @@
+"""The drafting loop in Numba: passes over all levels, distributions below their nodes, and draws, in one call.
+
+For draft models and heads that the CPU's decoder runs (`decoder.py`), and rows whose distributions depend on
+logits, temperature and filters alone. `chains.draw_levels`, which takes any rows, is the oracle of `draw_levels`: the
+same numbers give the same tokens, to the bit. `draw_below` draws after the pass of a head with a term. Its oracle is
+`OnePassDrafter` with the head's sampler.
+"""
+
+# Numba sees a kernel's arguments only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from engine.cpu.compiled import model_pass, pass_table
+from engine.cpu.compiled.floats import EXACT
+from engine.cpu.compiled.head_phases import multiply_term
+from engine.cpu.compiled.pass_table import array1, array2, put1, put2, table_at
+from engine.cpu.compiled.row_loops import draw_from, filtered_distribution, likeliest
+from engine.cpu.compiled.shared_work import c_function, claimed
+from engine.cpu.compiled.shared_work import together as share
+from engine.cpu.compiler import compiled_for_cpu
+
+_PROBS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(pass_table.OWN, pass_table.OWN + 6)
+_FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(pass_table.OWN + 6, pass_table.OWN + 12)
+_BASE, _DRAFT_ROWS = range(pass_table.OWN + 12, pass_table.OWN + 14)
+_COUNTERS, _LOGITS = pass_table.COUNTERS, pass_table.LOGITS
+
+
+@compiled_for_cpu(**EXACT)
+def _draw(address, phase):
+    """Compute the distribution below each node of a level, and draw the tokens of the chains through it.
+
+    A chain draws with its own random number, unless an earlier chain goes through the same child: then it takes that
+    chain's token.
+    """
+    table = table_at(address)
+    counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
+    distributions, temperatures = array2(table, _PROBS, np.float32), array1(table, _TEMPERATURES, np.float32)
+    least_logs, top_ks = array1(table, _LEAST_LOGS, np.float32), array1(table, _TOP_KS, np.int64)
+    top_ps = array1(table, _TOP_PS, np.float32)
+    uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
+    first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
+    tokens, target_ids = array1(table, _TOKENS, np.int64), array1(table, _TARGET_IDS, np.int64)
+    spread = array2(table, _SPREAD, np.float32)
+    for node in claimed(counters, phase, len(distributions)):
+        distribution, of_node = distributions[node], logits[node, : distributions.shape[1]]
+        if len(target_ids) > 0:
+            of_node = spread[node]
+            of_node[:] = -np.inf
+            for number in range(len(target_ids)):
+                of_node[target_ids[number]] = logits[node, number]
+        is_greedy, most_likely = temperatures[node] == 0, 0
+        if is_greedy:
+            most_likely, _ = likeliest(of_node)
+            distribution[:] = np.float32(0)
+            distribution[most_likely] = np.float32(1)
+        else:
+            filtered_distribution(
+                of_node, temperatures[node], least_logs[node], top_ks[node], top_ps[node], distribution
+            )
+        for chain in range(first_chains[node], first_chains[node] + num_chains[node]):
+            if leaders[chain] != chain:
+                tokens[chain] = tokens[leaders[chain]]
+            elif is_greedy:
+                tokens[chain] = most_likely
+            else:
+                tokens[chain] = draw_from(distribution, distribution, np.float32(1), False, uniforms[chain])
+
+
+@cache
+def draw():
+    """`_draw` as the C function after a pass."""
+
+    def after_logits(address, phase, _1, _2, _3, _4):
+        _draw(address, phase)
+
+    return c_function(after_logits)
+
+
+@compiled_for_cpu()
+def _put_draws(table, draws, level, drawn):
+    """Write what `_draw` reads of a level into the table. drawn: the slice of the level's distributions."""
+    distributions, tokens, temperatures, least_logs, top_ks, top_ps = draws[:6]
+    uniforms, first_chains, num_chains, leaders, target_ids, spread = draws[6:]
+    put2(table, _PROBS, distributions[drawn])
+    put1(table, _TEMPERATURES, temperatures[drawn])
+    put1(table, _LEAST_LOGS, least_logs[drawn])
+    put1(table, _TOP_KS, top_ks[drawn])
+    put1(table, _TOP_PS, top_ps[drawn])
+    put1(table, _UNIFORMS, uniforms[level])
+    put1(table, _FIRST_CHAINS, first_chains[drawn])
+    put1(table, _NUM_CHAINS, num_chains[drawn])
+    put1(table, _LEADERS, leaders[level])
+    put1(table, _TOKENS, tokens[level])
+    put1(table, _TARGET_IDS, target_ids)
+    put2(table, _SPREAD, spread)
+
+
+@compiled_for_cpu()
+def _token_above(draws, level, distribution):
+    """Return the token of the node above a distribution, which the level before has drawn."""
+    tokens, first_chains = draws[1], draws[7]
+    return tokens[level - 1, first_chains[distribution]]
+
+
+@compiled_for_cpu()
+def _seen_by(seen, rows, sequences):
+    """Return what the rows of one pass see. seen: `StepLayout.seen` of all passes; rows, sequences: slices of the
+    pass's.
+    """
+    words, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
+    of_texts = pages[sequences], first_keys[sequences], text_ends[sequences], num_keys[sequences]
+    return words[rows], *of_texts, node_positions[sequences], limits[rows]
+
+
+@compiled_for_cpu(nogil=True)
+def draw_levels(
+    shared, function, table, after_logits, ends, known_tokens, slots, wanted, parts, seen, positions, draws, parents,
+    entering_states, logits,
+):  # fmt: skip
+    """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of `levels.Draws`.
+
+    after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends of each level's
+    rows, sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
+    wanted, in the later ones all are. parents: [N] the node above each distribution, in its level. entering_states:
+    of the first pass (`CpuDecoder.states_of`); those that leave it are read by the next one.
+    """
+    target_states, read, leaving = entering_states
+    first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
+    for level in range(len(ends)):
+        end_row, end_sequence, end_part = ends[level, 0], ends[level, 1], ends[level, 2]
+        end_distribution = ends[level, 3]
+        entering = known_tokens[first_row:end_row]
+        chosen = wanted
+        if level > 0:
+            chosen = np.arange(end_row - first_row)
+            for number in range(end_row - first_row):
+                entering[number] = _token_above(draws, level, first_distribution + number)
+            read = leaving[parents[first_distribution:end_distribution]]
+            target_states = target_states[:0]
+        _put_draws(table, draws, level, slice(first_distribution, end_distribution))
+        rows, logits_of_level = slice(first_row, end_row), logits[: len(chosen)]
+        seen_by_rows = _seen_by(seen, rows, slice(first_sequence, end_sequence))
+        of_pass = slots[rows], chosen, parts[first_part:end_part], seen_by_rows, positions[rows]
+        states = target_states, read, leaving[: len(chosen)]
+        model_pass.run(shared, function, table, after_logits, entering, *of_pass, states, logits_of_level)
+        first_row, first_sequence, first_part, first_distribution = end_row, end_sequence, end_part, end_distribution
+
+
+@compiled_for_cpu(**EXACT)
+def _add_base(address, phase):
+    """Add the logits of draft rows to the terms below nodes."""
+    table = table_at(address)
+    counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
+    base, draft_rows = array2(table, _BASE, np.float32), array1(table, _DRAFT_ROWS, np.int64)
+    for node in claimed(counters, phase, len(draft_rows)):
+        for token in range(base.shape[1]):
+            logits[node, token] += base[draft_rows[node], token]
+
+
+@compiled_for_cpu()
+def _below(address):
+    """Take part in computing the logits of a level from terms and draft rows, and in drawing."""
+    multiply_term(address)
+    _add_base(address, 1)
+    _draw(address, 2)
+
+
+@cache
+def below():
+    """`_below` as a C function, which takes the address of a table."""
+    return c_function(lambda address, _1, _2, _3, _4, _5: _below(address))
+
+
+@compiled_for_cpu(nogil=True)
+def draw_below(shared, function, table, ends, last_tokens, embedded, base, draft_rows, draws, logits):
+    """Draw all levels from the logits of draft rows and terms of the tokens before: fill the distributions and tokens
+    of `draws`.
+
+    function: address of `below`. ends: [L] end of each level's distributions; last_tokens: above the roots; embedded:
+    [V, r] embeddings of tokens before; base: [S, draft vocabulary] logits of draft rows; draft_rows: [N] of each
+    distribution. The others are as in `draw_levels`. Raises IndexError for a token without an embedding.
+    """
+    counters, cores = array2(table, _COUNTERS, np.int64), array1(table, pass_table.SIZES, np.int64)[1]
+    memory = np.empty((len(logits), embedded.shape[1]), np.float32)
+    first = 0
+    for level in range(len(ends)):
+        drawn = slice(first, ends[level])
+        for number in range(ends[level] - first):
+            previous = last_tokens[number] if level == 0 else _token_above(draws, level, first + number)
+            if previous < 0 or previous >= len(embedded):
+                raise IndexError("a token is outside the vocabulary")
+            for column in range(embedded.shape[1]):
+                memory[number, column] = embedded[previous, column]
+        _put_draws(table, draws, level, drawn)
+        put2(table, pass_table.MEMORY, memory[: ends[level] - first])
+        put2(table, _LOGITS, logits[: ends[level] - first])
+        put2(table, _BASE, base)
+        put1(table, _DRAFT_ROWS, draft_rows[drawn])
+        counters[:] = 0
+        share(shared, function, np.int64(table.ctypes.data), cores - 1)
+        first = ends[level]

@@ -1,0 +1,82 @@
+"""Phases of the CPU's decoder that heads alone have: norms of the target's states, convolutions over a block, and the
+product `TERM` after a pass.
+"""
+
+# Numba sees a kernel's arguments only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from engine.cpu.compiled import pass_table as nt
+from engine.cpu.compiled.floats import FAST
+from engine.cpu.compiled.layer_loops import norm
+from engine.cpu.compiled.pass_table import array1, array2, array4, put2, table_at
+from engine.cpu.compiled.product_phase import multiply
+from engine.cpu.compiled.shared_work import c_function, claimed
+from engine.cpu.compiled.shared_work import together as share
+from engine.cpu.compiler import compiled_for_cpu
+
+
+@compiled_for_cpu(**FAST)
+def normalise(address, phase):
+    """Normalise the target's states in place: each part of a row by itself."""
+    table = table_at(address)
+    counters, eps = array2(table, nt.COUNTERS, np.int64), array1(table, nt.CONSTANTS, np.float32)[0]
+    rows, norms = array2(table, nt.TARGET_STATES, np.float32), array2(table, nt.TARGET_NORMS, np.float32)
+    num_parts, width = len(norms), norms.shape[1]
+    for part in claimed(counters, phase, num_parts):
+        for row in range(len(rows)):
+            of_part = rows[row, part * width : (part + 1) * width]
+            norm(of_part, norms[part], eps, of_part)
+
+
+@compiled_for_cpu(**FAST)
+def convolve(address, phase, number, side, field):
+    """Convolve the rows of every block with those before them in the block, in place.
+
+    number: of the convolution, two for each layer; side: 0 before a part of the layer, 1 after it.
+    """
+    table = table_at(address)
+    counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, field, np.float32)
+    kernels = array4(table, nt.CONVOLUTIONS, np.float32)[number, side]
+    own, sizes = array2(table, nt.OWN_KERNELS, np.float32), array1(table, nt.BLOCK_SIZES, np.int64)
+    size, group, num_taps, width = sizes[0], sizes[1], kernels.shape[0], kernels.shape[1]
+    num_parts = (len(rows) + size - 1) // size
+    for part in claimed(counters, phase, num_parts):
+        first = part * size
+        # From the last row on: a row's own numbers are read last when the rows after it are done.
+        for row in range(min(len(rows), first + size) - 1, first - 1, -1):
+            for tap in range(min(num_taps, row - first + 1)):
+                start = (side * num_taps + tap) * (width // group)
+                for column in range(width):
+                    kernel = kernels[tap, column] + own[row, start + column // group]
+                    added = kernel * rows[row - tap, column]
+                    rows[row, column] = added if tap == 0 else rows[row, column] + added
+
+
+@compiled_for_cpu()
+def multiply_term(address):
+    """Write the product `TERM` of `MEMORY` to `LOGITS`."""
+    multiply(address, 0, 0, nt.TERM, nt.MEMORY, nt.LOGITS)
+
+
+@cache
+def term():
+    """Return `multiply_term` as a C function, which takes the address of a table."""
+    return c_function(lambda address, _1, _2, _3, _4, _5: multiply_term(address))
+
+
+@compiled_for_cpu(nogil=True)
+def run_term(shared, function, table, memory, terms):
+    """Write the product `TERM` of memory [N, r] to terms [N, at least V], with the cores of the last pass.
+
+    function: address of `term`.
+    """
+    put2(table, nt.MEMORY, memory)
+    put2(table, nt.LOGITS, terms)
+    array2(table, nt.COUNTERS, np.int64)[:] = 0
+    share(shared, function, np.int64(table.ctypes.data), array1(table, nt.SIZES, np.int64)[1] - 1)

@@ -1,0 +1,97 @@
+"""Files of compiled code in Numba's cache: one for each function, signature and processor, with a checksum.
+
+Numba's own cache has an index for each function, without checksums: a damaged file ends a start, or the process, and
+two processes can give one name to different code. Here a file's name follows from its content's key, so no index and
+no lock is needed, and a file that is damaged counts as missing. `start/compiling.py` tries new files.
+"""
+
+# Numba has no types.
+# mypy: disable-error-code="misc, no-any-unimported"
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import IndexDataCacheFile
+from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
+
+log = logging.getLogger("polydraft")
+
+_CHECKSUM_BYTES = 32
+SUFFIX = ".nbc"
+
+
+class CompiledFiles(IndexDataCacheFile):
+    """Cached code of one function: reads and writes files that Numba's `Cache` asks for."""
+
+    def load(self, key: object) -> Any:
+        """Return what was saved under a key; None if the file is missing, unreadable or damaged."""
+        path = self._path_of(key)
+        try:
+            code = checked(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("a kernel is compiled again, because its file cannot be read: %s", error)
+            return None
+        if code is None:
+            log.warning("%s is damaged and is compiled again", path)
+            return None
+        return pickle.loads(code)
+
+    def save(self, key: object, data: object) -> None:
+        """Save under a key, at once for other processes; if that fails, later starts compile the function again."""
+        code = self._dump(data)
+        try:
+            with self._open_for_write(str(self._path_of(key))) as file:
+                file.write(code + _checksum(code))
+        except OSError as error:
+            _warn_of_write(self._cache_path, str(error))
+
+    def _path_of(self, key: object) -> Path:
+        base = self._index_name.removesuffix(".nbi")
+        digest = hashlib.sha256(repr((key, self._source_stamp)).encode()).hexdigest()
+        return Path(self._cache_path) / f"{base}.{digest[:16]}{SUFFIX}"
+
+
+@cache
+def _warn_of_write(folder: str, error: str) -> None:
+    log.warning("compiled kernels are not stored in %s, so the next start compiles them again: %s", folder, error)
+
+
+def _checksum(code: bytes) -> bytes:
+    return hashlib.blake2b(code, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def checked(content: bytes) -> bytes | None:
+    """Return the code in a file's content; None if the content is not what was written."""
+    code, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+    return code if checksum == _checksum(code) else None
+
+
+def damaged_files(folder: Path) -> list[Path]:
+    """Return the files in a folder that are damaged, in the order of their names."""
+    return [path for path in sorted(folder.rglob(f"*{SUFFIX}")) if _is_damaged(path)]
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        return checked(path.read_bytes()) is None
+    except OSError:  # another process has removed the file, or may read it alone
+        return False
+
+
+def load_all(folder: Path) -> None:
+    """Load the code of every file in a folder, as a kernel's first call does."""
+    context = cpu_target.target_context
+    context.refresh()
+    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+        code = checked(path.read_bytes())
+        if code is not None:
+            CompileResult._rebuild(context, *pickle.loads(code))

@@ -1,0 +1,63 @@
+"""Numba's compiler, with its code cached for later starts."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_CODE = Path(__file__).parents[1]
+
+
+def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
+    """Return Numba's decorator; compiled code is cached for later starts if there is a writable folder."""
+    from numba import njit
+
+    cache_folder()
+
+    def decorate(function: Any) -> Any:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # neither the code's folder nor the user's is writable
+            return njit(**options)(function)
+
+    return decorate
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Let Numba cache compiled code (`compiled_files.py`), and return the folder; None if no folder is writable.
+
+    The folder is named by everything that compiled code depends on. By default Numba detects changes of a kernel's own
+    file, but not of the functions and constants compiled into it, of the compiler, or of the processor.
+    """
+    import llvmlite
+    import numba
+    from llvmlite import binding
+    from numba.core import caching, config
+
+    from engine.cpu.compiled_files import CompiledFiles
+
+    processor = config.CPU_NAME, config.CPU_FEATURES, binding.get_host_cpu_name(), binding.get_host_cpu_features()
+    compiler = numba.__version__, llvmlite.__version__, sys.version, np.__version__
+    digest = hashlib.sha256(repr((processor, compiler)).encode())
+    for file in sorted([*_CODE.glob("cpu/compiled/*.py"), _CODE / "cpu" / "compiled_files.py"]):
+        digest.update(file.read_bytes())
+    own, users = _CODE / "__pycache__", Path("~/.cache/polydraft").expanduser()
+    for base in [Path(config.CACHE_DIR)] if config.CACHE_DIR else [own, users]:
+        folder = base / f"kernels-{digest.hexdigest()[:16]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:  # the folder is not writable, or its disk is full
+            continue
+        config.CACHE_DIR = str(folder)
+        caching.IndexDataCacheFile = CompiledFiles
+        return folder
+    return None

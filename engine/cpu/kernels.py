@@ -1,0 +1,83 @@
+"""Kernels of a CPU, compiled by Numba (`row_loops.py`, `block_loops.py`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cpu.compiled import block_loops, random_numbers, row_loops
+from engine.cpu.compiled.row_loops import arrays_of
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable, TextNodes
+from engine.kernels.torch_kernels import Kernels
+
+
+def takes(rows_NV: Tensor) -> bool:
+    """Whether compiled operations support the numbers of these rows; plain operations compute with any."""
+    return rows_NV.dtype == torch.float32 and rows_NV.is_contiguous()
+
+
+class NumbaKernels(Kernels):
+    """Compiled operations. They check no bounds, so shapes are checked here."""
+
+    decides = True
+
+    def distribution(
+        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
+    ) -> Tensor:
+        if not takes(logits_NV):
+            return super().distribution(logits_NV, temperature_N, filters, probs_NV)
+        probs_NV = torch.empty_like(logits_NV) if probs_NV is None else probs_NV
+        of_rows = temperature_N.contiguous().numpy(), *arrays_of(filters, len(logits_NV))
+        assert {*map(len, of_rows)} == {len(logits_NV)}, "parameters of each row"
+        assert probs_NV.shape == logits_NV.shape, "one distribution for each row"
+        row_loops.distributions(logits_NV.numpy(), *of_rows, probs_NV.numpy())
+        return probs_NV
+
+    def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        if not takes(probs_NV):
+            return super().draw(probs_NV, row_C, uniform_C)
+        token_C = torch.empty_like(row_C)
+        row_loops.draw(probs_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
+        return token_C
+
+    def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
+        if not (chains.max_length and takes(target.probs_NV)):
+            return super().race(chains, target, noise)
+        verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=chains.length_C.device)
+        operands = (
+            *(chains.tokens_CL, chains.length_C, chains.request_C),
+            *(target.probs_NV, target.row_CX, chains.draft.probs_NV, chains.draft.row_CX),
+            *(noise.accept_CL, noise.residual_C, noise.score_C),
+        )
+        count = block_loops.race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
+        assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
+        return ChainVerdict(*verdict_3B)
+
+    def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
+        return random_numbers.uniform(seed_C, position_C, purpose_P, rank_C, length)
+
+    def decide(
+        self,
+        logits_NV: Tensor,
+        temperature_B: Tensor,
+        filters: Filters,
+        starts: Ints,
+        chains: Chains,
+        node_CX: Tensor,
+        numbers: Tensor,
+        texts: TextNodes | None = None,
+    ) -> tuple[Ints, Floats]:
+        draft_MV = chains.draft.probs_NV
+        verdict_4B = np.empty((4, len(temperature_B)), np.int64)
+        texts = texts or TextNodes.none(len(logits_NV), len(temperature_B))
+        assert {*map(len, (texts.parent_N, texts.token_N))} == {len(logits_NV)}, "a parent and a token of each node"
+        assert len(texts.number_BL) == len(temperature_B), "numbers of each request"
+        largest = np.empty(len(logits_NV) + len(draft_MV))
+        assert starts[-1] == len(logits_NV), "each row of logits is a node's"
+        of_chains = chains.tokens_CL, chains.length_C, chains.request_C, node_CX, draft_MV, chains.draft.row_CX, numbers
+        request_arrays = temperature_B.numpy(), *arrays_of(filters, len(temperature_B)), starts
+        arrays = [operand.numpy() for operand in of_chains]
+        text_arrays = texts.parent_N, texts.token_N, texts.number_BL
+        block_loops.decide(logits_NV.numpy(), *request_arrays, *arrays, *text_arrays, verdict_4B, largest)
+        return verdict_4B, largest

@@ -1,0 +1,27 @@
+"""The step of a CPU: drafting is one compiled call and the verdict another, for rows that allow it.
+
+`EagerStep` computes the same in plain operations for any rows, and is the oracle.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.cpu.drafting import compiled
+from engine.cpu.verdict import verify_at_once
+from engine.drafting.draft import Draft
+from engine.drafting.drafter import Drafter
+from engine.models.runner import ModelRunner
+from engine.plan import Plan, StepVerdict
+from engine.step.eager import EagerStep
+
+
+class CpuStep(EagerStep):
+    """Carries out any plan, with compiled calls where they give what `EagerStep` gives."""
+
+    def __init__(self, target: ModelRunner, drafter: Drafter | None) -> None:
+        super().__init__(target, None if drafter is None else compiled(drafter))
+
+    def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
+        """Make the distributions of all nodes, and apply the rules."""
+        return verify_at_once(plan, draft, logits_NV) or super().verify(plan, draft, logits_NV)

@@ -1,0 +1,297 @@
+"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16, or in few bits.
+
+A product's weights are pieces, each with one layout, so that a GGUF file may have several types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType
+from numba import from_dtype
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.cpu.compiled.block_products import WIDENS_HALVES
+from engine.cpu.compiled.dot_products import HAS_PAIRS
+from engine.cpu.compiled.row_rounding import best_scales
+from engine.cpu.compiled.simd_vectors import BLOCK, GROUP, LINE
+from engine.cpu.compiled.stored_words import offset_of
+from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor, Form, StoredNumbers, unpacked
+
+Array = npt.NDArray[Any]
+
+_WORDS = {
+    "float32": np.float32,
+    "bfloat16": np.uint16,
+    "float16": np.int16,
+    "pairs": np.uint32,
+    **dict.fromkeys(("int8", "q8_0", "q5_1", "q5_k", "q6_k"), np.int8),
+    **dict.fromkeys(("int4", "q4_0", "q4_1", "q4_k"), np.uint8),
+}
+_SCALES = {
+    **dict.fromkeys(("q4_0", "q8_0"), np.int16),
+    **dict.fromkeys(("q4_1", "q5_1"), np.uint16),
+    **dict.fromkeys(("q4_k", "q5_k"), np.uint8),
+    "q6_k": np.int8,
+}
+"""Types of scales; all others are float32, and none if numbers are not integers."""
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "pairs": torch.bfloat16}
+"""Types of the numbers of forms in 16 bits."""
+_LARGEST = {"int8": 127, "int4": 7}
+
+
+class Forms(NamedTuple):
+    """Forms of a model's weights."""
+
+    layers: Form
+    vocabulary: Form
+    """Form of embeddings and output head: 4 bits lose too much there, so they have 8."""
+
+
+def forms_of(dtype: torch.dtype, weights: str = "auto", may_round_rows: bool = True) -> Forms:
+    """Return the forms of weights of a type; weights: of `ModelConfig`; may_round_rows: for weights in 16 bits."""
+    if weights == "int8":
+        return _alike("int8")
+    if weights == "int4":
+        return Forms("int4", "int8")
+    if dtype == torch.bfloat16:
+        return _alike("pairs" if may_round_rows and HAS_PAIRS else "bfloat16")
+    return _alike("float16" if dtype == torch.float16 and WIDENS_HALVES else "float32")
+
+
+def _alike(form: Form) -> Forms:
+    return Forms(form, form)
+
+
+def form_of_type(kind: GGMLQuantizationType) -> Form:
+    """Return the form of weights of a type of GGUF files."""
+    return forms_of(FLOATS[kind]).layers if kind in FLOATS else BLOCK_TYPES[kind].form
+
+
+def types_of(form: Form) -> tuple[Any, Any]:
+    """Return the numpy types of the words and the scales of a form: what the functions of a pass are compiled for."""
+    return _WORDS[form], _SCALES.get(form, np.float32)
+
+
+def rounds_rows(form: Form) -> bool:
+    """Whether rows are rounded before they are multiplied with weights of a form."""
+    return form not in ("float32", "bfloat16", "float16")
+
+
+def remark_on(forms: Collection[Form]) -> str:
+    """Return the remark of a start on a model whose weights have these forms; "" if no rows are rounded."""
+    if any(form.startswith("q") for form in forms):
+        return "weights as in the file, rows of products are rounded to 8 bits"
+    if "int4" in forms:
+        return "4-bit weights (8 bits in embeddings and output head), rows of products are rounded to 8 bits"
+    if "int8" in forms:
+        return "8-bit weights, rows of products are rounded to 8 bits"
+    return "rows of products are rounded to bfloat16" if "pairs" in forms else ""
+
+
+class WeightPiece(NamedTuple):
+    """Blocks of a layer's weight that have one form."""
+
+    form: Form
+    words: Array
+    """[blocks, words, B]"""
+    scales: Array
+    """[blocks, rows, width], see `stored_words.py`"""
+    first: int
+    """Number of the block of the result that the first block has."""
+    step: int
+    """Distance to the next one, in blocks of the result."""
+
+
+class Product:
+    """The weights of one product in all L layers: pieces of blocks [blocks, words, B], and biases [L, N]."""
+
+    def __init__(self, layers: Sequence[Sequence[WeightPiece]], biases: Array) -> None:
+        self.layers, self.bias = layers, biases
+
+    @staticmethod
+    def of(
+        layers: Sequence[Sequence[Tensor]],
+        biases: Sequence[Sequence[Tensor | None]],
+        form_of: Callable[[Tensor], Form],
+        alternate: bool = False,
+    ) -> Product:
+        """Lay out the weights [N, K] of every layer, which follow each other in the columns of the result.
+
+        biases: of these weights; form_of: returns the form of a weight; alternate: blocks of two weights alternate in
+        the result.
+        """
+        pieces = [_alternating(parts, form_of) if alternate else _following(parts, form_of) for parts in layers]
+        num_columns = max((sum(len(one.words) for one in layer_pieces) for layer_pieces in pieces), default=0) * BLOCK
+        flat = np.zeros((len(layers), num_columns), dtype=np.float32)
+        for layer, (parts, of_parts) in enumerate(zip(layers, biases, strict=True)):
+            start = 0
+            for number, (part, bias) in enumerate(zip(parts, of_parts, strict=True)):
+                if bias is not None and alternate:
+                    padded = pad(bias.detach().float(), (0, -len(bias) % BLOCK)).view(-1, BLOCK)
+                    flat[layer].reshape(-1, 2, BLOCK)[:, number] = padded.numpy()
+                elif bias is not None:
+                    flat[layer, start : start + len(bias)] = bias.detach().float().numpy()
+                start += len(part)
+        return Product(pieces, flat)
+
+    @property
+    def forms(self) -> frozenset[Form]:
+        """Return the forms of all pieces."""
+        return frozenset(piece.form for pieces in self.layers for piece in pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of the weights."""
+        pieces = [piece for pieces in self.layers for piece in pieces]
+        return int(sum(piece.words.nbytes + piece.scales.nbytes for piece in pieces) + self.bias.nbytes)
+
+
+def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
+    """Return the pieces of weights that follow each other; those of one form are joined."""
+    forms = [form_of(part) for part in parts]
+    if len(set(forms)) > 1 and any(len(part) % BLOCK for part in parts[:-1]):
+        # A piece begins with a block.
+        parts, forms = (
+            [represented(part, form) for part, form in zip(parts, forms, strict=True)],
+            ["float32"] * len(parts),
+        )
+    pieces: list[WeightPiece] = []
+    for form, group in groupby(zip(forms, parts, strict=True), key=itemgetter(0)):
+        first = sum(len(piece.words) for piece in pieces)
+        pieces.append(WeightPiece(form, *_laid_out([part for _, part in group], form), first, 1))
+    return pieces
+
+
+def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
+    """Return the pieces of two weights whose blocks alternate: one piece if they have one form."""
+    forms = [form_of(part) for part in parts]
+    laid_out = [_laid_out([part], form) for part, form in zip(parts, forms, strict=True)]
+    if forms[0] != forms[1]:
+        return [
+            WeightPiece(form, *one, number, 2) for number, (form, one) in enumerate(zip(forms, laid_out, strict=True))
+        ]
+    words, scales = (_alternated(first, second) for first, second in zip(*laid_out, strict=True))
+    return [WeightPiece(forms[0], words, scales, 0, 1)]
+
+
+def _alternated(first: Array, second: Array) -> Array:
+    found = aligned((2 * len(first), *first.shape[1:]), first.dtype)
+    found[0::2], found[1::2] = first, second
+    return found
+
+
+def _laid_out(parts: Sequence[Tensor], form: Form) -> tuple[Array, Array]:
+    """Return the words and scales of weights [N, K] of one form that follow each other."""
+    stored = [_stored(part.detach(), form) for part in parts]
+    numbers = _whole_blocks(torch.cat([one.numbers for one in stored]))
+    words = _packed(numbers, form) if numbers.dtype == torch.uint8 else _bits(numbers, form)
+    word_type, scale_type = types_of(form)
+    laid_out = aligned(words.shape, np.dtype(word_type))
+    laid_out[:] = words.view(word_type)
+    columns = [torch.cat(tensors) for tensors in zip(*(one.scales for one in stored), strict=True)]
+    if not columns:
+        return laid_out, np.zeros((len(words), 0, BLOCK), dtype=scale_type)
+    rows = [_whole_blocks(one).permute(0, 2, 3, 1).flatten(2).contiguous().numpy() for one in columns]
+    joined = np.concatenate([one.view(np.uint8) for one in rows], -1).view(scale_type)
+    scales = aligned(joined.shape, joined.dtype)
+    scales[:] = joined
+    return laid_out, scales
+
+
+def _whole_blocks(columns: Tensor) -> Tensor:
+    """Return [blocks, B, ...] columns [N, ...], filled up with zeros."""
+    padding = columns.new_zeros((-len(columns) % BLOCK, *columns.shape[1:]))
+    return torch.cat([columns, padding]).view(-1, BLOCK, *columns.shape[1:])
+
+
+def _stored(weight: Tensor, form: Form) -> StoredNumbers:
+    """Return the numbers of a weight [N, K] as a form stores them."""
+    if isinstance(weight, BlockTensor):
+        return unpacked(weight)
+    padded = pad(weight, (0, -weight.shape[1] % GROUP)) if rounds_rows(form) else weight
+    if form not in _LARGEST:
+        return StoredNumbers(padded, [])
+    numbers, scales = quantised(padded, form)
+    offset = offset_of(*(from_dtype(np.dtype(one)) for one in types_of(form)))
+    return StoredNumbers((numbers + offset).to(torch.uint8), [scales.unsqueeze(-1)])
+
+
+def _bits(blocks: Tensor, form: Form) -> Array:
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] in float32 or in 16 bits."""
+    if form == "float32":
+        numbers: Array = blocks.float().transpose(1, 2).numpy()
+        return numbers
+    bits: Array = blocks.to(_HALVES[form]).view(torch.int16).numpy()
+    words: Array = bits.view(types_of(form)[0]).transpose(0, 2, 1)
+    return words
+
+
+def _packed(blocks: Tensor, form: Form) -> Array:
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] of stored bytes, as `stored_words.py` says."""
+    num_blocks, width, depth = blocks.shape
+    stored = blocks.view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
+    if types_of(form)[0] is np.uint8:
+        pairs = stored.reshape(num_blocks, depth // 8, 2, width, 4)
+        stored = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    packed: Array = np.ascontiguousarray(stored).reshape(num_blocks, -1, width)
+    return packed
+
+
+def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Return ([..., K] integers of 8 or 4 bits, [..., K / `GROUP`] their scales) for weights [..., K].
+
+    In 4 bits the scale of a group is that of the least squared error among some (`best_scales`).
+    """
+    groups = weights.float().contiguous().view(*weights.shape[:-1], -1, GROUP)
+    if form == "int4":
+        scales = torch.from_numpy(best_scales(groups.view(-1, GROUP).numpy())).view(groups.shape[:-1])
+    else:
+        scales = groups.abs().amax(-1) / _LARGEST[form]
+    tiny = torch.finfo(torch.float32).tiny
+    divisors = torch.where(scales.abs() < tiny, tiny, scales)
+    numbers = (groups / divisors.unsqueeze(-1)).round().clamp(-_LARGEST[form] - (form == "int4"), _LARGEST[form])
+    return numbers.flatten(-2).to(torch.int16), scales
+
+
+def represented(weight: Tensor, form: Form) -> Tensor:
+    """Return the float32 numbers that a weight [N, K] represents in a form."""
+    if isinstance(weight, BlockTensor):
+        return weight.dequantize()
+    if form in _HALVES:
+        return weight.to(_HALVES[form]).float()
+    if form == "float32":
+        return weight.float()
+    depth = weight.shape[-1]
+    numbers, scales = quantised(pad(weight, (0, -depth % GROUP)), form)
+    return (numbers.float() * scales.repeat_interleave(GROUP, -1))[..., :depth]
+
+
+def rounded_rows(rows: Tensor, form: Form) -> Tensor:
+    """Return the float32 numbers of rows [..., K] that are multiplied with weights of a form."""
+    if form == "pairs":
+        return rows.bfloat16().float()
+    if not rounds_rows(form):
+        return rows
+    depth = rows.shape[-1]
+    padded = pad(rows, (0, -depth % GROUP))
+    groups = padded.view(*rows.shape[:-1], padded.shape[-1] // GROUP, GROUP)
+    most = groups.abs().amax(-1, keepdim=True)
+    shares = torch.where(most > 2.0**-100, 127 / most, 0.0)
+    rounded = (groups * shares).round() * (most / 127)
+    return rounded.flatten(-2)[..., :depth]
+
+
+def aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
+    """Return memory that begins at a cache line, with a spare line at its end."""
+    size = int(np.prod(shape)) * numbers.itemsize
+    piece = np.zeros(size + 2 * LINE, dtype=np.uint8)
+    start = -piece.ctypes.data % LINE
+    found: Array = piece[start : start + size].view(numbers).reshape(shape)
+    return found

@@ -1,0 +1,1 @@
+"""A CUDA device: Triton kernels, and steps recorded as graphs."""

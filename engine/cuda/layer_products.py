@@ -1,0 +1,120 @@
+"""Products of a decoder's linear layers, for weights in several layouts, in as few calls as each allows.
+
+Plain weights, and those of torchao that have a scale for each row in fp8, are joined: q, k and v are one product, gate
+and up another, and the modules keep views, so nothing is stored twice. Other layouts of torchao, and the layers of
+compressed-tensors, are computed by their modules, and the results are joined.
+
+Rows that are rounded to fp8 are rounded by one kernel where Triton's kernels compute the layers (`use_kernels`):
+torchao takes eight operations. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.cuda.layer_check import use_float8
+from engine.models.packing import is_plain
+from engine.models.quantising import dequantised, has_float8_rows, rounds_rows, rounds_to_float8
+
+
+class RowProduct:
+    """`rows @ weight.T + bias` for rows [T, K]."""
+
+    def __call__(self, rows_TK: Tensor) -> Tensor:
+        """Return [T, N]."""
+        raise NotImplementedError
+
+    def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
+        """Add the product of the rows to `sums_TN` in place."""
+        sums_TN += self(rows_TK)
+
+
+@dataclass(frozen=True)
+class PlainProduct(RowProduct):
+    """A product with a plain weight [N, K]."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+
+    def __call__(self, rows_TK: Tensor) -> Tensor:
+        return linear(rows_TK, self.weight_NK, self.bias_N)
+
+    def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
+        sums_TN.addmm_(rows_TK, self.weight_NK.t())
+        if self.bias_N is not None:
+            sums_TN += self.bias_N
+
+
+@dataclass(frozen=True)
+class ModuleProduct(RowProduct):
+    """A product by the modules themselves."""
+
+    modules: Sequence[nn.Module]
+
+    def __call__(self, rows_TK: Tensor) -> Tensor:
+        parts = [module(rows_TK) for module in self.modules]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+@dataclass(frozen=True)
+class Float8Product(RowProduct):
+    """A product with a weight of torchao that has a scale for each of its rows."""
+
+    weight_NK: Any
+    bias_N: Tensor | None
+    module: nn.Module
+    """One of those that the weight is of; the probe switches its rounding off."""
+    by_kernel: bool
+    """Whether rows are rounded by our kernel."""
+
+    def __call__(self, rows_TK: Tensor) -> Tensor:
+        if not rounds_rows(self.module):
+            return linear(rows_TK, dequantised(self.weight_NK), self.bias_N)
+        if not self.by_kernel:
+            return linear(rows_TK, self.weight_NK, self.bias_N)
+        from engine.cuda.layer_kernels import round_rows  # Triton is installed if its kernels are used
+
+        rounded_TK, scales_T1 = round_rows(rows_TK)
+        weight_KN, scales_1N = self.weight_NK.qdata.t(), self.weight_NK.scale.t()
+        return torch._scaled_mm(
+            *(rounded_TK, weight_KN, scales_T1, scales_1N, self.bias_N),
+            out_dtype=rows_TK.dtype,
+            use_fast_accum=self.weight_NK.mm_config.use_fast_accum,
+        )
+
+
+def product(modules: Sequence[Any], use_kernels: bool = False) -> RowProduct:
+    """Return the product of modules with their weights stacked; the modules keep views of them.
+
+    use_kernels: whether Triton's kernels compute the layers.
+    """
+    biases = [module.bias for module in modules if module.bias is not None]
+    if biases and len(biases) < len(modules):
+        return ModuleProduct(modules)
+    bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+    if all(map(is_plain, modules)):
+        return PlainProduct(_joined(modules), bias)
+    if all(has_float8_rows(module) for module in modules):
+        rounds = rounds_to_float8(modules[0].weight)
+        by_kernel = use_kernels and rounds and use_float8(modules[0].weight.device, modules[0].weight.dtype)
+        return Float8Product(_joined(modules), bias, modules[0], by_kernel)
+    return ModuleProduct(modules)
+
+
+def _joined(modules: Sequence[Any]) -> Any:
+    """Return the stacked weights of modules."""
+    if len(modules) == 1:
+        return modules[0].weight.detach()
+    weight = torch.cat([module.weight.detach() for module in modules])
+    start = 0
+    for module in modules:
+        stop = start + module.weight.shape[0]
+        module.weight = nn.Parameter(weight[start:stop], requires_grad=False)
+        start = stop
+    return weight

@@ -1,0 +1,372 @@
+"""Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the device.
+
+The first graph drafts: all passes of the draft model or head, with the distribution and the draw of every level. The
+second is the target's pass. The third makes the distributions of all nodes and the verdict. A step runs as the smallest
+recorded shape that has room for its requests and for what each of them drafts. `EagerStep` takes other steps: with
+prompts, text drafts, edited logits, other rules, or more rows than any shape has.
+
+Passes, distributions, draws and the rule are the functions of eager steps. Without CUDA nothing is recorded, and the
+same work is computed on the same padded arrays; the tests use this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.paged import DevicePass, Paged
+from engine.control.step_work import Shape, StepWork
+from engine.cuda.recorded.buffers import Buffers
+from engine.cuda.recorded.inputs import NUM_TEXT, PAGES, StepInputs, StepShape
+from engine.cuda.recorded.menu import shape_of, work
+from engine.cuda.recorded.obstacles import HOST_WAITS, find_wait, first_error, operation_of
+from engine.cuda.recorded.recorder import Graphs, graphs_on
+from engine.drafting.chains import draw_levels
+from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
+from engine.drafting.drafter import DrafterKind
+from engine.drafting.numbers import noise_of
+from engine.errors import LoadError
+from engine.kernels.protocol import Chains, Filters, ProbsTable
+from engine.kernels.transfer import bits, fill, to_device, views
+from engine.models.runner import ModelRunner, Pass
+from engine.plan import Plan, StepVerdict
+from engine.sampling.distribution import FILTERS, DistributionParameters, distribution
+from engine.speculation.topology import drawn_tree
+from engine.speculation.verification import RULES
+from engine.step.eager import RecordedMenu
+from engine.step.report import broken_rows
+from engine.step.verify import emitted
+
+log = logging.getLogger("polydraft")
+
+_MEMORY_SHORT = "recorded %d of %d shapes of steps: memory is short; the others are launched operation by operation"
+_REPORT_EVERY = 16
+"""Number of recordings between two reports of progress."""
+LEAST_FREE = 0.6
+"""Recording stops if less than this share of the memory that was free before is left."""
+
+
+class VerifiedStep(NamedTuple):
+    """Results of a step on the host."""
+
+    draft: Draft
+    """The draft with its tokens."""
+    chains: list[int]
+    accepted: list[int]
+    next_tokens: list[int]
+    """Numbers of each request: the chosen chain, its accepted tokens, and the token after them."""
+    largest_N: npt.NDArray[np.float64]
+    """`report.largest_numbers`."""
+
+
+class RecordedStep:
+    """A step of one shape: its buffers, and the graphs over them."""
+
+    def __init__(self, shape: StepShape, shared: Buffers) -> None:
+        self.shape, self._shared = shape, shared
+        target, self._drafter = shared.target, shared.drafter if shape.num_drafts else None
+        self._layout = layout_of((ChainShape(shape.fanout, "iid", "iid"),) * shape.sequences, target.device)
+        self._inputs = StepInputs(
+            shape,
+            self._layout,
+            target.block_size,
+            shared.most_pages,
+            shared.spare_blocks,
+            self._drafter,
+            shared.is_head,
+            target.kernels,
+        )
+        self._numbers = torch.from_numpy(self._inputs.of([])).to(target.device, copy=True)
+        self._views = views(self._numbers, self._inputs.fields)
+        *draft_passes, self._target_pass = map(self._pass, range(len(self._inputs.sizes)))
+        self._parameters = self._parameters_of_rows()
+        self._uniform_LC, self._noise = noise_of(self._views["noise"], self._layout.max_length)
+        self._probs_NV = shared.draft_probs_NV[: self._layout.num_probs]
+        self._logits_NV = shared.logits_NV[: shape.num_rows]
+        self._sequence_N = to_device(np.arange(shape.sequences).repeat(1 + shape.num_nodes), target.device)
+        """The sequence of each row of the target's pass."""
+        size = self._layout.num_chains, self._layout.max_length
+        self._chains = Chains(
+            torch.zeros(size, dtype=torch.int64, device=target.device),
+            self._views["lengths"].view(-1),
+            self._layout.request,
+            ProbsTable(self._probs_NV, self._layout.probs_row_CL, target.kernels),
+            self._layout.shape,
+            self._layout.leads_CL,
+        )
+        num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_probs
+        self._result = torch.zeros(num_found, dtype=torch.int64, device=target.device)
+        if self._drafter is not None:
+            before_T = self._views["before"].view(-1) if "before" in self._views else None
+            fanouts = (shape.fanout,) * shape.sequences
+            self._work = self._drafter.work_of(draft_passes, fanouts, before_T, self._views["root"])
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+
+    def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
+        """Record all parts."""
+        self._graphs = {name: record(work) for name, work in self.parts().items()}
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """Return the work that is recorded, in order."""
+        drafting = {} if self._drafter is None else {"draft": self._draft}
+        return {**drafting, "target": self._target, "verify": self._verify}
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def draw(self, plan: Plan) -> Draft:
+        """Draft the plan's chains; their tokens stay on the device."""
+        fill(self._numbers, self._inputs.of(plan.sampling_rows))
+        if self._drafter is not None:
+            self._drafter.read_before(plan, self._inputs.draft_passes.num_text)
+            self._replay("draft", self._draft)
+        return self._draft_of(plan)
+
+    def forward(self, plan: Plan, draft: Draft | None) -> Tensor:  # noqa: ARG002
+        """Return the target's logits [N, V] at all roots and nodes, with those of padding."""
+        self._replay("target", self._target)
+        return self._logits_NV
+
+    def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:  # noqa: ARG002
+        """Return what every row emits."""
+        assert draft is not None
+        self._replay("verify", self._verify)
+        found = self._read(draft)
+        emissions = emitted(plan.sampling_rows, found.draft, found.chains, found.accepted, found.next_tokens)
+        return StepVerdict(tuple(emissions), broken=broken_rows(plan, found.draft, found.largest_N))
+
+    def _read(self, draft: Draft) -> VerifiedStep:
+        """Copy the results of the step to the host; waits for the device."""
+        shape, num_rows = self.shape, len(draft.trees)
+        found = self._result.cpu().numpy()
+        of_tokens = slice(3 * shape.sequences, 3 * shape.sequences + self._chains.tokens_CL.numel())
+        chain_R, accepted_R, token_R = found[: of_tokens.start].reshape(3, -1)[:, :num_rows]
+        if shape.num_drafts:
+            # With non-finite numbers any chain may win, even one that the request does not have; its verdict is not
+            # used.
+            rank_R = chain_R % self._layout.shape[1]
+            chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
+            tokens_SKL = found[of_tokens].reshape(shape.sequences, shape.num_drafts, shape.draft_length)
+            of_trees = [
+                token
+                for tree, token_KL in zip(draft.trees, tokens_SKL, strict=False)
+                for token in token_KL[: len(tree.paths), : len(tree.paths[0]) - 1].ravel().tolist()
+            ]
+            draft = with_tokens(draft, of_trees)
+        largest = found[of_tokens.stop :].view(np.float64)
+        largest_N = np.concatenate([largest[: draft.starts[-1]], largest[shape.num_rows :]])
+        return VerifiedStep(draft, chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), largest_N)
+
+    def _replay(self, name: str, work: Callable[[], None]) -> None:
+        graph = self._graphs.get(name)
+        if graph is None:
+            work()
+        else:
+            graph.replay()
+
+    def _draft_of(self, plan: Plan) -> Draft:
+        """Return the draft with the trees of the plan's rows; their tokens come with the results of the step."""
+        trees = tuple(drawn_tree(row.fanout) for row in plan.sampling_rows)
+        apart = 1 + self.shape.num_nodes
+        return Draft(self._layout, self._chains, trees, None, self._parameters, self._views["noise"], rows_apart=apart)
+
+    # -- what is recorded ---------------------------------------------------------------------------------------------
+
+    def _draft(self) -> None:
+        """Draw all levels, with the functions of eager steps."""
+        assert self._drafter is not None
+        root_NV = self._drafter.start(self._work)
+        tokens_CL = draw_levels(
+            (), self._layout, self._parameters, self._uniform_LC, root_NV, self._drafter.below, self._probs_NV
+        )
+        self._chains.tokens_CL.copy_(tokens_CL)
+
+    def _target(self) -> None:
+        """Run the target's pass."""
+        shape, v = self.shape, self._views
+        token_ids = v["root"].unsqueeze(1)
+        if shape.num_drafts:
+            token_ids = torch.cat([token_ids, self._chains.tokens_CL.take(v["tokens"])], 1)
+        metadata, tensors = self._target_pass
+        logits_NV = self._shared.target.run_on_device(
+            token_ids.view(-1), tensors.positions_T, metadata, tensors.wanted_N
+        )
+        self._logits_NV.copy_(logits_NV)
+
+    def _verify(self) -> None:
+        """Make the distribution of every node, and apply the rule."""
+        target = ProbsTable(
+            distribution(self._logits_NV, self._parameters.select(self._sequence_N)),
+            self._views["nodes"].view(len(self._chains.tokens_CL), -1),
+            self._parameters.kernels,
+        )
+        largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._probs_NV) if len(one_NV))
+        found = [*self._decide(target), self._chains.tokens_CL.view(-1), *map(bits, largest)]
+        self._result.copy_(torch.cat(found))
+
+    def _decide(self, target: ProbsTable) -> tuple[Tensor, Tensor, Tensor]:
+        """Return chain, number of accepted tokens, and the token after them, each [S]."""
+        if not self.shape.num_drafts:
+            token_S = target.kernels.draw(target.probs_NV, target.row_CX[:, 0], self._noise.residual_C)
+            return self._layout.request, torch.zeros_like(token_S), token_S
+        # The race serves greedy rows, too: their chains are alike, and right or wrong as a whole.
+        found = RULES["bv_race"].verify(self._chains, target, self._noise)
+        return found.chain_B, found.accepted_B, found.next_token_B
+
+    def _pass(self, number: int) -> Pass:
+        """Return a pass over the buffers."""
+        v, queries, count = self._views, self._inputs.sizes[number], self.shape.sequences
+        is_target, device = number == len(self._inputs.sizes) - 1, self._numbers.device
+        runner = self._shared.target if is_target else self._shared.draft
+        assert runner is not None
+        all_rows = to_device(np.arange(count * queries), device)
+        paged = Paged(
+            pages=v[PAGES if is_target else self._inputs.draft_pages],
+            starts=to_device(np.arange(count, dtype=np.int32) * np.int32(queries), device),
+            counts=v[f"counts {number}"],
+            first_keys=to_device(np.zeros(count, dtype=np.int32), device) if is_target else v["first keys"],
+            ends=v["ends"],
+            num_keys=v[f"num keys {number}"],
+            node_positions=v["node positions"][int(is_target)],
+            limits=v[f"limits {number}"].view(-1),
+            words=v[f"words {number}"].view(-1, 1),
+            positions=v[f"short positions {number}"].view(-1),
+            page_size=runner.block_size,
+            most_queries=queries,
+            most_keys=self._shared.most_pages * runner.block_size,
+            is_padded=True,
+        )
+        wanted_N, token_ids_T, drawn_M = all_rows, all_rows, all_rows
+        if not is_target:
+            known = "text" if number == 0 else "block"
+            if number == 0:
+                wanted_N = v["wanted"].view(-1)
+            if known in v:
+                token_ids_T, drawn_M = v[known].view(-1), all_rows[:0]
+        metadata = runner.paged_metadata(v[f"slots {number}"].view(-1), paged)
+        positions_T, slots_T = v[f"positions {number}"].view(-1), v[f"slots {number}"].view(-1)
+        return Pass(metadata, DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged))
+
+    def _parameters_of_rows(self) -> DistributionParameters:
+        """Return the parameters of the S requests; they lie in the buffer."""
+        target, any_greedy = self._shared.target, self.shape.distributions.any_greedy
+        min_p_N, top_k_N, top_p_N = map(self._views.get, FILTERS)
+        filters = Filters(min_p_N, top_k_N, top_p_N, most_k=target.vocab_size)
+        return DistributionParameters(self._views["temperature"], any_greedy, False, filters, target.kernels)
+
+
+class RecordedSteps(RecordedMenu):
+    """The recorded steps of an engine."""
+
+    def __init__(
+        self, graphs: Graphs | None = None, kind: DrafterKind | None = None, has_draft_pool: bool = False
+    ) -> None:
+        """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere. kind: of the drafter;
+        None if nothing is drafted. has_draft_pool: whether the draft model has other blocks than the target.
+        """
+        self._graphs, self._kind, self._has_draft_pool = graphs, kind, has_draft_pool
+        self._is_head = kind is not None and kind.is_head
+        self.steps: dict[StepShape, RecordedStep] = {}
+        self._chosen: dict[StepShape, RecordedStep | None] = {}
+        """The recorded step for each smallest shape; None if there is none."""
+        self._most_sequences: dict[tuple[Shape, int], int] = {}
+        """Requests of the largest recorded step with room for this shape and number of drafted tokens of each."""
+        self._most_pages = 0
+
+    def find(self, plan: Plan) -> RecordedStep | None:
+        """Return the step that carries out a plan; None if no recorded shape has room for it."""
+        if not self.steps or not self.serves:
+            return None
+        wanted = shape_of(plan, self._is_head)
+        if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
+            return None
+        if wanted not in self._chosen:
+            best = min((shape for shape in self.steps if shape.has_room(wanted)), key=work, default=None)
+            self._chosen[wanted] = None if best is None else self.steps[best]
+        return self._chosen[wanted]
+
+    def is_eager(self, work: StepWork) -> bool:
+        """Whether no recorded shape has room for such a step, although others are recorded.
+
+        `find` decides for a plan; this predicts it from sizes, for requests that are all usual ones.
+        """
+        if not self.steps or not self.serves:
+            return False
+        reads_much = not self._is_head and work.read > (NUM_TEXT - 1) * work.drafting
+        if work.prompt or reads_much:
+            return True
+        drafts = work.shape, -(-work.nodes // max(1, work.drafting))
+        if drafts not in self._most_sequences:
+            self._most_sequences[drafts] = max(
+                (one.sequences for one in self.steps if _has_room(one, *drafts)), default=0
+            )
+        return work.rows > self._most_sequences[drafts]
+
+    @torch.inference_mode()
+    def record(
+        self,
+        runners: Sequence[ModelRunner],
+        shapes: Sequence[StepShape],
+        most_pages: int,
+        progress: Callable[[str], None],
+        least_free: float = LEAST_FREE,
+    ) -> None:
+        """Record steps of these shapes (`menu`) until memory is short; raise LoadError if one cannot be recorded.
+
+        None is recorded if the host waits for the device in one; a warning then names where.
+
+        runners: of the target, and of the draft model if there is one; least_free: share of the memory that is free
+        before, which recording leaves.
+        """
+        self._most_pages = most_pages
+        graphs = self._graphs or graphs_on(runners[0].device)
+        if graphs is None:
+            shared = Buffers.of(runners, self._kind, shapes, most_pages, self._has_draft_pool)
+            self.steps = {shape: RecordedStep(shape, shared) for shape in shapes}
+            return
+        with graphs.recorder() as record:
+            free_bytes = graphs.free_bytes()
+            try:
+                shared = Buffers.of(runners, self._kind, shapes, most_pages, self._has_draft_pool)
+                wait = find_wait(graphs, _one_of_each_kind(shapes, shared))
+                if wait is not None:
+                    log.warning(HOST_WAITS, wait)
+                    return
+                for number, shape in enumerate(shapes):
+                    if number % _REPORT_EVERY == 0:
+                        progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
+                    if graphs.free_bytes() < least_free * free_bytes:
+                        log.warning(_MEMORY_SHORT, number, len(shapes))
+                        break
+                    step = RecordedStep(shape, shared)
+                    step.record(record)
+                    self.steps[shape] = step
+            except Exception as error:
+                first = first_error(error)
+                if not isinstance(first, torch.cuda.OutOfMemoryError):
+                    raise LoadError(
+                        f"decode steps cannot be recorded as CUDA graphs: {operation_of(first)}: {first}; start with "
+                        "--enforce-eager, which launches their operations one by one"
+                    ) from error
+                log.warning(_MEMORY_SHORT, len(self.steps), len(shapes))
+        self.num_bytes = free_bytes - graphs.free_bytes()
+
+
+def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
+    return step.num_drafts >= drafts[0] and step.draft_length >= drafts[1] and step.num_nodes >= num_nodes
+
+
+def _one_of_each_kind(shapes: Sequence[StepShape], shared: Buffers) -> Iterator[Callable[[], None]]:
+    """Yield the work of the step of each kind with the most nodes a request, and of these the fewest requests: smaller
+    steps have no operation that it lacks.
+    """
+    ordered = sorted(shapes, key=lambda shape: (min(shape.num_drafts, 2), shape.num_nodes, -shape.sequences))
+    kinds = {(min(shape.num_drafts, 2), shape.distributions): shape for shape in ordered}
+    for shape in kinds.values():
+        yield from RecordedStep(shape, shared).parts().values()

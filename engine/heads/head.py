@@ -1,0 +1,151 @@
+"""Common parts of all heads: embeddings and an output head, their own or the target's, and a vocabulary within the
+target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from engine.attention.tensors import KVShape
+from engine.errors import LoadError
+from engine.heads.config import HeadConfig
+from engine.models.packing import PackedLinear, pack, take_over
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """Weights of the target that heads may share."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+
+    @staticmethod
+    def of(model: Any, dtype: torch.dtype) -> TargetWeights:
+        """Return those of a transformers model, before anything packs them, in a head's type; tied ones are converted
+        once.
+        """
+        embedding_VD, head_VD = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        converted_VD = embedding_VD.detach().to(dtype)
+        return TargetWeights(converted_VD, converted_VD if head_VD is embedding_VD else head_VD.detach().to(dtype))
+
+
+class HeadOutput(NamedTuple):
+    """Results of a pass at the wanted rows."""
+
+    state_NH: Tensor
+    """The states that the rows below them read."""
+    product_NX: Tensor
+    """Their products with the output head, [N, draft vocabulary]."""
+
+
+class Head(nn.Module):
+    """Base of heads: everything but the layers."""
+
+    d2t: Tensor | None
+    """[draft vocabulary] distance from a token of the head to the same token of the target."""
+
+    def __init__(self, config: HeadConfig, names: frozenset[str]) -> None:
+        """names: names of the checkpoint's tensors."""
+        super().__init__()
+        self.config = config
+        width, draft_vocab = config.hidden_size, config.draft_vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if "embed_tokens.weight" in names else None
+        self.lm_head = nn.Linear(width, draft_vocab, bias=False) if "lm_head.weight" in names else None
+        self.register_buffer("d2t", torch.empty(draft_vocab, dtype=torch.int64) if "d2t" in names else None)
+        self.shared: TargetWeights | None = None
+        """The target's weights, from `attach` on."""
+        self.target_ids: Tensor | None = None
+        """[draft vocabulary] token of the target; None if the vocabularies are the same."""
+
+    def attach(self, target: TargetWeights) -> None:
+        """Use the target's weights in place of missing ones; raise LoadError if they do not fit."""
+        config = self.config
+        for what, own, weight in (
+            ("embeddings", self.embed_tokens, target.embedding_VD),
+            ("output head", self.lm_head, target.head_VD),
+        ):
+            if own is None and (weight.shape[1] != config.hidden_size or not weight.is_floating_point()):
+                raise LoadError(f"{config.name}: needs the target's {what}, whose width or type differ from the head's")
+        self.shared = target
+        self._num_embeddings = len(self.weight)
+        self._shared_output = PackedLinear(target.head_VD)
+        has_all_tokens = config.draft_vocab_size == config.vocab_size
+        if not has_all_tokens and (self.d2t is None or self.lm_head is None):
+            raise LoadError(f"{config.name}: the checkpoint lacks d2t or lm_head.weight of its smaller vocabulary")
+        if self.d2t is None:
+            return
+        ids = torch.arange(config.draft_vocab_size, device=self.d2t.device) + self.d2t
+        if not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size or len(set(ids.tolist())) != len(ids):
+            raise LoadError(f"{config.name}: d2t maps tokens outside the target's vocabulary, or two to the same")
+        self.target_ids = ids
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def kv_shape(self) -> KVShape:
+        layers = self.config.layers
+        return KVShape(layers.num_hidden_layers, layers.num_key_value_heads, layers.head_dim, layers.head_dim)
+
+    def get_input_embeddings(self) -> Any:
+        return self if self.embed_tokens is None else self.embed_tokens
+
+    def pack(self) -> int:
+        """Pack the weights of all products, for a CPU; return the bytes they take. Nothing keeps the plain ones."""
+        assert self.shared is not None
+        products = [*take_over(self), *([self._shared_output] if self.lm_head is None else ())]
+        self.shared = replace(self.shared, head_VD=self.shared.head_VD[:0].clone())
+        return pack(products)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return [V, H] the embeddings."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens.weight
+        assert self.shared is not None
+        return self.shared.embedding_VD
+
+    @property
+    def num_embeddings(self) -> int:
+        return self._num_embeddings
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """Return [T, H] embeddings, without the target's own processing."""
+        return embedding(token_ids_T, self.weight)
+
+    def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
+        """Return [N, V] float32 logits in the target's tokens; minus infinity for tokens that the head does not
+        know.
+        """
+        return self.in_target_tokens(self.own_logits(state_NH), vocab_size)
+
+    def own_logits(self, state_NH: Tensor) -> Tensor:
+        """Return [N, draft vocabulary] float32 logits."""
+        return self.scaled(self.products(state_NH))
+
+    def products(self, state_NH: Tensor) -> Tensor:
+        """Return [N, draft vocabulary] the products of states with the output head."""
+        product_NV: Tensor = (self.lm_head or self._shared_output)(state_NH)
+        return product_NV
+
+    def scaled(self, product_NV: Tensor) -> Tensor:
+        """Return float32 logits from products with the output head."""
+        logits_NV, softcap = product_NV.float() * self.config.logit_scale, self.config.softcap
+        return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
+
+    def in_target_tokens(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
+        """Map logits of the head's own tokens to [N, V] logits of the target's tokens."""
+        if self.target_ids is None and logits_NV.shape[1] >= vocab_size:
+            return logits_NV[:, :vocab_size]
+        ids = torch.arange(logits_NV.shape[1], device=self.device) if self.target_ids is None else self.target_ids
+        return logits_NV.new_full((len(logits_NV), vocab_size), -torch.inf).index_copy_(1, ids, logits_NV)

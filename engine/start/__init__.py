@@ -1,0 +1,1 @@
+"""Work that runs once at start: loading, probing, building, compiling, measuring."""

@@ -1,0 +1,239 @@
+"""Compiles a CPU's kernels at a first start, in several processes, because Numba compiles on one core.
+
+The processes leave the code in Numba's cache, where this start and later starts find it. A kernel that they do not
+compile is compiled at its first call. A child process loads new files before this process does, because LLVM ends a
+process that loads wrong code.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.config import ModelConfig
+from engine.cpu.compiler import cache_folder
+from engine.models.gguf.weights import file_behind, type_of_embeddings, types_of_matrices
+from engine.start.choosing import choose
+from engine.start.host import usable_cores
+from engine.start.loading import Progress, decoded_dtype
+
+if TYPE_CHECKING:
+    from engine.models.gguf.blocks import Form
+
+log = logging.getLogger("polydraft")
+
+_LONGEST_S = 300.0
+"""Seconds that a start waits for compiling processes, its own or another start's. After that time the start compiles
+the kernels that it calls, and the processes finish their jobs."""
+_POLL_S = 0.1
+_MARK = "compiled-"
+_LOADED = "loaded"
+
+Jobs = Mapping[str, Callable[[], object]]
+
+
+def compile_kernels(config: ModelConfig, progress: Progress) -> None:
+    """Compile the kernels of the target if no earlier start has; call it before torch has made threads."""
+    try:
+        from engine.cpu.compiled import draw_loop, model_pass, product_phase
+        from engine.cpu.weights import types_of
+    except ImportError:  # Numba is not installed
+        return
+    used, folder = _forms_used(config), cache_folder()
+    if not used.products or folder is None:
+        return
+    kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"
+    # The longest job first.
+    jobs: Jobs = {
+        f"kv-{kv}": lambda: model_pass.functions_of_kv(getattr(np, kv)),
+        "rows": lambda: choose(torch.device("cpu")),
+        **{f"products-{form}": partial(product_phase.multiplication, *types_of(form)) for form in used.products},
+        "work": model_pass.work,
+        **{f"embeddings-{form}": partial(model_pass.beginning, *types_of(form)) for form in used.embeddings},
+        "levels": draw_loop.draw,
+    }
+    fill(folder, jobs, progress)
+
+
+class _Forms(NamedTuple):
+    """Forms of the weights that a start reads."""
+
+    products: frozenset[Form]
+    embeddings: frozenset[Form]
+
+
+def _forms_used(config: ModelConfig) -> _Forms:
+    """Return the forms of the weights of target and draft; none if the CPU's decoder does not run the target."""
+    from engine.cpu.weights import form_of_type, forms_of
+
+    products: set[Form] = set()
+    embeddings: set[Form] = set()
+    dtype = decoded_dtype(config)
+    if dtype is None:
+        return _Forms(frozenset(), frozenset())
+    files = [None if name is None else file_behind(name) for name in (config.target, config.draft)]
+    for file in filter(None, files if config.dtype == "auto" else []):
+        products |= {form_of_type(kind) for kind in types_of_matrices(file)}
+        embeddings |= {form_of_type(kind) for kind in (type_of_embeddings(file),) if kind is not None}
+    if files[0] is None or (config.draft is not None and files[1] is None) or config.dtype != "auto":
+        # A draft model inherits the format of the target, and a head does not.
+        for weights in {config.weights, config.draft_weights}:
+            forms = forms_of(dtype, weights, config.activations == "auto")
+            products |= set(forms)
+            embeddings.add(forms.vocabulary)
+    return _Forms(frozenset(products), frozenset(embeddings))
+
+
+def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:
+    """Fill a folder with the compiled code of all jobs, unless the folder has that code, whole and loadable.
+
+    jobs: functions that compile kernels, by a name of the kernels. Another start that fills the folder is waited for.
+    """
+    ends_s = time.monotonic() + longest_s
+    with _alone(folder, progress, ends_s):
+        _forget_incomplete(folder)
+        for _ in range(2):
+            if _compile(folder, jobs, progress, ends_s) and _try_new_files(folder, ends_s):
+                return
+            log.warning("compiled kernels in %s end the process that loads them, so all are compiled again", folder)
+            _forget(folder)
+
+
+@contextmanager
+def _alone(folder: Path, progress: Progress, ends_s: float) -> Iterator[None]:
+    """Lock a folder against other starts. Forked processes hold the lock, too, until they end."""
+    try:
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        log.warning("kernels are compiled without a lock, so starts at the same time compile them twice: %s", error)
+        yield
+        return
+    with file:
+        is_waiting = False
+        while time.monotonic() < ends_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not is_waiting:
+                    progress("waiting for another process that compiles the kernels")
+                is_waiting = True
+                time.sleep(_POLL_S)
+            except OSError as error:  # a network file system without locks
+                log.warning("kernels are compiled without a lock on %s: %s", folder, error)
+                break
+        yield
+
+
+def _forget_incomplete(folder: Path) -> None:
+    """Remove damaged files. Remove the marks, too, if a file is damaged or missing."""
+    from engine.cpu.compiled_files import damaged_files
+
+    damaged = damaged_files(folder)
+    for path in damaged:
+        log.warning("%s is damaged: its kernels are compiled again", path)
+        path.unlink(missing_ok=True)
+    if damaged or _loaded(folder) - _files(folder):
+        _remove_marks(folder)
+
+
+def _forget(folder: Path) -> None:
+    from engine.cpu.compiled_files import SUFFIX
+
+    _remove_marks(folder)
+    for path in folder.rglob(f"*{SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _remove_marks(folder: Path) -> None:
+    for path in [*folder.glob(f"{_MARK}*"), folder / _LOADED]:
+        path.unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> set[str]:
+    """Return a line for each file of compiled code: its name, size and time."""
+    from engine.cpu.compiled_files import SUFFIX
+
+    found = [(path.relative_to(folder), path.stat()) for path in folder.rglob(f"*{SUFFIX}")]
+    return {f"{name} {facts.st_size} {facts.st_mtime_ns}" for name, facts in found}
+
+
+def _loaded(folder: Path) -> set[str]:
+    """Return the lines (`_files`) of the files that a process has loaded without a crash."""
+    try:
+        return set((folder / _LOADED).read_text().splitlines())
+    except OSError:
+        return set()
+
+
+def _compile(folder: Path, jobs: Jobs, progress: Progress, ends_s: float) -> bool:
+    """Do the jobs that have no mark in several processes. Return whether no process has crashed."""
+    left = {name: job for name, job in jobs.items() if not (folder / f"{_MARK}{name}").exists()}
+    if not left:
+        return True
+    num_processes = min(usable_cores(), 4)
+    progress(f"compiling kernels in {num_processes} processes" if num_processes > 1 else "compiling kernels")
+    waiting, running = list(left.items()), list[ForkProcess]()
+    while waiting or running:
+        while waiting and len(running) < num_processes:
+            name, job = waiting.pop(0)
+            running.append(_start(job, folder / f"{_MARK}{name}"))
+        ended = wait([one.sentinel for one in running], max(0.0, ends_s - time.monotonic()))
+        if not ended:
+            log.warning(
+                "compiling kernels takes long: this process compiles what it needs, and others complete the rest"
+            )
+            return True
+        if any(_crashed(one) for one in running if one.sentinel in ended):
+            for one in running:
+                one.kill()
+                one.join()
+            return False
+        running = [one for one in running if one.sentinel not in ended]
+    return True
+
+
+def _try_new_files(folder: Path, ends_s: float) -> bool:
+    """Load files that no process has loaded yet, in a child process. Return whether the child has not crashed."""
+    from engine.cpu.compiled_files import load_all
+
+    files = _files(folder)
+    if files == _loaded(folder) or time.monotonic() > ends_s:
+        return True
+    process = _start(lambda: load_all(folder), folder / _LOADED, "\n".join(sorted(files)))
+    process.join(max(0.0, ends_s - time.monotonic()))
+    return not _crashed(process)
+
+
+def _start(job: Callable[[], object], mark: Path, text: str = "") -> ForkProcess:
+    process = multiprocessing.get_context("fork").Process(target=_work, args=(job, mark, text), daemon=True)
+    process.start()
+    return process
+
+
+def _work(job: Callable[[], object], mark: Path, text: str) -> None:
+    """Do a job and write its mark. If the job raises, the error appears in the process that calls the kernel."""
+    torch.set_num_threads(1)
+    try:
+        job()
+        mark.write_text(text)
+    except Exception:
+        return
+
+
+def _crashed(process: ForkProcess) -> bool:
+    """Whether a process was ended by a signal."""
+    process.join(0 if process.exitcode is None else None)
+    return process.exitcode is not None and process.exitcode < 0

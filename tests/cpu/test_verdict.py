@@ -1,0 +1,162 @@
+"""Steps whose verdicts one kernel makes of the target's logits: their distribution, and the general path's verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+import engine.step.verify as verifying
+from analysis.enumeration import Path
+from engine.cpu.compiled import block_loops
+from engine.drafting.draft import Draft
+from engine.plan import Plan, StepVerdict
+from engine.request import Speculation
+from tests.cpu.test_kernel_mutants import BLOCK, ROWS, kernels_with
+from tests.engine import tiny
+from tests.grid import grid
+from tests.speculation import test_served_steps as served
+from tests.speculation.served import Fit, fit
+from tests.speculation.test_served_steps import ALPHA, NUM_TOKENS, VOCABULARY, drafts, row_of, step
+from tests.wrong import calls_of, instead
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
+
+OFF = {"speculation": Speculation(), "fanout": ()}
+KINDS: dict[str, dict[str, Any]] = {
+    "block": drafts("block", 1, 1, 1),
+    "warm": {**drafts("bv_race", 2, 1), "sampling": {"temperature": 0.6}},
+    "race": drafts("bv_race", 3, 1, 1),
+    "nothing": OFF,
+    "cool": {**OFF, "sampling": {"temperature": 1.6}},
+    "one token": drafts("bv_race", 1),
+    "filtered": {**drafts("bv_race", 2, 1), "sampling": {"temperature": 0.7, "top_k": 3, "top_p": 0.9}},
+    "no unlikely ones": {**drafts("block", 1, 1), "sampling": {"min_p": 0.3}},
+    "text drafts alone": served.ROWS["text drafts alone"],
+    "filtered text drafts": {**served.ROWS["text drafts alone"], "sampling": {"temperature": 0.8, "top_p": 0.9}},
+    "race with text drafts": served.ROWS["bv_race with text drafts"],
+    "block with text drafts": served.ROWS["block with text drafts"],
+}
+GREEDY = {
+    "greedy": {**drafts("rrs", 3, 1), "sampling": {"temperature": 0.0}},
+    "greedy plain": {**OFF, "sampling": {"temperature": 0.0}},
+    "greedy text drafts": {**served.ROWS["text drafts alone"], "sampling": {"temperature": 0.0}},
+    "greedy race with text drafts": {**served.ROWS["bv_race with text drafts"], "sampling": {"temperature": 0.0}},
+}
+NUM_ROWS = 3000
+"""Rows of every type."""
+
+
+def fits(seed: int = 0) -> dict[str, Fit]:
+    """Return, by type of row, the fit of the texts to the target's law."""
+    names = tuple(KINDS)
+    emissions = step([row_of(seed + i, KINDS[names[i % len(names)]]) for i in range(NUM_ROWS * len(names))])[1]
+    chance = np.random.default_rng(seed)
+    fit_by_row = {}
+    for i, name in enumerate(names):
+        sampling = KINDS[name].get("sampling", {})
+        laws: dict[Path, Any] = {}
+        expected: dict[Path, float] = {(): 1.0}
+        for _ in range(NUM_TOKENS):
+            laws |= {path: served.law_below(path, sampling) for path in expected}
+            expected = {(*path, x): p * laws[path][x] for path, p in expected.items() for x in range(VOCABULARY)}
+        texts = []
+        for emission in emissions[i :: len(names)]:
+            text = (*emission.accepted, emission.next_token)
+            while len(text) < NUM_TOKENS:
+                text = (*text, int(chance.choice(VOCABULARY, p=laws[text])))
+            texts.append(text[:NUM_TOKENS])
+        fit_by_row[name] = fit(texts, expected)
+    return fit_by_row
+
+
+def test_rows_have_the_target_s_law() -> None:
+    with calls_of(verifying, "target_distributions") as calls:
+        assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
+    assert calls == [], "the kernel makes the laws"
+
+
+WRONG = {
+    "laws of the next node": (
+        BLOCK,
+        "node_rows[number, walked + depth] - first",
+        "min(node_rows[number, walked + depth] - first + 1, count - 1)",
+    ),
+    "the first request's temperature": (BLOCK, "temperature = temperatures[request]", "temperature = temperatures[0]"),
+    "one number for two decisions": (BLOCK, "numbers[3, number, 0]", "numbers[1, number, 0]"),
+    "no filters": (BLOCK, "top_ks[request], top_ps[request]", "0, np.float32(1)"),
+    "a token more": (BLOCK, "top_ks[request],", "top_ks[request] + 1,"),
+    "each child by itself": (BLOCK, "mass += np.float64(share_of", "mass = np.float64(share_of"),
+    "refused tokens stay": (BLOCK, "if total > 0:\n", "if total > 2:\n"),
+    "one number for all depths": (BLOCK, "walk_numbers[request, walked]", "walk_numbers[request, 0]"),
+    "the first request's min_p": (BLOCK, "least_logs[request]", "least_logs[0]"),
+    "no temperature": (ROWS, "log = (logits[column] - most) / temperature", "log = logits[column] - most"),
+}
+
+
+IN_THE_GATE = {"one number for two decisions", "each child by itself"}
+
+
+@pytest.mark.parametrize("wrong", grid(WRONG, IN_THE_GATE))
+def test_wrong_kernels_are_rejected(wrong: str) -> None:
+    kernels = kernels_with(*WRONG[wrong])
+    with instead(block_loops, "decide", lambda _, *operands: kernels.decide(*operands)):
+        assert min(found.p_value for found in fits().values()) < ALPHA
+
+
+def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _: None) -> list[tuple[Any, ...]]:
+    """(emissions, ids of broken sequences) of the kernel, and of the general path, for the same drafts and logits."""
+    results: list[tuple[Any, ...]] = []
+
+    def verify(at_once: Any, plan: Plan, draft: Draft, logits_NV: torch.Tensor) -> StepVerdict:
+        change(logits_NV)
+        verdicts = [at_once(plan, draft, logits_NV.clone()), verifying.verify_chains(plan, draft, logits_NV.clone())]
+        results.extend((list(verdict.emissions), verdict.broken) for verdict in verdicts)
+        return verdicts[0]
+
+    with instead(served, "verify_at_once", verify):
+        step(rows)
+    return results
+
+
+def test_verdicts_are_those_of_the_general_path() -> None:
+    """The last of equal scores, the longest match of a later chain and all else that no law shows, too."""
+    kinds = list({**KINDS, **GREEDY}.values())
+    by_kernel, generally = both([row_of(i, kinds[i % len(kinds)]) for i in range(800)])
+    assert by_kernel[0] == generally[0]
+    assert len({len(emission.accepted) for emission in by_kernel[0]}) > 2
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["race", "nothing", "greedy"])
+def test_numbers_that_are_not_finite_are_found(number: float, kind: str) -> None:
+    rows = [row_of(0, {**KINDS, **GREEDY}[kind]), row_of(1, KINDS["block"])]
+
+    def break_one(logits_NV: torch.Tensor) -> None:
+        logits_NV[0, 2] = number
+
+    by_kernel, generally = both(rows, break_one)
+    assert by_kernel[1] == generally[1] == {0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        drafts("token", 1, 1),
+        {**OFF, "sampling": {"seed_stable": True}},
+        served.ROWS["one text draft"],
+    ],
+    ids=["another rule", "seed-stable", "another rule with text drafts"],
+)
+def test_other_rows_take_the_general_path(fields: dict[str, Any]) -> None:
+    with (
+        calls_of(block_loops, "decide") as decisions,
+        calls_of(verifying, "target_distributions") as laws,
+    ):
+        step([row_of(0, KINDS["block"]), row_of(1, fields)])
+    assert (len(decisions), len(laws)) == (0, 1)
