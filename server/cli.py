@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(USAGE, end="", file=sys.stderr)
     if command:
-        from server.suggest import did_you_mean
+        from server.wire.suggest import did_you_mean
 
         meant = did_you_mean(command, ("serve", "chat", "analyze", "distill", "bench", "version", "help"))
         print(f"\npolydraft: unknown command {command!r}{meant}", file=sys.stderr)
@@ -108,8 +108,15 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
     from pydantic_settings import SettingsError
 
     from engine.api import ConfigError, LoadError, check_settings, set_up_log, show_given_names
-    from server.flags import faults, parse_flags
-    from server.start_checks import bind, bind_fault, check_pair, own_socket_file, with_quantization, with_sources
+    from server.settings.flags import faults, parse_flags
+    from server.settings.start_checks import (
+        bind,
+        bind_fault,
+        check_pair,
+        own_socket_file,
+        with_quantization,
+        with_sources,
+    )
 
     early = _held_back()
     try:

@@ -26,15 +26,13 @@ import uvloop
 from engine.api import ConfigError, EngineConfig, EngineFacts, StepResults
 from server.app import BODIES, build_app
 from server.http.connections import Connection, Seldom, Waiting
-from server.openai.foreign_fields import FOREIGN
 from server.openai.generation_defaults import generation_defaults
-from server.openai.unsupported_fields import UnknownFields
 from server.serving.engine_client import EngineClient
 from server.serving.load_log import LoadLog
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
 from server.serving.tracing import Tracing
-from server.settings import Serve
+from server.settings.settings import Serve
 from server.start_lines import start_lines
 from server.state import Server
 from server.text.dialogue import dialogue_of
@@ -42,6 +40,8 @@ from server.text.shipped_templates import SHIPPED
 from server.text.thought_marks import thought_marks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.text.turn_end import check_template, turn_remark
+from server.wire.foreign_fields import FOREIGN
+from server.wire.unsupported_fields import UnknownFields
 
 log = logging.getLogger("polydraft")
 

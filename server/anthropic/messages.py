@@ -12,9 +12,14 @@ import msgspec
 from pydantic import Field
 
 from engine.api import RequestError
-from server.http.errors import anthropic_error, to_api_error
-from server.ids import new_id
-from server.openai.fields import (
+from server.openai.translating import refuse_drafts
+from server.serving.answering import AnswerWriter, encode
+from server.serving.choice import CallPiece, Choice, Part
+from server.serving.generation import Delta, Generation
+from server.text.reasoning import Thought
+from server.text.tools import PARTIAL_JSON
+from server.wire.errors import anthropic_error, to_api_error
+from server.wire.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STRINGS,
@@ -23,18 +28,14 @@ from server.openai.fields import (
     ChatRequest,
     Closed,
     Count,
+    Effort,
     Listed,
     Name,
     SpeculationFields,
     Wire,
 )
-from server.openai.translating import refuse_drafts
-from server.openai.unsupported_fields import Neutral, refuse_unsupported
-from server.serving.answering import AnswerWriter, encode
-from server.serving.choice import CallPiece, Choice, Part
-from server.serving.generation import Delta, Generation
-from server.text.reasoning import Effort, Thought
-from server.text.tools import PARTIAL_JSON
+from server.wire.ids import new_id
+from server.wire.unsupported_fields import Neutral, refuse_unsupported
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 TOOL_REFERENCE = "tool_reference"

@@ -15,7 +15,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from server.http.errors import ErrorEnvelope, http_error
+from server.wire.errors import ErrorEnvelope, http_error
 
 log = logging.getLogger("polydraft.connections")
 

@@ -20,13 +20,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import log_fields
-from server.http.current_call import HttpCall, current_call
-from server.http.errors import PROTECTED, ApiError, ErrorBody, error_response, http_error
+from server.http.error_responses import PROTECTED, error_response
 from server.http.hosts import HostCheck
-from server.ids import new_id
 from server.serving.metrics import ServerMetrics
-from server.setting_groups import rates_of
-from server.settings import Serve
+from server.settings.groups import rates_of
+from server.settings.settings import Serve
+from server.wire.current_call import HttpCall, current_call
+from server.wire.errors import ApiError, ErrorBody, http_error
+from server.wire.ids import new_id
 
 log = logging.getLogger("polydraft")
 

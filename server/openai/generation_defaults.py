@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.api import ConfigError, model_file, read_object
-from server.openai.fields import GenerationFields
 from server.text.tokenizer import GenerationDefaults
+from server.wire.fields import GenerationFields
 
 log = logging.getLogger("polydraft")
 

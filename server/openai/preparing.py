@@ -12,10 +12,6 @@ import msgspec
 
 from engine.api import Limits, RequestError, Thinking, check_requests, choice_seed
 from engine.api import Request as EngineRequest
-from server.http.current_call import this_call
-from server.http.errors import model_not_found
-from server.ids import new_id
-from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
 from server.openai.sampling_fields import (
     answer_bound,
     check_num_entries,
@@ -30,7 +26,6 @@ from server.openai.sampling_fields import (
     without_equal_chains,
 )
 from server.openai.thinking import GrammarScope, thoughts_of
-from server.openai.unsupported_fields import refuse_unsupported
 from server.serving.choice import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
@@ -38,6 +33,11 @@ from server.text.call_formats import call_marks
 from server.text.reasoning import knows_thinking, thinking_variables
 from server.text.structured import Structure, structure_of
 from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
+from server.wire.current_call import this_call
+from server.wire.errors import model_not_found
+from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields
+from server.wire.ids import new_id
+from server.wire.unsupported_fields import refuse_unsupported
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128

@@ -13,24 +13,25 @@ import msgspec
 from pydantic import Field
 
 from engine.api import RequestError
-from server.http.errors import responses_error, to_api_error
-from server.ids import new_id
-from server.openai.fields import (
+from server.openai.response_tools import Names, chat_tools, described, names_of
+from server.openai.translating import refuse_drafts
+from server.serving.answering import AnswerWriter, encode
+from server.serving.generation import Delta, Generation
+from server.text.reasoning import Thought
+from server.wire.errors import responses_error, to_api_error
+from server.wire.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatRequest,
     Closed,
     Count,
+    Effort,
     GenerationFields,
     Listed,
     ReasoningConfig,
 )
-from server.openai.response_tools import Names, chat_tools, described, names_of
-from server.openai.translating import refuse_drafts
-from server.openai.unsupported_fields import Neutral, refuse_unsupported
-from server.serving.answering import AnswerWriter, encode
-from server.serving.generation import Delta, Generation
-from server.text.reasoning import Effort, Thought
+from server.wire.ids import new_id
+from server.wire.unsupported_fields import Neutral, refuse_unsupported
 
 Included = Literal[
     "reasoning.encrypted_content",

@@ -25,9 +25,9 @@ from engine.api import (
     unknown_rule,
     with_fixed_shape,
 )
-from server.ids import new_seed
-from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.text.tokenizer import GenerationDefaults
+from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
+from server.wire.ids import new_seed
 
 MAX_STOPS = 16
 MOST_PROMPT_LOGPROBS = 1 << 20

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.api import RequestError, Thinking
-from server.openai.fields import ChatRequest, GenerationFields
 from server.state import Server
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import ThoughtReader, is_closed, is_open, reasoning_of
 from server.text.thought_marks import DEEPSEEK_R1, ThoughtMarks
+from server.wire.fields import ChatRequest, GenerationFields
 
 _PROMPT_END = 16
 """Number of last prompt tokens in which a chat template may open or close the thoughts."""

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from engine.api import RequestError
-from server.http.current_call import this_call
-from server.openai.fields import ChatRequest, SpeculationFields
 from server.openai.preparing import prepare_chat
 from server.serving.answering import AnswerWriter, answer
 from server.serving.generation import Generation
 from server.state import Server
+from server.wire.current_call import this_call
+from server.wire.fields import ChatRequest, SpeculationFields
 
 
 class Streamable(Protocol):
@@ -39,7 +39,7 @@ async def respond(
     """Run a generation and answer in the shape of `writer`."""
     default = server.settings.per_request_spec_decode_metrics == "detailed"
     with_metrics = default if body.metrics is None else body.metrics
-    return await answer(http, server, generation, writer(body, generation, with_metrics), body.stream)
+    return await answer(http, server.sender, generation, writer(body, generation, with_metrics), body.stream)
 
 
 async def answer_translated(

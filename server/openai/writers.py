@@ -10,9 +10,12 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine.api import RequestError
-from server.http.errors import ErrorEnvelope, to_api_error
-from server.ids import new_id
-from server.openai.answers import (
+from server.serving.answering import AnswerWriter, encode
+from server.serving.choice import CallPiece, Choice, Part
+from server.serving.generation import Delta, Generation
+from server.text.logprobs import chat_logprobs, completion_logprobs
+from server.text.reasoning import Thought
+from server.wire.answers import (
     Answer,
     AnsweredCall,
     AnsweredFunction,
@@ -21,12 +24,9 @@ from server.openai.answers import (
     ChunkChoice,
     CompletionChoice,
 )
-from server.openai.fields import GenerationFields, StreamOptions
-from server.serving.answering import AnswerWriter, encode
-from server.serving.choice import CallPiece, Choice, Part
-from server.serving.generation import Delta, Generation
-from server.text.logprobs import chat_logprobs, completion_logprobs
-from server.text.reasoning import Thought
+from server.wire.errors import ErrorEnvelope, to_api_error
+from server.wire.fields import GenerationFields, StreamOptions
+from server.wire.ids import new_id
 
 Item = TypeVar("Item")
 

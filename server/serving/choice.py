@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import Outcome, Request, StepStats
-from server.openai.answers import DraftedStep
 from server.serving.statistics import Clock, SpeculationCount, answer_part, drafters_of
 from server.text.call_pieces import Call, Piece
 from server.text.logprobs import SpelledToken, spell
@@ -23,6 +22,7 @@ from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.answers import DraftedStep
 
 # Some chat templates (Mistral) accept no other ids of calls.
 _ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9

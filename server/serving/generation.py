@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats
-from server.http.current_call import this_call
-from server.openai.answers import CompletionTokensDetails, DraftedStep, Metrics, PromptTokensDetails, Usage
 from server.serving.choice import Choice, Part, TextOptions
 from server.serving.engine_client import EngineClient
 from server.serving.observer import Observer
@@ -18,6 +16,8 @@ from server.serving.statistics import Clock, GenerationState, SpeculationCount
 from server.text.logprobs import SpelledToken
 from server.text.prompts import Arrival, ShownPrompt, with_prompts
 from server.text.tokenizer import Tokenizer
+from server.wire.answers import CompletionTokensDetails, DraftedStep, Metrics, PromptTokensDetails, Usage
+from server.wire.current_call import this_call
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.api import Outcome, StepStats, log_fields
-from server.http.current_call import HttpCall
 from server.serving.live import Live
 from server.serving.metrics import ServerMetrics
 from server.serving.statistics import GenerationState
 from server.serving.tracing import Tracing
+from server.wire.current_call import HttpCall
 
 log = logging.getLogger("polydraft")
 

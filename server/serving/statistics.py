@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 import msgspec
 
 from engine.api import MODEL, Outcome, StepStats, Timing
-from server.openai.answers import DrafterMetrics, Metrics, SpeculativeDecoding
+from server.wire.answers import DrafterMetrics, Metrics, SpeculativeDecoding
 
 _OF_MS, _OF_RATIOS, _OF_SHARES = 2, 2, 3
 """Decimals of an answer's figures; more would be noise."""

@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from engine.api import ConfigError
-from server.http.current_call import HttpCall
 from server.serving.statistics import GenerationState
 from server.version import VERSION
+from server.wire.current_call import HttpCall
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from server.openai.fields import Tool
 from server.text.call_formats import (
     BEGIN,
     CALL_LIST,
@@ -29,6 +28,7 @@ from server.text.call_formats import (
 )
 from server.text.structured import cleaned, closed, compact, lark_literal
 from server.text.xml_grammars import XML_SYNTAXES, XmlArguments
+from server.wire.fields import Tool
 
 SpecialToken = Callable[[str], int | None]
 """Returns the special token with a text, or None."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from engine.api import ConfigError, RequestError
-from server.openai.fields import Function, Tool
 from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat, call_marks
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import Reasoning, Thought, is_open
@@ -21,6 +20,7 @@ from server.text.thought_marks import thought_marks
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.fields import Function, Tool
 
 _NAME = "polydraft_probe"
 _ARGUMENTS = {"text": 'It is "so".', "count": 3}

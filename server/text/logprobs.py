@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import TokenLogprob
-from server.openai.answers import (
+from server.text.tokenizer import Tokenizer
+from server.wire.answers import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
@@ -21,7 +22,6 @@ from server.openai.answers import (
     TopLogprob,
     raw_list,
 )
-from server.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0
 """OpenAI's value for a probability of 0; JSON has no infinity."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from server.text.stops import num_held
 from server.text.thought_marks import THINK, ThoughtMarks
+from server.wire.fields import Effort
 
 _VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from engine.api import RequestError
-from server.openai.fields import GenerationFields
-from server.openai.unsupported_fields import UNKNOWN
+from server.wire.fields import GenerationFields
+from server.wire.unsupported_fields import UNKNOWN
 
 # vLLM's older names of `structured_outputs`.
 _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}

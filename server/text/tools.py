@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from engine.api import RequestError
-from server.http.bodies import nests_too_deeply
-from server.openai.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
-from server.openai.unsupported_fields import shown
 from server.text.call_formats import HARMONY
 from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
 from server.text.structured import LONGEST_GRAMMAR, Structure
+from server.wire.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
+from server.wire.nesting import nests_too_deeply
+from server.wire.unsupported_fields import shown
 
 PARTIAL_JSON = "partial_json"
 """Key of arguments that are not JSON, in an object with this key alone."""

@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from engine.config import GrammarConfig
 from engine.grammar.grammar_process import GrammarMatcher
 from engine.grammar.grammar_tokens import GrammarTokens, Vocabulary, read_vocabulary
-from server.openai.fields import Tool
 from server.text.structured import Structure
 from server.text.tools import ToolUse
+from server.wire.fields import Tool
 from tests.wrong import instead
 
 END = "<|im_end|>"

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a step of a C
 
 def files_read_aloud() -> list[str]:
     """Return the files of the page's section, in order."""
-    section = PAGE.read_text().split("<!-- step:begin -->")[1].split("<!-- step:end -->")[0]
+    section = PAGE.read_text().split("<!-- read aloud -->")[1].split("<!-- read aloud: end -->")[0]
     return re.findall(r"`([\w/]+\.py)`", section)
 
 
