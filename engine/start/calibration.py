@@ -7,15 +7,10 @@ plain steps still take the same time, up to one common factor and what the machi
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +23,7 @@ from engine.fanout import num_nodes
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
 from engine.start.loading import Progress
+from engine.start.profile_cache import profile_file, read_profile, write_profile
 from engine.step.engine import Engine
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -313,51 +309,3 @@ def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict
     half = sorted(runs, key=lambda run: run[0])[left_out : len(runs) - left_out]
     phases_s = {phase: sum(of_run[phase] for _, of_run in half) / len(half) for phase in half[0][1]}
     return sum(wall_s for wall_s, _ in half) / len(half), phases_s
-
-
-def profile_file(folder: str, described: Any, progress: Progress) -> Path | None:
-    """Return the file for measurements of what is described, made on this machine; None if there is no place for it, or
-    the folder is `off`.
-    """
-    if folder == "off":
-        return None
-    machine = [_processor(), os.cpu_count()]  # without its name: a container has another one at every start
-    digest = hashlib.sha256(json.dumps([described, machine], sort_keys=True, default=str).encode()).hexdigest()
-    try:
-        return Path(folder).expanduser() / f"{digest[:24]}.json"
-    except RuntimeError as error:  # a user without a home folder
-        progress(f"measurements cannot be stored ({error}); name a folder with --profile-cache")
-        return None
-
-
-def _processor() -> str:
-    """Return the processor's model, if the system reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith("model name")), platform.processor())
-
-
-def read_profile(file: Path) -> Any:
-    """Return the content of a file, unchecked; None if there is nothing that can be read."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def write_profile(file: Path | None, measured: Any, progress: Progress) -> None:
-    """Store measurements. If the folder cannot be written, report that the next start measures again."""
-    if file is None:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(measured))
-        partial.replace(file)
-    except OSError as error:
-        progress(
-            f"measurements cannot be stored in {file.parent} ({error.strerror}), and the next start measures again; "
-            "name another folder with --profile-cache, or off"
-        )
