@@ -30,7 +30,7 @@ from analysis.loading import add_format_arguments, config_of, load_engine, model
 from engine.models.gguf.folder import file_of
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.start.calibration import measure_points
-from engine.start.loading import arithmetic_dtype
+from engine.start.number_formats import arithmetic_dtype
 from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE
 from loadtest.arms import OFF as PLAIN

@@ -45,16 +45,10 @@ from engine.speculation.conditions import DRAFTER_FACTS
 from engine.speculation.verification import RULES
 from engine.start.choosing import choose
 from engine.start.host import most_cores
-from engine.start.loading import (
-    LoadedModel,
-    Outline,
-    Progress,
-    draft_model_config,
-    end_tokens,
-    load_pair,
-    outline_pair,
-)
+from engine.start.loading import LoadedModel, Progress, end_tokens, load_pair
 from engine.start.memory import MemoryPlan, blocks_of, plan_memory
+from engine.start.number_formats import draft_model_config
+from engine.start.outlines import Outline, outline_pair
 from engine.start.probe import BackendChoice, attention_kernel, choose_backend, find_kv_shape, is_replayed, runs
 from engine.step.engine import Engine
 

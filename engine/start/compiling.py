@@ -27,7 +27,8 @@ from engine.cpu.compiler import cache_folder
 from engine.models.gguf.weights import file_behind, type_of_embeddings, types_of_matrices
 from engine.start.choosing import choose
 from engine.start.host import usable_cores
-from engine.start.loading import Progress, decoded_dtype
+from engine.start.loading import Progress
+from engine.start.number_formats import decoded_dtype
 
 if TYPE_CHECKING:
     from engine.models.gguf.blocks import Form

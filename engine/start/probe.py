@@ -36,7 +36,8 @@ from engine.models.kinds import is_decoder, is_lean
 from engine.models.quantising import dequantised, has_quantised, in_float32, quantises_rows, rounding_off
 from engine.models.runner import ModelRunner
 from engine.speculation.topology import merge_chains
-from engine.start.loading import LoadedModel, arithmetic_dtype
+from engine.start.loading import LoadedModel
+from engine.start.number_formats import arithmetic_dtype
 
 log = logging.getLogger("polydraft")
 

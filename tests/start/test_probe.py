@@ -19,7 +19,7 @@ from engine.errors import LoadError
 from engine.models import runner
 from engine.models.backend import TransformersBackend
 from engine.start import probe
-from engine.start.loading import LoadedModel, load
+from engine.start.loading import LoadedModel, load, load_share
 from tests.engine import tiny
 from tests.start.test_loading import SMALL, saved
 from tests.wrong import calls_of, instead
@@ -75,7 +75,7 @@ def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> N
         return from_pretrained(name, **more)
 
     with instead(transformers.AutoModelForCausalLM, "from_pretrained", whole):
-        share = load(name, None, "float32", torch.device("cpu"), split=True)
+        share = load_share(ModelConfig(target=name, dtype="float32"), torch.device("cpu"))
     others = load(name, None, "float32", torch.device("cpu"))
     by_kernel = probe.BackendChoice(MagicMock(), MagicMock())
     on_cuda = MagicMock()
