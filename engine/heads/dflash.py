@@ -35,9 +35,9 @@ class Convolution(nn.Module):
 
     def forward(self, part: Callable[[Tensor], Tensor], state_TH: Tensor) -> Tensor:
         """Return [T, H] the output of a part of a layer for normed states, with convolutions before and after it."""
-        size, group = self._block, self._block.conv_group
-        own_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, size.conv_taps, -1)
-        kernel_TX = self.base_kernel + own_TX.repeat_interleave(group, -1)
+        block = self._block
+        change_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, block.conv_taps, -1)
+        kernel_TX = self.base_kernel + change_TX.repeat_interleave(block.conv_group, -1)
         return self.convolve(_OUT, kernel_TX, part(self.convolve(_IN, kernel_TX, state_TH)))
 
     def convolve(self, side: int, kernel_TX: Tensor, state_TH: Tensor) -> Tensor:

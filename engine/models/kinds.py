@@ -60,7 +60,7 @@ def is_lean(model: Any) -> bool:
     """
     return (
         _is_like_llama(model.config)
-        and _has_linears(model, lambda one: is_plain(one) or has_scheme(one) or is_quantised(one.weight))
+        and _has_linears(model, lambda layer: is_plain(layer) or has_scheme(layer) or is_quantised(layer.weight))
         and all(window_of(layer.self_attn) is None for layer in model.model.layers)
         and not is_quantised(model.model.embed_tokens.weight)
         and not getattr(model.config, "mlp_bias", False)

@@ -107,12 +107,12 @@ def is_plain(module: Any) -> bool:
 
 
 def take_over(model: Any) -> Iterator[PackedLinear]:
-    """Replace the linear layers of a transformers model; quantised and other special ones stay unchanged."""
+    """Replace the plain linear layers of a transformers model; quantised and other special layers stay unchanged."""
     shared = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         if is_plain(module):
-            own = () if id(module.weight) in shared else (module,)
-            product = PackedLinear(module.weight.detach(), module.bias, own)
+            emptied = () if id(module.weight) in shared else (module,)
+            product = PackedLinear(module.weight.detach(), module.bias, emptied)
             module.forward = product
             yield product
 

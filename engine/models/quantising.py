@@ -11,7 +11,7 @@ Not for: `--weights int8` and `int4` on a CPU, whose layouts are those of our CP
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig, Weights
 from engine.errors import ConfigError
-from engine.models.importing import import_torchao
+from engine.models.importing import import_torchao, import_transformers
 
 FORMATS: tuple[Weights, ...] = ("fp8", "int4")
 """Formats in which torchao quantises weights while they are loaded."""
@@ -90,26 +90,25 @@ def load_options(weights: str, method: str | None, device: torch.device) -> dict
         import_torchao()
     if weights not in FORMATS:
         return {}
-    from transformers import TorchAoConfig
-
-    return {"quantization_config": TorchAoConfig(_torchao_config(weights, on_cuda=device.type == "cuda"))}
+    torchao_config = _torchao_config(weights, on_cuda=device.type == "cuda")
+    return {"quantization_config": import_transformers().TorchAoConfig(torchao_config)}
 
 
 def _torchao_config(weights: str, on_cuda: bool) -> Any:
     """Return the configuration of torchao. A CPU has layouts without kernels: the same numbers, but no faster."""
-    from torchao import quantization
-    from torchao.quantization.granularity import PerGroup, PerRow
-
+    quantization = import_torchao().quantization
+    by_row = quantization.PerRow()
     if weights == "fp8" and on_cuda:
-        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=by_row, set_inductor_config=False)
     if weights == "fp8":
-        return quantization.Float8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False)
+        return quantization.Float8WeightOnlyConfig(granularity=by_row, set_inductor_config=False)
     if on_cuda:
         return quantization.Int4WeightOnlyConfig(
             group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
         )
     int4 = torch.int4  # type: ignore[attr-defined]
-    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(GROUP))
+    by_group = quantization.PerGroup(GROUP)
+    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=by_group)
 
 
 def multiplies_float8(device: torch.device) -> bool:
@@ -131,20 +130,20 @@ def adopt_float8(model: nn.Module) -> None:
     unpacking = getattr(model, "ct_decompress_hook", None)
     if unpacking is None or not all(map(_is_float8_by_rows, layers)):
         return
-    import_torchao()
-    from torchao.float8.inference import Float8MMConfig
-    from torchao.quantization import Float8Tensor
-    from torchao.quantization.granularity import PerRow
+    torchao = import_torchao()
+    # An optional package. As an attribute, `quantize_` is a function.
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
-    mm_config = Float8MMConfig(use_fast_accum=True)
+    quantization = torchao.quantization
+    mm_config = torchao.float8.inference.Float8MMConfig(use_fast_accum=True)
+    row_options = QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow(), mm_config=mm_config)
     weights = [
-        Float8Tensor(
+        quantization.Float8Tensor(
             layer.weight.data,
             layer.weight_scale.data.float().view(-1, 1),
             block_size=[1, layer.in_features],
             mm_config=mm_config,
-            act_quant_kwargs=QuantizeTensorToFloat8Kwargs(granularity=PerRow(), mm_config=mm_config),
+            act_quant_kwargs=row_options,
             dtype=torch.bfloat16,
         )
         for layer in layers
@@ -252,7 +251,10 @@ def dequantised(weight: Tensor) -> Tensor:
 
 def _stored(config: Any) -> dict[str, Any]:
     stored = getattr(config, "quantization_config", None)
-    return stored if isinstance(stored, dict) else {} if stored is None else stored.to_dict()
+    if stored is None or isinstance(stored, dict):
+        return stored or {}
+    fields: dict[str, Any] = stored.to_dict()
+    return fields
 
 
 def _install(package: str) -> str:
@@ -261,19 +263,22 @@ def _install(package: str) -> str:
 
 def _shares_scale(stored: dict[str, Any]) -> bool:
     """Whether activations are quantised by one scale that follows from all rows of a pass."""
-    for one in _objects(stored):
-        inputs = one.get("input_activations")  # of compressed-tensors
+    for fields in _objects(stored):
+        inputs = fields.get("input_activations")  # of compressed-tensors
         if isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "tensor":
             return True
-        if "DynamicActivation" in str(one.get("_type")) and "PerTensor" in str(one.get("_data")):  # of torchao
+        if "DynamicActivation" in str(fields.get("_type")) and "PerTensor" in str(fields.get("_data")):  # of torchao
             return True
     return False
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     """Yield all objects inside a JSON value."""
+    items: Iterable[Any] = ()
     if isinstance(value, dict):
         yield value
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for one in inner:
-        yield from _objects(one)
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    for item in items:
+        yield from _objects(item)

@@ -66,8 +66,8 @@ def limit_reason(config: Any) -> str:
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Return the parameters of all rotary embeddings of a configuration; some families have several."""
-    found = getattr(config, "rope_parameters", None)
-    parts = [found, *found.values()] if isinstance(found, dict) else []
+    stored = getattr(config, "rope_parameters", None)
+    parts = [stored, *stored.values()] if isinstance(stored, dict) else []
     return [part for part in parts if isinstance(part, dict) and isinstance(part.get("rope_type"), str)]
 
 

@@ -40,25 +40,27 @@ def check_weight_files(folder: Path) -> None:
     if (file := file_of(folder)) is not None:
         open_file(file)
         return
-    found = next((folder / name for name in (*_WHOLE, *_INDEXES) if _is_there(folder / name)), None)
-    if found is None:
+    path = next((folder / name for name in (*_WHOLE, *_INDEXES) if _is_there(folder / name)), None)
+    if path is None:
         raise LoadError(f"{folder}: {_without_weights(folder)}")
-    files = [found]
-    if found.name in _INDEXES:
-        shards = read_object(found).get("weight_map")
-        names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
-        if not names:
-            raise LoadError(f"{found}: the file has no weight_map; download it again")
-        missing = [name for name in names if not _is_there(folder / name)]
-        if missing:
-            raise LoadError(
-                f"{folder}: {len(missing)} of the {len(names)} files that {found.name} names are missing "
-                f"({_some(missing)}); download the model again"
-            )
-        files = [folder / name for name in names]
-    for file in files:
+    for file in _shards(path) if path.name in _INDEXES else [path]:
         if fault := file_fault(file) or _header_fault(file):
             raise LoadError(f"{file}: {fault}")
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names; raise LoadError if files are missing."""
+    shards = read_object(index).get("weight_map")
+    names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
+    if not names:
+        raise LoadError(f"{index}: the file has no weight_map; download it again")
+    missing = [name for name in names if not _is_there(index.parent / name)]
+    if missing:
+        raise LoadError(
+            f"{index.parent}: {len(missing)} of the {len(names)} files that {index.name} names are missing "
+            f"({_shown(missing)}); download the model again"
+        )
+    return [index.parent / name for name in names]
 
 
 def _is_there(path: Path) -> bool:
@@ -70,12 +72,11 @@ def _without_weights(folder: Path) -> str:
     others = sorted(path.name for kind in ("*.safetensors", "*.bin", "*.gguf") for path in folder.glob(kind))
     if not others:
         return f"this folder has no weights ({', '.join(_WHOLE)}); download the model again"
-    some = _some(others)
     if all(name.endswith(".gguf") for name in others):
         return f"this folder's weights are in GGUF files; serve one by naming it: polydraft serve {folder / others[0]}"
     return (
-        f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only {some}; "
-        "download the model again"
+        f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only "
+        f"{_shown(others)}; download the model again"
     )
 
 
@@ -87,18 +88,20 @@ def wrapper_prefix(folder: Path) -> str:
             return ""
         with safe_open(file, framework="pt") as tensors:
             names += tensors.keys()
-    found = _WRAPPERS.match(names[0]) if names else None
-    return found[0] if found and all(name.startswith(found[0]) for name in names) else ""
+    prefix = _WRAPPERS.match(names[0]) if names else None
+    if prefix and all(name.startswith(prefix[0]) for name in names):
+        return prefix[0]
+    return ""
 
 
 def missing_fault(missing: Iterable[object], unplaced: Iterable[object]) -> str:
     """Return why a model's weights are missing, and what to do; unplaced: tensors that have no place in it."""
     lacking, others = sorted(map(str, missing)), sorted(map(str, unplaced))
-    fault = f"the checkpoint lacks {len(lacking)} of the model's weights ({_some(lacking)})"
+    fault = f"the checkpoint lacks {len(lacking)} of the model's weights ({_shown(lacking)})"
     if not others:
         return f"{fault}; download it again, or point to the folder that holds them"
     return (
-        f"{fault}, and has {len(others)} tensors with other names ({_some(others)}); rename them as transformers does "
+        f"{fault}, and has {len(others)} tensors with other names ({_shown(others)}); rename them as transformers does "
         "(save_pretrained of the unwrapped model), or correct the architecture in config.json"
     )
 
@@ -128,9 +131,9 @@ def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantise
     if inside:
         raise LoadError(
             f"{name}: {len(inside)} tensors of the checkpoint have no place in the model and would change its numbers "
-            f"({_some(inside)}); its config.json may lack a quantization_config, or name another architecture"
+            f"({_shown(inside)}); its config.json may lack a quantization_config, or name another architecture"
         )
-    log.warning("%s: %d tensors of the checkpoint are not used (%s)", name, len(left_out), _some(left_out))
+    log.warning("%s: %d tensors of the checkpoint are not used (%s)", name, len(left_out), _shown(left_out))
 
 
 def _is_inside(key: str, model: nn.Module, modules: dict[str, nn.Module]) -> bool:
@@ -143,5 +146,5 @@ def _is_inside(key: str, model: nn.Module, modules: dict[str, nn.Module]) -> boo
     return False
 
 
-def _some(keys: list[str]) -> str:
+def _shown(keys: list[str]) -> str:
     return ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")

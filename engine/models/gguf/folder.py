@@ -200,5 +200,5 @@ def _foreign_config(folder: Path, file: GgufFile) -> dict[str, Any]:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
         return read_object(folder / "config.json")
-    said = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
-    raise LoadError(f"{file.path}: {said[-1]}")
+    lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
+    raise LoadError(f"{file.path}: {lines[-1]}")

@@ -18,7 +18,15 @@ import msgspec
 from engine.config import MTP, EngineConfig
 from engine.errors import ConfigError, first_line
 from engine.models.checkpoint import Source
-from engine.models.files import PROBE_S, MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
+from engine.models.files import (
+    PROBE_S,
+    MissingConfig,
+    ask_hub,
+    begins_as_gguf,
+    check_source,
+    hub_client,
+    is_hub_name,
+)
 from engine.models.gguf.parts import parts_of
 
 log = logging.getLogger("polydraft")
@@ -81,7 +89,7 @@ def source_of(name: str, revision: str | None, cache: str, has_other_tokenizer: 
 
 
 def _folder_of(path: Path, cache: str, needs_tokenizer: bool = True) -> str:
-    # It imports numpy, which names of other models do not need.
+    # It imports numpy (0.13 s), which names of other models do not need.
     from engine.models.gguf.folder import folder_of
 
     return str(folder_of(path, cache, needs_tokenizer))
@@ -100,7 +108,7 @@ def local_file(name: str) -> Path | None:
             if path.suffix.lower() == _SUFFIX and not path.exists():
                 raise ConfigError(f"{name}: no such file; check the name")
             return None
-        names = sorted(one.name for one in path.iterdir() if one.suffix.lower() == _SUFFIX)
+        names = sorted(file.name for file in path.iterdir() if file.suffix.lower() == _SUFFIX)
     except OSError:  # `check_source` explains it
         return None
     if not names:
@@ -109,8 +117,8 @@ def local_file(name: str) -> Path | None:
     if len(models) == 1:
         return path / models[0]
     if not models:
-        raise ConfigError(f"{name}: the GGUF files of this folder are no models ({_some(names)}); name a model's file")
-    raise ConfigError(f"{name}: this folder has {len(models)} GGUF models ({_some(models)}); name one of the files")
+        raise ConfigError(f"{name}: the GGUF files of this folder are no models ({_shown(names)}); name a model's file")
+    raise ConfigError(f"{name}: this folder has {len(models)} GGUF models ({_shown(models)}); name one of the files")
 
 
 def hub_file(name: str, revision: str | None, has_type: bool = True) -> Path | None:
@@ -142,35 +150,35 @@ def _models(names: Sequence[str]) -> list[str]:
 
 def _chosen(name: str, models: list[str], kind: str) -> str:
     """Return the model of a type, or without one the preferred or the only model."""
-    found = _of_type(models, kind or _PREFERRED)
-    if not kind and not found:
-        found = models
-    if len(found) == 1:
-        return found[0]
-    types = sorted({match[1] for one in models for match in _TYPE.finditer(PurePath(one).stem)})
-    there = f"types: {_some(types)}" if types else f"files: {_some(models)}"
+    fitting = _with_type(models, kind or _PREFERRED)
+    if not kind and not fitting:
+        fitting = models
+    if len(fitting) == 1:
+        return fitting[0]
+    types = sorted({match[1] for model in models for match in _TYPE.finditer(PurePath(model).stem)})
+    there = f"types: {_shown(types)}" if types else f"files: {_shown(models)}"
     repository = name.removesuffix(f":{kind}") if kind else name
-    if not found:
+    if not fitting:
         raise ConfigError(f"{name}: no GGUF file there has {kind!r} in its name; {there}")
     if kind:
-        raise ConfigError(f"{name}: {len(found)} GGUF models there fit ({_some(found)}); name one: {repository}:FILE")
-    raise ConfigError(f"{name}: {len(found)} GGUF models; name a type, as in {repository}:Q8_0; {there}")
+        raise ConfigError(
+            f"{name}: {len(fitting)} GGUF models there fit ({_shown(fitting)}); name one: {repository}:FILE"
+        )
+    raise ConfigError(f"{name}: {len(fitting)} GGUF models; name a type, as in {repository}:Q8_0; {there}")
 
 
-def _of_type(models: list[str], kind: str) -> list[str]:
+def _with_type(models: list[str], kind: str) -> list[str]:
     """Return the models with a type in their names: as a word (not Q4_K of Q4_K_M), else anywhere."""
     word = re.compile(rf"(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9_])", re.IGNORECASE)
-    whole = [one for one in models if word.search(one)]
+    whole = [model for model in models if word.search(model)]
     # Unsloth's dynamic types are named UD-Q4_K_XL: a plain type means the plain file if there are both.
-    plain = [one for one in whole if not re.search(rf"UD-{re.escape(kind)}", one, re.IGNORECASE)]
-    return plain or whole or [one for one in models if kind.lower() in one.lower()]
+    plain = [model for model in whole if not re.search(rf"UD-{re.escape(kind)}", model, re.IGNORECASE)]
+    return plain or whole or [model for model in models if kind.lower() in model.lower()]
 
 
 def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str], Path | None]:
     """Return the names of a repository's files, with the folder in the cache if only the cache was asked."""
-    import huggingface_hub as hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
+    hub = hub_client()
     fault: str | None = "HF_HUB_OFFLINE"
     if not hub.is_offline_mode():
         api = hub.HfApi()
@@ -179,10 +187,10 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
             repository, revision, lambda: api.model_info(repository, revision=revision, timeout=PROBE_S)
         )
         if fault is None:
-            return [one.rfilename for one in getattr(answer, "siblings", None) or []], None
+            return [file.rfilename for file in getattr(answer, "siblings", None) or []], None
     try:
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError as error:
+    except hub.errors.LocalEntryNotFoundError as error:
         raise MissingConfig(
             f"{name}: the hub ({hub.constants.ENDPOINT}) is not asked or does not answer ({fault}), and its cache "
             f"({hub.constants.HF_HUB_CACHE}) does not have it; download the file and name it"
@@ -196,8 +204,7 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
 
 def _fetched(name: str, repository: str, revision: str | None, file: str) -> Path:
     """Download a model's file, or all of its parts; return the first."""
-    import huggingface_hub as hub
-
+    hub = hub_client()
     parts = [str(PurePath(file).with_name(part.name)) for part in parts_of(Path(file))]
     try:
         files = [Path(hub.hf_hub_download(repository, part, revision=revision)) for part in parts]
@@ -209,5 +216,5 @@ def _fetched(name: str, repository: str, revision: str | None, file: str) -> Pat
         ) from error
 
 
-def _some(names: Sequence[str]) -> str:
+def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

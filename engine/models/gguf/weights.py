@@ -62,7 +62,7 @@ def file_behind(name: str) -> GgufFile | None:
 
 
 def is_by_name(file: GgufFile) -> bool:
-    """Whether tensors are read by the names that they have here; transformers reads the others."""
+    """Whether a file's tensors are read by their names here; transformers reads files of other architectures."""
     return file.architecture in ARCHITECTURES
 
 
@@ -70,7 +70,8 @@ def check_types(file: GgufFile) -> None:
     """Raise LoadError for tensors of types that are not served."""
     if not is_by_name(file):
         return
-    others = sorted({one.type.name for one in file.tensors.values() if one.type not in BLOCK_TYPES | FLOATS})
+    types = {tensor.type for tensor in file.tensors.values()}
+    others = sorted(kind.name for kind in types if kind not in BLOCK_TYPES | FLOATS)
     if others:
         served = ", ".join(kind.name for kind in BLOCK_TYPES | FLOATS)
         raise LoadError(
@@ -81,7 +82,7 @@ def check_types(file: GgufFile) -> None:
 
 def types_of_matrices(file: GgufFile) -> frozenset[Type]:
     """Return the types of all weights of two dimensions."""
-    return frozenset(one.type for one in file.tensors.values() if len(one.shape) == 2)
+    return frozenset(tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2)
 
 
 def type_of_embeddings(file: GgufFile) -> Type | None:
@@ -100,12 +101,13 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
         return _by_transformers(name, file, config, dtype or torch.float32, device)
     check_types(file)
     transformers = import_transformers()
+    # After transformers, whose import decides which packages are visible.
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=HOOK)
     places = dict(model.named_parameters(remove_duplicate=False))
-    found = set()
+    filled = set()
     for stored in file.tensors.values():
         if stored.name in _OF_CONFIG:
             continue
@@ -120,14 +122,14 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
         module, _, field = path.rpartition(".")
         weight = _placed(_ordered(file, stored, config), dtype, device)
         setattr(model.get_submodule(module), field, nn.Parameter(weight, requires_grad=False))
-        found.add(path)
+        filled.add(path)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-        found.add("lm_head.weight")
-    missing = sorted(places.keys() - found)
+        filled.add("lm_head.weight")
+    missing = sorted(places.keys() - filled)
     if missing:
-        some = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        raise LoadError(f"{file.path}: the file lacks {len(missing)} of the model's weights ({some}); {_WRONG_FILE}")
+        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        raise LoadError(f"{file.path}: the file lacks {len(missing)} of the model's weights ({shown}); {_WRONG_FILE}")
     model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     return model.to(device)
 
@@ -175,10 +177,10 @@ def _placed(weight: Tensor, dtype: torch.dtype | None, device: torch.device) -> 
         return weight.float() if weight.dim() == 1 else weight
     if isinstance(weight, BlockTensor):
         # Row by row, so that a large weight is never there in float32 as a whole.
-        found = torch.empty(weight.shape, dtype=dtype, device=device)
+        plain = torch.empty(weight.shape, dtype=dtype, device=device)
         for part in _parts(len(weight)):
-            found[part] = weight.rows(part).dequantize().to(dtype)
-        return found
+            plain[part] = weight.rows(part).dequantize().to(dtype)
+        return plain
     return weight.to(device, dtype)
 
 
