@@ -118,7 +118,7 @@ class Loop:
         return True
 
     def run_step(self) -> None:
-        """Run a step, and deliver its results or those of the step before."""
+        """Run a step, and deliver its results or the results of the step before."""
         engine = self._engine
         try:
             result = engine.run_step(self._meanwhile if engine.works_meanwhile else None)

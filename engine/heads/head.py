@@ -26,12 +26,13 @@ class TargetWeights:
 
     @staticmethod
     def of(model: Any, dtype: torch.dtype) -> TargetWeights:
-        """Return those of a transformers model, before anything packs them, in a head's type; tied ones are converted
-        once.
-        """
-        embedding_VD, head_VD = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        """Return the weights of a transformers model that is not packed, in a head's type."""
+        embedding_VD = model.get_input_embeddings().weight
+        head_VD = model.get_output_embeddings().weight
         converted_VD = embedding_VD.detach().to(dtype)
-        return TargetWeights(converted_VD, converted_VD if head_VD is embedding_VD else head_VD.detach().to(dtype))
+        if head_VD is embedding_VD:
+            return TargetWeights(converted_VD, converted_VD)
+        return TargetWeights(converted_VD, head_VD.detach().to(dtype))
 
 
 class HeadOutput(NamedTuple):

@@ -24,13 +24,15 @@ _UNUSED_PARTS = ("confidence_head.",)
 _IN_FLOAT32 = "e_score_correction_bias"
 """Tensors that choose experts, of which small differences count."""
 _HEADS: dict[str, type[Eagle3 | PEagle | DFlash | Mtp]] = {"eagle3": Eagle3, "peagle": PEagle, "mtp": Mtp}
-"""Module of each type of head; DFlash for all others."""
+"""Module of each type of head; DFlash for other types."""
 
 
 def head_config(name: str, revision: str | None) -> HeadConfig | None:
     """Return the config of a head, or None if the name is that of a language model."""
     path = model_file(name, "config.json", revision)
-    return None if path is None else read_head(name, read_object(path))
+    if path is None:
+        return None
+    return read_head(name, read_object(path))
 
 
 def mtp_config(name: str, revision: str | None) -> HeadConfig:
@@ -50,12 +52,11 @@ def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
     }
     # A CPU computes in float32.
     dtype = torch.float32 if target.device.type == "cpu" else target.dtype
-    tensors = {
-        name: tensor.to(target.device, torch.float32 if name.endswith(_IN_FLOAT32) else dtype)
-        if tensor.is_floating_point()
-        else tensor.to(target.device)
-        for name, tensor in tensors.items()
-    }
+    for name, tensor in tensors.items():
+        tensor_dtype = tensor.dtype
+        if tensor.is_floating_point():
+            tensor_dtype = torch.float32 if name.endswith(_IN_FLOAT32) else dtype
+        tensors[name] = tensor.to(target.device, tensor_dtype)
     num_taps = len(config.taps_of(target.config.get_text_config().num_hidden_layers))
     head = build_head(config, num_taps, tensors)
     head.attach(TargetWeights.of(target, dtype))

@@ -52,8 +52,9 @@ class HeadBackend(Backend):
         raise NotImplementedError
 
     def term(self, memory_NR: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the part of logits below tokens with these embeddings, after a pass of a DSpark
-        head whose term depends on them alone.
+        """Return [N, draft vocabulary] the term of logits below tokens, from the tokens' embeddings.
+
+        After a pass of a DSpark head whose term depends on the embeddings alone.
         """
         raise NotImplementedError
 
@@ -70,7 +71,9 @@ class TorchHead(TransformersBackend, HeadBackend):
         state_TX: Tensor | None,
         are_target_states: bool,
     ) -> tuple[Tensor, Tensor]:
-        state_TH = self._model.project(state_TX) if are_target_states else state_TX
+        state_TH = state_TX
+        if are_target_states:
+            state_TH = self._model.project(state_TX)
         return self._output(self._model(token_ids_T, state_TH, positions_T, metadata)[wanted_N])
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +154,9 @@ class HeadRunner(ModelRunner):
     ) -> Tensor:
         """Return [N, V] logits of rows that read zeros, to measure the time of passes."""
         config = self.head.config
-        state_TH = torch.zeros(len(token_ids_T), config.hidden_size) if config.block is None else None
+        state_TH = None
+        if config.block is None:
+            state_TH = torch.zeros(len(token_ids_T), config.hidden_size)
         output = self.backend.passed(token_ids_T, positions_T, metadata, wanted_N, state_TH, False)
         return self.logits_of(HeadOutput(*output))
 

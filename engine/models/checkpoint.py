@@ -191,10 +191,12 @@ def read_tokenizer(source: Source) -> Tokenizer | None:
 
 def check_vocabularies(target: Source, draft: Source) -> bool:
     """Whether both models have a tokenizer.json; raise ConfigError if their tokens differ."""
-    target_tokenizer, draft_tokenizer = read_tokenizer(target), read_tokenizer(draft)
+    target_tokenizer = read_tokenizer(target)
+    draft_tokenizer = read_tokenizer(draft)
     if target_tokenizer is None or draft_tokenizer is None:
         return False
-    target_tokens, draft_tokens = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    target_tokens = target_tokenizer.get_vocab()
+    draft_tokens = draft_tokenizer.get_vocab()
     if target_tokens != draft_tokens:
         odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
         raise ConfigError(
@@ -205,8 +207,12 @@ def check_vocabularies(target: Source, draft: Source) -> bool:
 
 
 def _stored(source: Source, file: str) -> dict[str, Any]:
-    """Return the statements of a file; for a model of several parts, those of its text model if it has none itself."""
+    """Return the statements of a file. A model of several parts may state them in the part of its text model."""
     path = model_file(source.name, file, source.revision)
-    stored = {} if path is None else read_object(path)
+    if path is None:
+        return {}
+    stored = read_object(path)
     inner = stored.get("text_config")
-    return {**inner, **stored} if isinstance(inner, dict) else stored
+    if isinstance(inner, dict):
+        return {**inner, **stored}
+    return stored

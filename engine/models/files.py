@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -183,6 +183,12 @@ def read_object(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names for a message, with dots if there are more than `most`."""
+    shown = ", ".join(names[:most])
+    return f"{shown}, ..." if len(names) > most else shown
 
 
 def is_hub_name(name: str) -> bool:

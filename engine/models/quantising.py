@@ -1,4 +1,4 @@
-"""Weights of few bits in torchao's layouts and in those of checkpoints; transformers loads both.
+"""Weights of few bits, in torchao's layouts and in layouts of checkpoints; transformers loads both.
 
 `--weights fp8` and `--weights int4` quantise the linear layers of a checkpoint, except its head, while it is loaded.
 The served target is then the quantised model, and the probe compares with the quantised model.
@@ -6,7 +6,7 @@ The served target is then the quantised model, and the probe compares with the q
 An activation that is quantised with one scale for the whole pass would make the answer to a request depend on the other
 requests, and on drafted tokens. Every row has a scale here, and checkpoints with one scale for all are refused.
 
-Not for: `--weights int8` and `int4` on a CPU, whose layouts are those of our CPU decoder (`weights.py`).
+Not for: `--weights int8` and `int4` on a CPU, whose layouts belong to our CPU decoder (`cpu/weights.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _LEAST_CAPABILITY = {"fp8": (8, 9), "int4": (8, 0)}
 def stored_method(config: Any) -> str | None:
     """Return the method by which a checkpoint is quantised, from its configuration; None if it is not."""
     stored = _stored(config)
-    return str(stored["quant_method"]) if "quant_method" in stored else None
+    if "quant_method" not in stored:
+        return None
+    return str(stored["quant_method"])
 
 
 def check_quantised(

@@ -13,7 +13,7 @@ from engine.models.files import check_source
 from engine.models.importing import import_transformers
 
 # Families whose logits through the hook equal plain transformers (tests/models/test_architectures.py
-# covers the first line; the others passed the same comparison with random weights).
+# covers the first line; the other families passed the same comparison with random weights).
 FITTING_MODEL_TYPES = frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2

@@ -369,7 +369,7 @@ def _engine(assembly: _Assembly, memory: MemoryPlan, runners: Sequence[ModelRunn
 
 
 def _complete(assembly: _Assembly, memory: MemoryPlan) -> EngineFacts:
-    """Return the facts with those that follow from the loaded models and the plan of memory."""
+    """Return the facts, completed by the loaded models and the plan of memory."""
     target, *drafts = assembly.parts
     return msgspec.structs.replace(
         assembly.facts,

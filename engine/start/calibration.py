@@ -51,9 +51,9 @@ _NUM_WARM, _NUM_TIMED = 4, 3
 _WARM_UP_BELOW_S = 0.03
 """Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
 _SAME, _MOST_UNEQUAL, _MOST_CHANGED = 1.15, 2.0, 3.0
-"""Factors by which plain steps of an earlier start may have changed: if those of different sizes differ by at most the
-first one, their measurements are used as they are; by at most the second one, with a wider uncertainty, because other
-work on the machine slows some steps more; and none may have changed by more than the third one.
+"""Factors by which plain steps of an earlier start may have changed. If the changes of steps of different sizes differ
+by at most the first factor, the measurements are used as they are; by at most the second factor, with a wider
+uncertainty, because other work on the machine slows some steps more. No step may have changed by more than the third.
 """
 _FORMAT = 20
 """Version of the file; increased if the engine's steps, or their measurements, have changed."""
@@ -293,7 +293,7 @@ def synthetic_plan(
         rows.append(
             Row(
                 sequence_id=number,
-                input_ids=(0,) * num_prompt if is_prompt else (0,),
+                input_ids=(0,) * (num_prompt if is_prompt else 1),
                 first_index=context,
                 draft_input_ids=(0,) * num_read if fanout else (),
                 draft_first_index=context + 1 - num_read,

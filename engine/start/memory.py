@@ -60,7 +60,7 @@ def plan_memory(
 
     A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
     models: the target, then the draft model; recorded_bytes: memory of recorded passes and steps; has_draft_pool:
-    whether the draft model's blocks are those of its window, in a separate pool.
+    whether the draft model's blocks hold its window only, in a separate pool.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),

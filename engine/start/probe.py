@@ -164,7 +164,7 @@ def choose_backend(
             return choice
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
             raise_if_lost(device, error)
-            # Memory may end on one rank only, which must not try another backend while the others wait for its share.
+            # Memory may end on one rank only, which must not try another backend while other ranks wait for its share.
             is_alone = loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)
             if is_alone or (option, paged_kernel) == attempts[-1]:
                 raise
@@ -265,7 +265,7 @@ def probe(
 
 
 def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dtype: torch.dtype) -> float:
-    """Return the distance between a runner's logits and those of plain transformers."""
+    """Return the distance between a runner's logits and the logits of plain transformers."""
     generator = np.random.default_rng(7)
     tokens = [int(token) for token in generator.integers(3, loaded.vocab_size, prompt_length + 6)]
     prompt, rest = tokens[:prompt_length], tokens[prompt_length:]
@@ -294,7 +294,7 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
             difference = distance(logits_NV, plain_NV, plain_NV, dtype)
             if difference <= 1:
                 return difference
-            # A deep model amplifies differences by the rounding of single numbers up to those by all rounding.
+            # A deep model amplifies the rounding of single numbers up to the effect of all rounding.
             return distance(logits_NV, plain_NV, plain(), dtype)
         plain_NV = plain()
         exact_NV = plain_NV

@@ -20,7 +20,7 @@ from engine.start.probe import choose_backend, find_kv_shape
 
 
 def end_with_parent() -> None:
-    """Have Linux end this process when the engine ends, even while it waits for others and reads nothing."""
+    """Have Linux end this process when the engine ends, even while it waits for other ranks and reads nothing."""
     die_with_parent = 1
     call_glibc("prctl", die_with_parent, signal.SIGKILL)
 

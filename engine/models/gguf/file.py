@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.errors import LoadError
-from engine.models.files import begins_as_gguf, file_fault
+from engine.models.files import begins_as_gguf, file_fault, first_of
 from engine.models.gguf.header import Header, TensorEntry, read_header
 from engine.models.gguf.parts import parts_of
 
@@ -59,7 +59,7 @@ def open_file(path: Path) -> GgufFile:
     paths = parts_of(path)
     missing = [part.name for part in paths if not (part.is_file() or part.is_symlink())]
     if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        shown = first_of(missing)
         raise LoadError(
             f"{path}: {len(missing)} of the {len(paths)} parts of this model are missing from {path.parent} ({shown}); "
             "download them into this folder, without other names"

@@ -24,6 +24,7 @@ from engine.models.files import (
     ask_hub,
     begins_as_gguf,
     check_source,
+    first_of,
     hub_client,
     is_hub_name,
 )
@@ -53,12 +54,15 @@ def with_folders(config: EngineConfig) -> EngineConfig:
     changes: dict[str, Any] = {"target": target.name, "revision": target.revision}
     given = {target.name: model.target}
     if model.draft is not None and model.draft != MTP:
-        is_target = model.draft_source == (model.target, model.revision)
-        draft = target if is_target else source_of(model.draft, model.draft_revision, cache, has_other_tokenizer)
+        draft = target
+        if model.draft_source != (model.target, model.revision):
+            draft = source_of(model.draft, model.draft_revision, cache, has_other_tokenizer)
         changes |= {"draft": draft.name, "draft_revision": draft.revision}
         given.setdefault(draft.name, model.draft)
     if model.tokenizer is not None:
-        tokenizer = target.name if model.tokenizer == model.target else _tokenizer_of(model.tokenizer, cache)
+        tokenizer = target.name
+        if model.tokenizer != model.target:
+            tokenizer = _tokenizer_of(model.tokenizer, cache)
         changes["tokenizer"] = tokenizer
         given.setdefault(tokenizer, model.tokenizer)
     changes["given_names"] = {folder: name for folder, name in given.items() if folder != name}
@@ -67,7 +71,9 @@ def with_folders(config: EngineConfig) -> EngineConfig:
 
 def _tokenizer_of(name: str, cache: str) -> str:
     path = local_file(name) or hub_file(name, None)
-    return name if path is None else _folder_of(path, cache)
+    if path is None:
+        return name
+    return _folder_of(path, cache)
 
 
 def source_of(name: str, revision: str | None, cache: str, has_other_tokenizer: bool = False) -> Source:
@@ -85,7 +91,9 @@ def source_of(name: str, revision: str | None, cache: str, has_other_tokenizer: 
                 path = hub_file(name, revision, has_type=False)
             if path is None:
                 raise
-    return Source(name, revision) if path is None else Source(_folder_of(path, cache, not has_other_tokenizer))
+    if path is None:
+        return Source(name, revision)
+    return Source(_folder_of(path, cache, not has_other_tokenizer))
 
 
 def _folder_of(path: Path, cache: str, needs_tokenizer: bool = True) -> str:
@@ -117,8 +125,12 @@ def local_file(name: str) -> Path | None:
     if len(models) == 1:
         return path / models[0]
     if not models:
-        raise ConfigError(f"{name}: the GGUF files of this folder are no models ({_shown(names)}); name a model's file")
-    raise ConfigError(f"{name}: this folder has {len(models)} GGUF models ({_shown(models)}); name one of the files")
+        raise ConfigError(
+            f"{name}: the GGUF files of this folder are no models ({first_of(names, _SHOWN)}); name a model's file"
+        )
+    raise ConfigError(
+        f"{name}: this folder has {len(models)} GGUF models ({first_of(models, _SHOWN)}); name one of the files"
+    )
 
 
 def hub_file(name: str, revision: str | None, has_type: bool = True) -> Path | None:
@@ -156,13 +168,15 @@ def _chosen(name: str, models: list[str], kind: str) -> str:
     if len(fitting) == 1:
         return fitting[0]
     types = sorted({match[1] for model in models for match in _TYPE.finditer(PurePath(model).stem)})
-    there = f"types: {_shown(types)}" if types else f"files: {_shown(models)}"
-    repository = name.removesuffix(f":{kind}") if kind else name
+    there = f"files: {first_of(models, _SHOWN)}"
+    if types:
+        there = f"types: {first_of(types, _SHOWN)}"
+    repository = name.removesuffix(f":{kind}")
     if not fitting:
         raise ConfigError(f"{name}: no GGUF file there has {kind!r} in its name; {there}")
     if kind:
         raise ConfigError(
-            f"{name}: {len(fitting)} GGUF models there fit ({_shown(fitting)}); name one: {repository}:FILE"
+            f"{name}: {len(fitting)} GGUF models there fit ({first_of(fitting, _SHOWN)}); name one: {repository}:FILE"
         )
     raise ConfigError(f"{name}: {len(fitting)} GGUF models; name a type, as in {repository}:Q8_0; {there}")
 
@@ -214,7 +228,3 @@ def _fetched(name: str, repository: str, revision: str | None, file: str) -> Pat
             f"{name}: {file} cannot be fetched ({first_line(error)}); start again, which continues the download, or "
             "download the file and name it"
         ) from error
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.attention.attention import HOOK
 from engine.errors import LoadError, first_line
+from engine.models.files import first_of
 from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor
 from engine.models.gguf.config import ARCHITECTURES
 from engine.models.gguf.file import GgufFile, StoredTensor, open_file
@@ -47,7 +48,6 @@ _MODULES_OF_LAYERS = {
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OF_CONFIG = frozenset({"rope_freqs.weight"})
 """Tensors that the configuration has read."""
-_SHOWN = 3
 
 
 @cache
@@ -57,7 +57,9 @@ def file_behind(name: str) -> GgufFile | None:
     Raise LoadError for a file that cannot be used.
     """
     folder = Path(name)
-    path = file_of(folder) if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    path = file_of(folder)
     return None if path is None else open_file(path)
 
 
@@ -71,11 +73,11 @@ def check_types(file: GgufFile) -> None:
     if not is_by_name(file):
         return
     types = {tensor.type for tensor in file.tensors.values()}
-    others = sorted(kind.name for kind in types if kind not in BLOCK_TYPES | FLOATS)
-    if others:
+    unknown = sorted(kind.name for kind in types if kind not in BLOCK_TYPES | FLOATS)
+    if unknown:
         served = ", ".join(kind.name for kind in BLOCK_TYPES | FLOATS)
         raise LoadError(
-            f"{file.path}: tensors of type {', '.join(others)} are not served, only {served}; download the model in "
+            f"{file.path}: tensors of type {', '.join(unknown)} are not served, only {served}; download the model in "
             "one of these types, for instance Q4_K_M"
         )
 
@@ -128,7 +130,7 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
         filled.add("lm_head.weight")
     missing = sorted(places.keys() - filled)
     if missing:
-        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        shown = first_of(missing)
         raise LoadError(f"{file.path}: the file lacks {len(missing)} of the model's weights ({shown}); {_WRONG_FILE}")
     model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     return model.to(device)
@@ -160,7 +162,9 @@ def _ordered(file: GgufFile, stored: StoredTensor, config: Any) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the mapped file cannot be written, and nothing writes
         raw = torch.from_numpy(stored.data)
-    rows = raw if len(stored.shape) == 2 else raw.view(FLOATS[stored.type]).unsqueeze(-1)
+    rows = raw
+    if len(stored.shape) != 2:
+        rows = raw.view(FLOATS[stored.type]).unsqueeze(-1)
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = stored.name.split(".")[-2]
     if file.architecture == "llama" and part in num_heads:
