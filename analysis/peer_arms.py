@@ -26,7 +26,7 @@ from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import default_speculation
 from engine.start.calibration import measure_points
 from engine.start.distribution_check import run_to_end
-from engine.start.loading import arithmetic_dtype
+from engine.start.number_formats import arithmetic_dtype
 
 Prompts = Sequence[Sequence[int]]
 Answers = list[list[int]]

@@ -43,7 +43,7 @@ from distill.training import NUM_CHECKPOINTS, NUM_VALIDATION, Training, Training
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError
 from engine.heads.head import Head
-from engine.start.loading import choose_device
+from engine.start.number_formats import choose_device
 
 _AT_ONCE = 16
 """Requests that are sampled at once: on a CPU more of them are no faster."""

@@ -19,7 +19,8 @@ from engine.errors import ConfigError
 from engine.heads.head import TargetWeights
 from engine.models.gguf.folder import file_of
 from engine.models.taps import observing
-from engine.start.loading import arithmetic_dtype, load
+from engine.start.loading import load
+from engine.start.number_formats import arithmetic_dtype
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from distill.states import States
 from distill.texts import TextPlace
 from engine.errors import ConfigError
 from engine.heads.head import Head
-from engine.start.loading import arithmetic_dtype
+from engine.start.number_formats import arithmetic_dtype
 
 NUM_VALIDATION = 16
 """Texts that are not trained on, the first ones."""

@@ -59,7 +59,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     """Launch the operations of decode steps one by one on a CUDA device, and record no graphs of them."""
     probe: Probe = "refuse"
-    """Treatment of models whose logits differ from those of plain transformers by more than rounding explains."""
+    """Treatment of models whose logits differ from plain transformers by more than rounding explains."""
 
     given_names: dict[str, str] = {}
     """Names in the command line of models whose folders are derived from GGUF files, by folder."""
@@ -75,7 +75,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return name and revision of the model that holds the draft model; None without a draft model."""
         if self.draft is None:
             return None
-        return (self.target, self.revision) if self.draft == MTP else (self.draft, self.draft_revision)
+        if self.draft == MTP:
+            return self.target, self.revision
+        return self.draft, self.draft_revision
 
     @property
     def tokenizer_source(self) -> tuple[str, str | None]:
@@ -176,7 +178,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
     calibrate: bool = True
     """Measure step times at start. Without them answers report no speedup, adaptive requests draft their maximum, and
-    no time limits the prompts of a step in which others decode.
+    no time limits the prompts of a step in which other requests decode.
     """
     profile_cache: str = "off"
     """Folder for measurements that the next start can reuse; `off` stores none."""

@@ -7,7 +7,6 @@ error ends the process with a `Failed`. The process exits when its parent has en
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -28,7 +27,6 @@ from engine.api import (
     ToEngine,
     decode_launch,
     decode_to_engine,
-    default_speculation,
     encode,
 )
 from engine.config import EngineConfig
@@ -120,7 +118,7 @@ class Loop:
         return True
 
     def run_step(self) -> None:
-        """Run a step, and deliver its results or those of the step before."""
+        """Run a step, and deliver its results or the results of the step before."""
         engine = self._engine
         try:
             result = engine.run_step(self._meanwhile if engine.works_meanwhile else None)
@@ -174,57 +172,23 @@ def _wait_ms(engine: Engine) -> int:
 
 
 def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
-    """Load and announce the engine; before that, as configured, measure its steps, check its rule and warm it up."""
-    import torch
-
-    from engine.control.controller import Controller
-    from engine.start.building import build_engine
-    from engine.start.calibration import measure
-    from engine.start.compiling import compile_kernels
-    from engine.start.host import cpu_threads, keep_freed_memory, return_freed_memory
-    from engine.start.rehearsal import rehearse
-
-    keep_freed_memory()
-    torch.set_num_threads(cpu_threads(config.model))
+    """Start the engine (`start/starting.py`), and announce its progress and that it is ready."""
+    # Imported by `main` before; an error is raised again here, where it is reported.
+    from engine.start.starting import start_engine
 
     def progress(text: str) -> None:
         mailbox.send(Loading(config.model.shown(text)))
 
-    compile_kernels(config.model, progress)
-    engine = build_engine(config, progress)
-    speculation = default_speculation(config.speculation, engine.facts)
-    if config.calibrate:
-        engine.scheduler.times = times = measure(engine, config, speculation, progress)
-        if speculation.adapts_shape:
-            engine.scheduler.controller = Controller(times, engine.limits.max_draft_length)
-    if config.self_check and engine.facts.has_draft and speculation.num_drafts:
-        from engine.start.distribution_check import short_check  # scipy.stats takes a while to import
-
-        short_check(engine, speculation, progress)
-    _restart_garbage_collection()
-    return_freed_memory()
-    if config.calibrate:
-        progress("rehearsing")
-        rehearse(engine, speculation)
+    engine = start_engine(config, progress)
     mailbox.send(Ready(engine.facts))
     return engine
 
 
-def _restart_garbage_collection() -> None:
-    """Collect once, exempt all loaded objects from later collections, and enable the collector again.
-
-    Each later collection would otherwise scan them, and stop the steps for a quarter of a second.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-
-
 def main() -> int:
     """Run the process; return 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
-    with contextlib.suppress(Exception):  # raised again, and reported, when they are used
-        import engine.start.building
-        import engine.start.calibration  # noqa: F401  (while the other process reads its settings)
+    with contextlib.suppress(Exception):  # raised again, and reported, by `start`
+        # Here, because it takes seconds, in which the other process reads its settings.
+        import engine.start.starting  # noqa: F401
     message = sys.stdin.buffer.read()
     if not message:  # the parent has ended before it sent a `Launch`
         return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import ANALYSES
-from engine.start.loading import FITTING_MODEL_TYPES
+from engine.start.architectures import FITTING_MODEL_TYPES
 from server.openai.responses import ResponsesRequest
 from server.settings import foreign_flags
 from server.settings.flags import parse_flags

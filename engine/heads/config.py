@@ -32,7 +32,7 @@ class BlockConfig:
     from_anchor: bool
     """Whether the anchor's row drafts the first token; else the first mask's does."""
     is_causal: tuple[bool, ...]
-    """Whether rows of the block see only those before them, by layer."""
+    """Whether rows of the block see only earlier rows, by layer."""
     embedding_scale: float = 1.0
     markov_rank: int = 0
     """Width of the term that depends on the token before; 0 is none."""
@@ -53,7 +53,7 @@ class BlockConfig:
     @property
     def max_draft_length(self) -> int:
         """Tokens that a block drafts."""
-        return self.size if self.from_anchor else self.size - 1
+        return self.size - (not self.from_anchor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,32 +113,45 @@ class HeadConfig:
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
         """Return the taps for a target with this number of layers."""
-        return self.taps if self.taps is not None else (2, num_layers // 2, num_layers - 3)
+        if self.taps is not None:
+            return self.taps
+        return 2, num_layers // 2, num_layers - 3
 
 
 def read_head(name: str, raw: Raw) -> HeadConfig | None:
-    """Return the head's configuration in a config.json, or None for a language model; raise ConfigError for
-    unsupported heads.
+    """Return the head's configuration in a config.json, or None for a language model.
+
+    Raise ConfigError for unsupported heads.
     """
     kind = _kind(name, raw)
-    return None if kind is None else READERS[kind](name, kind, raw)
+    if kind is None:
+        return None
+    return READERS[kind](name, kind, raw)
 
 
 def _kind(name: str, raw: Raw) -> str | None:
+    """Return the type of a head, None for a language model; raise ConfigError for a head that is not served."""
     kind = raw.get("speculators_model_type")
-    names = [str(one) for one in raw.get("architectures") or ()]
     if kind is None:
-        if any("eagle3" in one.lower() for one in names) or (
-            "draft_vocab_size" in raw and raw.get("num_hidden_layers") == 1
-        ):
-            kind = "eagle3"
-        elif "DFlash2DraftModel" in names or "DFlashDraftModel" in names:
-            kind = "dflash2" if "DFlash2DraftModel" in names else "dflash"
-        elif any(word in one.lower() for one in names for word in ("eagle", "medusa", "dflash", "mtp")):
-            kind = names[0]
+        kind = _kind_of_architecture(raw)
     if kind is not None and kind not in READERS:
         raise ConfigError(f"{name}: heads of type {kind} are not served; choose one of type {', '.join(READERS)}")
     return kind
+
+
+def _kind_of_architecture(raw: Raw) -> str | None:
+    """Return the type of a head in the layout of the heads' first authors; None for a language model."""
+    names = list(map(str, raw.get("architectures") or ()))
+    is_small_layer = "draft_vocab_size" in raw and raw.get("num_hidden_layers") == 1
+    if is_small_layer or any("eagle3" in name.lower() for name in names):
+        return "eagle3"
+    if "DFlash2DraftModel" in names:
+        return "dflash2"
+    if "DFlashDraftModel" in names:
+        return "dflash"
+    if any(word in name.lower() for name in names for word in ("eagle", "medusa", "dflash", "mtp")):
+        return names[0]
+    return None
 
 
 def _eagle3(name: str, kind: str, raw: Raw) -> HeadConfig:
@@ -154,7 +167,7 @@ def _eagle3(name: str, kind: str, raw: Raw) -> HeadConfig:
         values["norm_before_residual"] = True  # the default of this layout
     if values["norm_before_fc"] and values["fc_norm"]:
         raise ConfigError(f"{name}: norm_before_fc and fc_norm exclude each other; one must be false")
-    layers = _layers(name, raw if is_flat else nested, {"num_hidden_layers": 1} if is_flat else {})
+    layers = _layers(name, raw, {"num_hidden_layers": 1}) if is_flat else _layers(name, nested, {})
     taps = given.get("eagle_aux_hidden_state_layer_ids")
     count = given.get("num_aux_hidden_states") or given.get("num_aux_layers")
     if taps is not None and count is not None and len(taps) != count:
@@ -239,8 +252,8 @@ def _block(name: str, kind: str, given: Raw, layers: Any, size: int) -> BlockCon
 
 
 def _causality(name: str, kind: str, given: Raw, layers: Any) -> tuple[bool, ...]:
-    """Whether rows of a block see only those before them, by layer."""
-    slides = [one == "sliding_attention" for one in layers.layer_types]
+    """Whether rows of a block see only earlier rows, by layer."""
+    slides = [kind == "sliding_attention" for kind in layers.layer_types]
     if any(slides) and not layers.sliding_window:
         raise ConfigError(f"{name}: layers of sliding attention without a sliding_window")
     for field in ("is_causal", "causal"):

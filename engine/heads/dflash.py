@@ -35,9 +35,9 @@ class Convolution(nn.Module):
 
     def forward(self, part: Callable[[Tensor], Tensor], state_TH: Tensor) -> Tensor:
         """Return [T, H] the output of a part of a layer for normed states, with convolutions before and after it."""
-        size, group = self._block, self._block.conv_group
-        own_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, size.conv_taps, -1)
-        kernel_TX = self.base_kernel + own_TX.repeat_interleave(group, -1)
+        block = self._block
+        change_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, block.conv_taps, -1)
+        kernel_TX = self.base_kernel + change_TX.repeat_interleave(block.conv_group, -1)
         return self.convolve(_OUT, kernel_TX, part(self.convolve(_IN, kernel_TX, state_TH)))
 
     def convolve(self, side: int, kernel_TX: Tensor, state_TH: Tensor) -> Tensor:
@@ -76,9 +76,12 @@ class DFlash(Head):
         super().__init__(config, names)
         assert config.block is not None
         self.block_config = block = config.block
-        layers, width, vocab = config.layers, config.hidden_size, config.vocab_size
+        layers = config.layers
+        width = config.hidden_size
+        vocab = config.vocab_size
         self.fc = nn.Linear(num_taps * config.state_size, width, bias=False)
-        self.hidden_norm, self.norm = Norm(width, layers.rms_norm_eps), Norm(width, layers.rms_norm_eps)
+        self.hidden_norm = Norm(width, layers.rms_norm_eps)
+        self.norm = Norm(width, layers.rms_norm_eps)
         self.layers = nn.ModuleList([BlockLayer(layers, number, block) for number in range(layers.num_hidden_layers)])
         self.rotary = Rotary(layers)
         sizes = block.markov_rank, width, vocab, config.draft_vocab_size
@@ -109,7 +112,8 @@ class DFlash(Head):
 
     def rows(self, lengths: Sequence[int]) -> Ints:
         """Return the rows of a pass over whole blocks that `sampler` needs; lengths: draft rows in use of each."""
-        size, first = self.block_config.size, int(not self.block_config.from_anchor)
+        size = self.block_config.size
+        first = int(not self.block_config.from_anchor)
         rows = [number * size + first + row for number, length in enumerate(lengths) for row in range(length)]
         if self._reads_anchors:
             rows += [number * size for number in range(len(lengths))]
@@ -123,7 +127,8 @@ class DFlash(Head):
     def sampler(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> ChainSampler:
         """Return the sampler of whole blocks. output: of the pass, at `rows`."""
         num_rows = sum(lengths)
-        state_SH, logits_SV = output.state_NH[:num_rows], self.scaled(output.product_NX[:num_rows])
+        state_SH = output.state_NH[:num_rows]
+        logits_SV = self.scaled(output.product_NX[:num_rows])
         if self.markov_head is not None:
             first_SH = None
             if self._reads_anchors:

@@ -45,7 +45,9 @@ class Eagle3(Head):
 
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
-        layers, width, size = config.layers, config.hidden_size, config.state_size
+        layers = config.layers
+        width = config.hidden_size
+        size = config.state_size
         eps = layers.rms_norm_eps
         self.input_norm = Norm(num_taps * size, eps) if config.norm_before_fc else nn.Identity()
         self.fc_norm = nn.ModuleList([Norm(size, eps) for _ in range(num_taps)] if config.fc_norm else [])
@@ -71,11 +73,16 @@ class Eagle3(Head):
         state_TH = first(self.embed(token_ids_T), state_TH, rotation, memory)
         for layer in others:
             state_TH = layer(state_TH, rotation, memory)
-        return self.norm(state_TH) if self.config.norm_output else state_TH
+        if not self.config.norm_output:
+            return state_TH
+        normed_TH: Tensor = self.norm(state_TH)
+        return normed_TH
 
     def products(self, state_NH: Tensor) -> Tensor:
         """Return [N, draft vocabulary] the products of states with the output head, after the norm."""
-        return super().products(state_NH if self.config.norm_output else self.norm(state_NH))
+        if not self.config.norm_output:
+            state_NH = self.norm(state_NH)
+        return super().products(state_NH)
 
 
 class PEagle(Eagle3):

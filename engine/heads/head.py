@@ -26,12 +26,13 @@ class TargetWeights:
 
     @staticmethod
     def of(model: Any, dtype: torch.dtype) -> TargetWeights:
-        """Return those of a transformers model, before anything packs them, in a head's type; tied ones are converted
-        once.
-        """
-        embedding_VD, head_VD = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        """Return the weights of a transformers model that is not packed, in a head's type."""
+        embedding_VD = model.get_input_embeddings().weight
+        head_VD = model.get_output_embeddings().weight
         converted_VD = embedding_VD.detach().to(dtype)
-        return TargetWeights(converted_VD, converted_VD if head_VD is embedding_VD else head_VD.detach().to(dtype))
+        if head_VD is embedding_VD:
+            return TargetWeights(converted_VD, converted_VD)
+        return TargetWeights(converted_VD, head_VD.detach().to(dtype))
 
 
 class HeadOutput(NamedTuple):
@@ -53,7 +54,8 @@ class Head(nn.Module):
         """names: names of the checkpoint's tensors."""
         super().__init__()
         self.config = config
-        width, draft_vocab = config.hidden_size, config.draft_vocab_size
+        width = config.hidden_size
+        draft_vocab = config.draft_vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if "embed_tokens.weight" in names else None
         self.lm_head = nn.Linear(width, draft_vocab, bias=False) if "lm_head.weight" in names else None
         self.register_buffer("d2t", torch.empty(draft_vocab, dtype=torch.int64) if "d2t" in names else None)
@@ -65,12 +67,13 @@ class Head(nn.Module):
     def attach(self, target: TargetWeights) -> None:
         """Use the target's weights in place of missing ones; raise LoadError if they do not fit."""
         config = self.config
-        for what, own, weight in (
+        for part, module, weight in (
             ("embeddings", self.embed_tokens, target.embedding_VD),
             ("output head", self.lm_head, target.head_VD),
         ):
-            if own is None and (weight.shape[1] != config.hidden_size or not weight.is_floating_point()):
-                raise LoadError(f"{config.name}: needs the target's {what}, whose width or type differ from the head's")
+            fits = weight.shape[1] == config.hidden_size and weight.is_floating_point()
+            if module is None and not fits:
+                raise LoadError(f"{config.name}: needs the target's {part}, whose width or type differ from the head's")
         self.shared = target
         self._num_embeddings = len(self.weight)
         self._shared_output = PackedLinear(target.head_VD)
@@ -101,9 +104,11 @@ class Head(nn.Module):
         return self if self.embed_tokens is None else self.embed_tokens
 
     def pack(self) -> int:
-        """Pack the weights of all products, for a CPU; return the bytes they take. Nothing keeps the plain ones."""
+        """Pack the weights of all products, for a CPU, and drop the plain weights; return the bytes of packed ones."""
         assert self.shared is not None
-        products = [*take_over(self), *([self._shared_output] if self.lm_head is None else ())]
+        products = list(take_over(self))
+        if self.lm_head is None:
+            products.append(self._shared_output)
         self.shared = replace(self.shared, head_VD=self.shared.head_VD[:0].clone())
         return pack(products)
 
@@ -124,9 +129,7 @@ class Head(nn.Module):
         return embedding(token_ids_T, self.weight)
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
-        """Return [N, V] float32 logits in the target's tokens; minus infinity for tokens that the head does not
-        know.
-        """
+        """Return [N, V] float32 logits of the target's tokens; minus infinity for tokens unknown to the head."""
         return self.in_target_tokens(self.own_logits(state_NH), vocab_size)
 
     def own_logits(self, state_NH: Tensor) -> Tensor:
@@ -140,12 +143,17 @@ class Head(nn.Module):
 
     def scaled(self, product_NV: Tensor) -> Tensor:
         """Return float32 logits from products with the output head."""
-        logits_NV, softcap = product_NV.float() * self.config.logit_scale, self.config.softcap
-        return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
+        logits_NV = product_NV.float() * self.config.logit_scale
+        softcap = self.config.softcap
+        if not softcap:
+            return logits_NV
+        return torch.tanh(logits_NV / softcap) * softcap
 
     def in_target_tokens(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
         """Map logits of the head's own tokens to [N, V] logits of the target's tokens."""
         if self.target_ids is None and logits_NV.shape[1] >= vocab_size:
             return logits_NV[:, :vocab_size]
-        ids = torch.arange(logits_NV.shape[1], device=self.device) if self.target_ids is None else self.target_ids
+        ids = self.target_ids
+        if ids is None:
+            ids = torch.arange(logits_NV.shape[1], device=self.device)
         return logits_NV.new_full((len(logits_NV), vocab_size), -torch.inf).index_copy_(1, ids, logits_NV)

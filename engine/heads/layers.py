@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
+from engine.models.importing import import_transformers
+
 Rotation = tuple[Tensor, Tensor]
 """(cosines, sines) [T, 1, head_dim]."""
 
@@ -46,10 +48,10 @@ class Rotary(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        with torch.device("cpu"):  # heads are created without memory for their weights, but these numbers are computed
-            self.embedding = LlamaRotaryEmbedding(config)
+        llama = import_transformers().models.llama.modeling_llama
+        # Heads are created without memory for their weights, but these numbers are computed.
+        with torch.device("cpu"):
+            self.embedding = llama.LlamaRotaryEmbedding(config)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
         like = torch.empty(0, dtype=dtype, device=positions_T.device)

@@ -24,13 +24,15 @@ _UNUSED_PARTS = ("confidence_head.",)
 _IN_FLOAT32 = "e_score_correction_bias"
 """Tensors that choose experts, of which small differences count."""
 _HEADS: dict[str, type[Eagle3 | PEagle | DFlash | Mtp]] = {"eagle3": Eagle3, "peagle": PEagle, "mtp": Mtp}
-"""Module of each type of head; DFlash for all others."""
+"""Module of each type of head; DFlash for other types."""
 
 
 def head_config(name: str, revision: str | None) -> HeadConfig | None:
     """Return the config of a head, or None if the name is that of a language model."""
     path = model_file(name, "config.json", revision)
-    return None if path is None else read_head(name, read_object(path))
+    if path is None:
+        return None
+    return read_head(name, read_object(path))
 
 
 def mtp_config(name: str, revision: str | None) -> HeadConfig:
@@ -50,12 +52,11 @@ def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
     }
     # A CPU computes in float32.
     dtype = torch.float32 if target.device.type == "cpu" else target.dtype
-    tensors = {
-        name: tensor.to(target.device, torch.float32 if name.endswith(_IN_FLOAT32) else dtype)
-        if tensor.is_floating_point()
-        else tensor.to(target.device)
-        for name, tensor in tensors.items()
-    }
+    for name, tensor in tensors.items():
+        tensor_dtype = tensor.dtype
+        if tensor.is_floating_point():
+            tensor_dtype = torch.float32 if name.endswith(_IN_FLOAT32) else dtype
+        tensors[name] = tensor.to(target.device, tensor_dtype)
     num_taps = len(config.taps_of(target.config.get_text_config().num_hidden_layers))
     head = build_head(config, num_taps, tensors)
     head.attach(TargetWeights.of(target, dtype))
@@ -63,7 +64,7 @@ def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
 
 
 def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) -> Head:
-    """Return a head that takes over these weights."""
+    """Return a head that takes over the weights of a checkpoint."""
     head = _empty(config, num_taps, frozenset(tensors))
     wrong = {name: head.state_dict()[name].shape for name in tensors.keys() & head.state_dict().keys()}
     if bad := [name for name, shape in wrong.items() if tensors[name].shape != shape]:
@@ -72,20 +73,20 @@ def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) ->
             f"{config.name}: {name} is {list(tensors[name].shape)}, and by config.json it would be {list(wrong[name])}"
         )
     missing, unexpected = head.load_state_dict(tensors, strict=False, assign=True)
-    for what, names in (("lacks", missing), ("has unknown", unexpected)):
+    for fault, names in (("lacks", missing), ("has unknown", unexpected)):
         if names:
-            some = ", ".join(sorted(names)[:3])
-            raise LoadError(f"{config.name}: the checkpoint {what} tensors ({some}); is this a head of another type?")
+            shown = ", ".join(sorted(names)[:3])
+            raise LoadError(f"{config.name}: the checkpoint {fault} tensors ({shown}); is this a head of another type?")
     return head.to(head.device).eval().requires_grad_(False)
 
 
 def shapes_of(config: HeadConfig, num_taps: int) -> dict[str, torch.Size]:
-    """Shapes of the weights of a head that shares the target's embeddings and output head."""
+    """Return the shapes of the weights of a head that shares the target's embeddings and output head."""
     return {name: weight.shape for name, weight in _empty(config, num_taps, frozenset()).state_dict().items()}
 
 
 def _empty(config: HeadConfig, num_taps: int, names: frozenset[str]) -> Eagle3 | PEagle | DFlash | Mtp:
-    """A head without memory for its weights; names: of the checkpoint's tensors."""
+    """Return a head without memory for its weights; names: of the checkpoint's tensors."""
     with torch.device("meta"):
         return _HEADS.get(config.kind, DFlash)(config, num_taps, names)
 
@@ -94,22 +95,34 @@ def _renamed(name: str) -> str:
     name = name.removeprefix("model.")
     if name.startswith("candidate_selector."):
         return name.replace("codebook.weight", "codebook")
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+    if name.startswith("midlayer."):
+        return "layers.0." + name.removeprefix("midlayer.")
+    return name
 
 
 def _read(name: str, revision: str | None, begin: str = "") -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint whose names begin so, on the CPU."""
+    """Read the tensors of a checkpoint whose names begin with `begin`, on the CPU."""
     for file in _FILES:
-        path = model_file(name, file, revision)
-        paths = [] if path is None else [path]
-        if not paths and (index := model_file(name, f"{file}.index.json", revision)) is not None:
-            places = read_object(index).get("weight_map", {})
-            shards = sorted({shard for key, shard in places.items() if key.startswith(begin)})
-            paths = [found for one in shards if (found := model_file(name, one, revision)) is not None]
-        if tensors := {key: tensor for path in paths for key, tensor in _tensors(path, begin).items()}:
+        tensors: dict[str, Tensor] = {}
+        for path in _paths(name, revision, file, begin):
+            tensors |= _tensors(path, begin)
+        if tensors:
             return tensors
     wanted = f"{begin}* in " if begin else ""
     raise LoadError(f"{name}: no weights of the head ({wanted}{', '.join(_FILES)}); download it again")
+
+
+def _paths(name: str, revision: str | None, file: str, begin: str) -> list[Path]:
+    """Return a file's path, or the paths of its shards with tensors whose names begin with `begin`."""
+    path = model_file(name, file, revision)
+    if path is not None:
+        return [path]
+    index = model_file(name, f"{file}.index.json", revision)
+    if index is None:
+        return []
+    places = read_object(index).get("weight_map", {})
+    shards = sorted({shard for key, shard in places.items() if key.startswith(begin)})
+    return [path for shard in shards if (path := model_file(name, shard, revision)) is not None]
 
 
 def _tensors(path: Path, begin: str) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from engine.errors import ConfigError, LoadError
 from engine.heads.config import HeadConfig, Raw, layers_config
 from engine.heads.head import Head
 from engine.heads.layers import Memory, Norm
+from engine.models.importing import import_transformers
 
 FAMILIES = ("glm4_moe",)
 """Targets whose modules are served, by model type."""
@@ -60,13 +61,13 @@ def prefix_of(config: HeadConfig) -> str:
 
 
 def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a checkpoint to the module's, and stack those of experts; raise LoadError if one lacks."""
+    """Rename a checkpoint's tensors to the module's, and stack experts; raise LoadError if an expert lacks."""
     result: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
     for key, tensor in stored.items():
         name = key.removeprefix(prefix_of(config)).replace("shared_head.norm.", "norm.")
-        if found := _EXPERT.fullmatch(name):
-            experts[found[2]][int(found[1])] = tensor
+        if expert := _EXPERT.fullmatch(name):
+            experts[expert[2]][int(expert[1])] = tensor
         elif name not in _OF_TARGET:
             result[name if name.startswith(_OWN) else f"block.{name}"] = tensor
     count = int(config.layers.n_routed_experts)
@@ -83,11 +84,13 @@ class Mtp(Head):
     """An MTP module."""
 
     def __init__(self, config: HeadConfig, _num_taps: int, names: frozenset[str]) -> None:
-        from transformers.models.glm4_moe import modeling_glm4_moe as glm
-
         super().__init__(config, names)
-        layers, width, eps = config.layers, config.hidden_size, config.layers.rms_norm_eps
-        self.enorm, self.hnorm, self.norm = Norm(width, eps), Norm(width, eps), Norm(width, eps)
+        glm = import_transformers().models.glm4_moe.modeling_glm4_moe
+        layers = config.layers
+        width = config.hidden_size
+        self.enorm = Norm(width, layers.rms_norm_eps)
+        self.hnorm = Norm(width, layers.rms_norm_eps)
+        self.norm = Norm(width, layers.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         layers._experts_implementation = "grouped_mm"  # as in the target; the other waits for each expert's tokens
         self.block = glm.Glm4MoeDecoderLayer(layers, 0)

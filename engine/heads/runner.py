@@ -52,8 +52,9 @@ class HeadBackend(Backend):
         raise NotImplementedError
 
     def term(self, memory_NR: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the part of logits below tokens with these embeddings, after a pass of a DSpark
-        head whose term depends on them alone.
+        """Return [N, draft vocabulary] the term of logits below tokens, from the tokens' embeddings.
+
+        After a pass of a DSpark head whose term depends on the embeddings alone.
         """
         raise NotImplementedError
 
@@ -70,17 +71,20 @@ class TorchHead(TransformersBackend, HeadBackend):
         state_TX: Tensor | None,
         are_target_states: bool,
     ) -> tuple[Tensor, Tensor]:
-        state_TH = self._model.project(state_TX) if are_target_states else state_TX
+        state_TH = state_TX
+        if are_target_states:
+            state_TH = self._model.project(state_TX)
         return self._output(self._model(token_ids_T, state_TH, positions_T, metadata)[wanted_N])
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
         head = self._model
         if reading is not None:
-            one, taps_TX = reading
-            head.store(head.project(taps_TX), one.tensors.positions_T, one.metadata)
+            prepared, taps_TX = reading
+            head.store(head.project(taps_TX), prepared.tensors.positions_T, prepared.metadata)
         if not blocks:
             return self._output(torch.empty((0, head.config.hidden_size), device=head.device))
-        by_causality = dict(zip(head.block_config.causalities, (one.metadata for one in blocks), strict=True))
+        metadata = [block.metadata for block in blocks]
+        by_causality = dict(zip(head.block_config.causalities, metadata, strict=True))
         tensors = blocks[0].tensors
         state_TH = head.block(tensors.token_ids_T, tensors.positions_T, by_causality)
         return self._output(state_TH[rows_N])
@@ -111,22 +115,22 @@ class HeadRunner(ModelRunner):
         return self.model
 
     @torch.inference_mode()
-    def read(self, one: Pass, taps_TX: Tensor) -> HeadOutput:
+    def read(self, prepared: Pass, taps_TX: Tensor) -> HeadOutput:
         """Read rows of texts. taps_TX: the target's states, which may be overwritten."""
-        return self._passed(one, one.tensors.token_ids_T, taps_TX, True)
+        return self._passed(prepared, prepared.tensors.token_ids_T, taps_TX, True)
 
     @torch.inference_mode()
-    def states(self, one: Pass, state_TH: Tensor, drawn_M: Tensor | None = None) -> HeadOutput:
+    def states(self, prepared: Pass, state_TH: Tensor, drawn_M: Tensor | None = None) -> HeadOutput:
         """Run a pass.
 
         state_TH: states that the rows read; drawn_M: tokens that only the device knows.
         """
-        return self._passed(one, self.token_ids(one.tensors, drawn_M), state_TH, False)
+        return self._passed(prepared, self.token_ids(prepared.tensors, drawn_M), state_TH, False)
 
-    def _passed(self, one: Pass, ids_T: Tensor, state_TX: Tensor, are_target_states: bool) -> HeadOutput:
-        tensors = one.tensors
+    def _passed(self, prepared: Pass, ids_T: Tensor, state_TX: Tensor, are_target_states: bool) -> HeadOutput:
+        tensors = prepared.tensors
         output = self.backend.passed(
-            ids_T, tensors.positions_T, one.metadata, tensors.wanted_N, state_TX, are_target_states
+            ids_T, tensors.positions_T, prepared.metadata, tensors.wanted_N, state_TX, are_target_states
         )
         return HeadOutput(*output)
 
@@ -150,7 +154,9 @@ class HeadRunner(ModelRunner):
     ) -> Tensor:
         """Return [N, V] logits of rows that read zeros, to measure the time of passes."""
         config = self.head.config
-        state_TH = torch.zeros(len(token_ids_T), config.hidden_size) if config.block is None else None
+        state_TH = None
+        if config.block is None:
+            state_TH = torch.zeros(len(token_ids_T), config.hidden_size)
         output = self.backend.passed(token_ids_T, positions_T, metadata, wanted_N, state_TH, False)
         return self.logits_of(HeadOutput(*output))
 

@@ -1,7 +1,7 @@
 """Interface of backends, which run the passes of a model, and the backend that supports any model.
 
-To add a backend, add a file with a class like these, and an entry in `BACKENDS` (`probe.py`), which are tried in order.
-Each is compared with plain transformers at every start; if it computes other numbers, the next one is used.
+To add a backend, add a file with a class like these, and an entry in `BACKENDS` (`start/probe.py`). Backends are tried
+in order. Each is compared with plain transformers at every start; if its numbers differ, the next backend is used.
 """
 
 from __future__ import annotations

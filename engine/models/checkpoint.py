@@ -52,27 +52,29 @@ def token_roles(model: Source, tokenizer: Source, vocab_size: int, default_ends:
     """
     files = _Files(model, tokenizer, vocab_size)
     named = {file: files.ids(file, "eos") for file in (_CONFIG, _GENERATION, *_TOKENIZER_FILES)}
-    for token in sorted(named[_CONFIG] - named[_GENERATION]) if named[_GENERATION] else ():
-        if files.is_text(token):
-            named[_CONFIG] -= {token}
-            of_text = f"{files.shown(token)} as an end, which is text of the tokenizer"
-            files.faults.append(f"{model.name}: {_CONFIG} names {of_text}; it does not end answers")
-    of_model = named[_CONFIG] | named[_GENERATION]
-    for file in _TOKENIZER_FILES if of_model else ():
-        if both := (named[file] & files.ids(file, "bos")) - of_model:
-            named[file] -= both
+    if named[_GENERATION]:
+        for token in sorted(named[_CONFIG] - named[_GENERATION]):
+            if files.is_text(token):
+                named[_CONFIG] -= {token}
+                fault = f"{files.shown(token)} as an end, which is text of the tokenizer"
+                files.faults.append(f"{model.name}: {_CONFIG} names {fault}; it does not end answers")
+    model_ends = named[_CONFIG] | named[_GENERATION]
+    for file in _TOKENIZER_FILES if model_ends else ():
+        begins_and_ends = (named[file] & files.ids(file, "bos")) - model_ends
+        if begins_and_ends:
+            named[file] -= begins_and_ends
             files.faults.append(f"{tokenizer.name}: {file} ends texts with its begin token; it does not end answers")
     ends = frozenset[int]().union(*named.values())
     if not ends and "eos_token_id" not in files.stored[_CONFIG]:
         ends = frozenset(token for token in files.usable(_CONFIG, default_ends) if not files.is_text(token))
     remarks = []
     begins = {file: files.ids(file, "bos") for file in named}
-    if len({of_file for of_file in begins.values() if of_file}) > 1:
+    if _differ(begins):
         tokens = sorted(frozenset[int]().union(*begins.values()))
-        told = ", ".join(_told(files, begins, token) for token in tokens)
-        remarks.append(f"files name different begin tokens: {told}; prompts begin as tokenizer.json has it")
-    if len({of_file for of_file in named.values() if of_file}) > 1:
-        remarks.append(f"answers end with {', '.join(_told(files, named, token) for token in sorted(ends))}")
+        shown = ", ".join(_with_files(files, begins, token) for token in tokens)
+        remarks.append(f"files name different begin tokens: {shown}; prompts begin as tokenizer.json has it")
+    if _differ(named):
+        remarks.append(f"answers end with {', '.join(_with_files(files, named, token) for token in sorted(ends))}")
     if not ends:
         files.faults.append(
             f"{model.name}: no file names an end token, so answers end at max_tokens or a stop only and structured "
@@ -81,8 +83,15 @@ def token_roles(model: Source, tokenizer: Source, vocab_size: int, default_ends:
     return TokenRoles(ends=ends, remarks=tuple(remarks), faults=tuple(dict.fromkeys(files.faults)))
 
 
-def _told(files: _Files, named: dict[str, frozenset[int]], token: int) -> str:
-    return f"{files.shown(token)} ({', '.join(file for file, of_file in named.items() if token in of_file)})"
+def _differ(named: dict[str, frozenset[int]]) -> bool:
+    """Whether files that name tokens name different tokens."""
+    return len({tokens for tokens in named.values() if tokens}) > 1
+
+
+def _with_files(files: _Files, named: dict[str, frozenset[int]], token: int) -> str:
+    """Return a token with the files that name it, for the log."""
+    names = ", ".join(file for file, tokens in named.items() if token in tokens)
+    return f"{files.shown(token)} ({names})"
 
 
 class _Files:
@@ -106,16 +115,18 @@ class _Files:
 
     def usable(self, file: str, value: object) -> frozenset[int]:
         """Return the tokens of a stated value: an id or a token's text, or several of them."""
-        found = set()
-        for one in value if isinstance(value, list) else [] if value in (None, "") else [value]:
-            token = self._token(one)
+        if not isinstance(value, list):
+            value = [] if value in (None, "") else [value]
+        tokens = set()
+        for name in value:
+            token = self._token(name)
             # In a config a text such as "2" means an id, if anything; only special tokens are named by their text.
-            if token is None or (isinstance(one, str) and file not in _TOKENIZER_FILES and self.is_text(token)):
-                name = self._sources[file].name
-                self.faults.append(f"{name}: {file} names {one!r}, which is no token of the model; it is left out")
+            if token is None or (isinstance(name, str) and file not in _TOKENIZER_FILES and self.is_text(token)):
+                source = self._sources[file].name
+                self.faults.append(f"{source}: {file} names {name!r}, which is no token of the model; it is left out")
             else:
-                found.add(token)
-        return frozenset(found)
+                tokens.add(token)
+        return frozenset(tokens)
 
     def _token(self, value: object) -> int | None:
         if isinstance(value, str):
@@ -159,8 +170,10 @@ def length_remark(config: Any, tokenizer: Source) -> str:
     for_texts = _stored(tokenizer, _TOKENIZER).get("model_max_length")
     if isinstance(for_texts, int | float) and 0 < for_texts < _UNLIMITED:
         others[f"{_TOKENIZER} (model_max_length)"] = int(for_texts)
-    told = ", ".join(f"{name} {said}" for name, said in others.items() if said and said != length)
-    return f"the model reaches {length} positions; other lengths: {told}" if told else ""
+    shown = ", ".join(f"{name} {other}" for name, other in others.items() if other and other != length)
+    if not shown:
+        return ""
+    return f"the model reaches {length} positions; other lengths: {shown}"
 
 
 def read_tokenizer(source: Source) -> Tokenizer | None:
@@ -178,10 +191,12 @@ def read_tokenizer(source: Source) -> Tokenizer | None:
 
 def check_vocabularies(target: Source, draft: Source) -> bool:
     """Whether both models have a tokenizer.json; raise ConfigError if their tokens differ."""
-    target_tokenizer, draft_tokenizer = read_tokenizer(target), read_tokenizer(draft)
+    target_tokenizer = read_tokenizer(target)
+    draft_tokenizer = read_tokenizer(draft)
     if target_tokenizer is None or draft_tokenizer is None:
         return False
-    target_tokens, draft_tokens = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    target_tokens = target_tokenizer.get_vocab()
+    draft_tokens = draft_tokenizer.get_vocab()
     if target_tokens != draft_tokens:
         odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
         raise ConfigError(
@@ -192,8 +207,12 @@ def check_vocabularies(target: Source, draft: Source) -> bool:
 
 
 def _stored(source: Source, file: str) -> dict[str, Any]:
-    """Return the statements of a file; for a model of several parts, those of its text model if it has none itself."""
+    """Return the statements of a file. A model of several parts may state them in the part of its text model."""
     path = model_file(source.name, file, source.revision)
-    stored = {} if path is None else read_object(path)
+    if path is None:
+        return {}
+    stored = read_object(path)
     inner = stored.get("text_config")
-    return {**inner, **stored} if isinstance(inner, dict) else stored
+    if isinstance(inner, dict):
+        return {**inner, **stored}
+    return stored

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -61,10 +62,27 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
         raise ConfigError(f"{name}: {file_fault(Path(name)) or f'a file; {_RIGHT_FOLDER}'}")
     if _is_path(name):
         raise ConfigError(f"{name}: no such model folder; {_RIGHT_FOLDER}")
-    import huggingface_hub as hub
+    _check_hub(name, revision, file, is_model)
 
-    files = (file,) if is_model else (file, "config.json")
-    is_cached = any(isinstance(hub.try_to_load_from_cache(name, one, revision=revision), str) for one in files)
+
+def hub_client() -> ModuleType:
+    """Return the client of the hub.
+
+    Importing it takes 0.15 s, for httpx, which the HTTP process needs for no model in a folder. It also reads
+    HF_HUB_OFFLINE, which the engine process sets after its first imports.
+    """
+    import huggingface_hub.errors
+    import huggingface_hub.utils
+
+    return huggingface_hub
+
+
+def _check_hub(name: str, revision: str | None, file: str, is_model: bool) -> None:
+    """Raise ConfigError if the hub does not have a file, or does not answer and its cache does not have the model."""
+    hub = hub_client()
+    files = [file] if is_model else [file, "config.json"]
+    cached = [hub.try_to_load_from_cache(name, file, revision=revision) for file in files]
+    is_cached = any(isinstance(path, str) for path in cached)
     if hub.is_offline_mode():
         if not is_cached:
             raise MissingConfig(
@@ -167,6 +185,12 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
 
 
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names for a message, with dots if there are more than `most`."""
+    shown = ", ".join(names[:most])
+    return f"{shown}, ..." if len(names) > most else shown
+
+
 def is_hub_name(name: str) -> bool:
     """Whether this can be the name of a repository with an owner, and is no folder here."""
     return "/" in name and not _is_path(name)
@@ -174,24 +198,20 @@ def is_hub_name(name: str) -> bool:
 
 def _is_path(name: str) -> bool:
     """Whether this cannot be a name on the hub, which is `model` or `owner/model`."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
+    hub = hub_client()
     try:
-        validate_repo_id(name)
-    except HFValidationError:
+        hub.utils.validate_repo_id(name)
+    except hub.errors.HFValidationError:
         return True
     return name.startswith((".", "~")) or Path(name).exists()
 
 
 def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str | None:
     """Ask for a file; return None if the hub has it, else why it did not answer. Raise ConfigError for a refusal."""
-    import huggingface_hub as hub
-    from huggingface_hub.errors import EntryNotFoundError
-
+    hub = hub_client()
     url = hub.hf_hub_url(name, file, revision=revision)
     answer, fault = ask_hub(name, revision, lambda: hub.get_hf_file_metadata(url, timeout=PROBE_S))
-    if is_model and isinstance(answer, EntryNotFoundError):  # of tokenizers there are other formats
+    if is_model and isinstance(answer, hub.errors.EntryNotFoundError):  # tokenizers have other formats, too
         raise MissingConfig(
             f"{name}: the hub ({hub.constants.ENDPOINT}) has it without {file}; choose a model in transformers format, "
             "or one with GGUF files"
@@ -204,21 +224,20 @@ def ask_hub(name: str, revision: str | None, question: Callable[[], Any]) -> tup
 
     That a file does not exist is an answer (EntryNotFoundError). Raise ConfigError for a refusal.
     """
-    import huggingface_hub as hub
-    from huggingface_hub import errors
-
-    found: list[Any] = []
+    hub = hub_client()
+    errors = hub.errors
+    answers: list[Any] = []
 
     def ask() -> None:
         try:
-            found.append(question())
+            answers.append(question())
         except Exception as error:  # the hub client raises exceptions of many types
-            found.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)
-    answer = found[0] if found else TimeoutError(f"nothing in {_PATIENCE_S:.0f} s")
+    answer = answers[0] if answers else TimeoutError(f"nothing in {_PATIENCE_S:.0f} s")
     where = f"the hub ({hub.constants.ENDPOINT})"
     if isinstance(answer, errors.GatedRepoError):
         raise ConfigError(f"{name}: {where} gives it to those with access only; ask for it there, and set HF_TOKEN")
@@ -244,18 +263,16 @@ def model_file(name: str, file: str, revision: str | None = None) -> Path | None
     folder = Path(name)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
-    import huggingface_hub as hub
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
+    hub = hub_client()
     try:
         return Path(hub.hf_hub_download(name, file, revision=revision))
-    except LocalEntryNotFoundError as error:
-        # A subclass of the next one: the hub did not answer, and the file is not in the cache.
+    except hub.errors.LocalEntryNotFoundError as error:
+        # A subclass of the next error: the hub did not answer, and the file is not in the cache.
         known = hub.try_to_load_from_cache(name, file, revision=revision)
         if hub.is_offline_mode() or known is not None:  # the cache also records that a file does not exist
             return None
         raise _cannot_fetch(name, file, error) from error
-    except EntryNotFoundError:
+    except hub.errors.EntryNotFoundError:
         return None
     except Exception as error:  # the hub client raises exceptions of many types
         raise _cannot_fetch(name, file, error) from error

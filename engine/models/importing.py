@@ -25,25 +25,24 @@ def import_transformers() -> Any:
     """
     unused = ["scipy", "torchao"] if torch.cuda.is_available() else ["scipy", "torchao", "triton"]
     with _absent(unused):
+        # Here only, while the unused packages are absent.
         import transformers.modeling_utils
     return transformers
 
 
 @cache
-def import_torchao() -> None:
-    """Import torchao, and let transformers use it from now on."""
-    import_transformers()
-    from transformers.quantizers import quantizer_torchao
-    from transformers.utils.import_utils import is_torchao_available
-
-    is_torchao_available.cache_clear()
+def import_torchao() -> Any:
+    """Return torchao, an optional package, and let transformers use it from now on."""
+    transformers = import_transformers()
+    transformers.utils.import_utils.is_torchao_available.cache_clear()
     # It warns of libraries for layouts that are not served, and torch of names that it registers.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        importlib.reload(quantizer_torchao)
+        importlib.reload(transformers.quantizers.quantizer_torchao)
     finally:
         logging.disable(before)
+    return importlib.import_module("torchao")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from engine.models.quantising import has_scheme, is_quantised
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "longrope"})
-"""Types with one table of frequencies, those that `rope.py` fixes included."""
+"""Types with one table of frequencies, including types that `rope.py` fixes."""
 
 
 def may_decode(config: Any) -> bool:
@@ -32,15 +32,16 @@ def _is_like_llama(config: Any) -> bool:
 
 
 def is_decoder(model: Any) -> bool:
-    """Whether a model is a decoder like Llama with plain weights, or with those of a GGUF file."""
+    """Whether a model is a decoder like Llama with plain weights, or with a GGUF file's weights."""
     return may_decode(model.config) and _has_linears(
         model, lambda linear: is_plain(linear) or isinstance(linear.weight, BlockTensor)
     )
 
 
 def _has_linears(model: Any, is_known: Callable[[Any], bool]) -> bool:
-    """Whether a model's linear layers are those of a decoder like Llama, and all of a known kind. Quantised ones are of
-    other classes, or missing; or their weights are.
+    """Whether a model has the linear layers of a decoder like Llama, all of a known kind.
+
+    Quantised layers are of other classes, or missing, or their weights are.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     are_known = all(type(linear) is nn.Linear and is_known(linear) for linear in linears)
@@ -60,7 +61,7 @@ def is_lean(model: Any) -> bool:
     """
     return (
         _is_like_llama(model.config)
-        and _has_linears(model, lambda one: is_plain(one) or has_scheme(one) or is_quantised(one.weight))
+        and _has_linears(model, lambda layer: is_plain(layer) or has_scheme(layer) or is_quantised(layer.weight))
         and all(window_of(layer.self_attn) is None for layer in model.model.layers)
         and not is_quantised(model.model.embed_tokens.weight)
         and not getattr(model.config, "mlp_bias", False)

@@ -35,7 +35,7 @@ SIZES = (
     *range(576, 1025, 64),
 )
 SIZE_OF = [next(size for size in (0, *SIZES) if size >= num_rows) for num_rows in range(SIZES[-1] + 1)]
-# Time limit for compiling the kernels of one shape at start; those of more rows are compiled at their first use.
+# Time limit for compiling the kernels of one shape at start; kernels of more rows are compiled at their first use.
 _COMPILE_BUDGET_S = 0.05
 # Largest allowed difference from the plain product, as a share of the largest number in it.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -47,7 +47,7 @@ class PackedLinear:
     __slots__ = ("_compiles", "_modules", "_packed", "_plain", "bias", "shape")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, modules: Sequence[nn.Linear] = ()) -> None:
-        """modules: those whose weights are `weight`, and that nothing else runs."""
+        """modules: layers whose weights are `weight`, and that nothing else runs."""
         self.shape = tuple(weight.shape)
         self.bias = bias
         self._plain: Tensor | None = weight
@@ -107,12 +107,12 @@ def is_plain(module: Any) -> bool:
 
 
 def take_over(model: Any) -> Iterator[PackedLinear]:
-    """Replace the linear layers of a transformers model; quantised and other special ones stay unchanged."""
+    """Replace the plain linear layers of a transformers model; quantised and other special layers stay unchanged."""
     shared = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         if is_plain(module):
-            own = () if id(module.weight) in shared else (module,)
-            product = PackedLinear(module.weight.detach(), module.bias, own)
+            emptied = () if id(module.weight) in shared else (module,)
+            product = PackedLinear(module.weight.detach(), module.bias, emptied)
             module.forward = product
             yield product
 

@@ -1,4 +1,4 @@
-"""Weights of few bits in torchao's layouts and in those of checkpoints; transformers loads both.
+"""Weights of few bits, in torchao's layouts and in layouts of checkpoints; transformers loads both.
 
 `--weights fp8` and `--weights int4` quantise the linear layers of a checkpoint, except its head, while it is loaded.
 The served target is then the quantised model, and the probe compares with the quantised model.
@@ -6,12 +6,12 @@ The served target is then the quantised model, and the probe compares with the q
 An activation that is quantised with one scale for the whole pass would make the answer to a request depend on the other
 requests, and on drafted tokens. Every row has a scale here, and checkpoints with one scale for all are refused.
 
-Not for: `--weights int8` and `int4` on a CPU, whose layouts are those of our CPU decoder (`weights.py`).
+Not for: `--weights int8` and `int4` on a CPU, whose layouts belong to our CPU decoder (`cpu/weights.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig, Weights
 from engine.errors import ConfigError
-from engine.models.importing import import_torchao
+from engine.models.importing import import_torchao, import_transformers
 
 FORMATS: tuple[Weights, ...] = ("fp8", "int4")
 """Formats in which torchao quantises weights while they are loaded."""
@@ -38,7 +38,9 @@ _LEAST_CAPABILITY = {"fp8": (8, 9), "int4": (8, 0)}
 def stored_method(config: Any) -> str | None:
     """Return the method by which a checkpoint is quantised, from its configuration; None if it is not."""
     stored = _stored(config)
-    return str(stored["quant_method"]) if "quant_method" in stored else None
+    if "quant_method" not in stored:
+        return None
+    return str(stored["quant_method"])
 
 
 def check_quantised(
@@ -90,26 +92,25 @@ def load_options(weights: str, method: str | None, device: torch.device) -> dict
         import_torchao()
     if weights not in FORMATS:
         return {}
-    from transformers import TorchAoConfig
-
-    return {"quantization_config": TorchAoConfig(_torchao_config(weights, on_cuda=device.type == "cuda"))}
+    torchao_config = _torchao_config(weights, on_cuda=device.type == "cuda")
+    return {"quantization_config": import_transformers().TorchAoConfig(torchao_config)}
 
 
 def _torchao_config(weights: str, on_cuda: bool) -> Any:
     """Return the configuration of torchao. A CPU has layouts without kernels: the same numbers, but no faster."""
-    from torchao import quantization
-    from torchao.quantization.granularity import PerGroup, PerRow
-
+    quantization = import_torchao().quantization
+    by_row = quantization.PerRow()
     if weights == "fp8" and on_cuda:
-        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=by_row, set_inductor_config=False)
     if weights == "fp8":
-        return quantization.Float8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False)
+        return quantization.Float8WeightOnlyConfig(granularity=by_row, set_inductor_config=False)
     if on_cuda:
         return quantization.Int4WeightOnlyConfig(
             group_size=GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
         )
     int4 = torch.int4  # type: ignore[attr-defined]
-    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(GROUP))
+    by_group = quantization.PerGroup(GROUP)
+    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=by_group)
 
 
 def multiplies_float8(device: torch.device) -> bool:
@@ -131,20 +132,20 @@ def adopt_float8(model: nn.Module) -> None:
     unpacking = getattr(model, "ct_decompress_hook", None)
     if unpacking is None or not all(map(_is_float8_by_rows, layers)):
         return
-    import_torchao()
-    from torchao.float8.inference import Float8MMConfig
-    from torchao.quantization import Float8Tensor
-    from torchao.quantization.granularity import PerRow
+    torchao = import_torchao()
+    # An optional package. As an attribute, `quantize_` is a function.
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
-    mm_config = Float8MMConfig(use_fast_accum=True)
+    quantization = torchao.quantization
+    mm_config = torchao.float8.inference.Float8MMConfig(use_fast_accum=True)
+    row_options = QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow(), mm_config=mm_config)
     weights = [
-        Float8Tensor(
+        quantization.Float8Tensor(
             layer.weight.data,
             layer.weight_scale.data.float().view(-1, 1),
             block_size=[1, layer.in_features],
             mm_config=mm_config,
-            act_quant_kwargs=QuantizeTensorToFloat8Kwargs(granularity=PerRow(), mm_config=mm_config),
+            act_quant_kwargs=row_options,
             dtype=torch.bfloat16,
         )
         for layer in layers
@@ -252,7 +253,10 @@ def dequantised(weight: Tensor) -> Tensor:
 
 def _stored(config: Any) -> dict[str, Any]:
     stored = getattr(config, "quantization_config", None)
-    return stored if isinstance(stored, dict) else {} if stored is None else stored.to_dict()
+    if stored is None or isinstance(stored, dict):
+        return stored or {}
+    fields: dict[str, Any] = stored.to_dict()
+    return fields
 
 
 def _install(package: str) -> str:
@@ -261,19 +265,22 @@ def _install(package: str) -> str:
 
 def _shares_scale(stored: dict[str, Any]) -> bool:
     """Whether activations are quantised by one scale that follows from all rows of a pass."""
-    for one in _objects(stored):
-        inputs = one.get("input_activations")  # of compressed-tensors
+    for fields in _objects(stored):
+        inputs = fields.get("input_activations")  # of compressed-tensors
         if isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "tensor":
             return True
-        if "DynamicActivation" in str(one.get("_type")) and "PerTensor" in str(one.get("_data")):  # of torchao
+        if "DynamicActivation" in str(fields.get("_type")) and "PerTensor" in str(fields.get("_data")):  # of torchao
             return True
     return False
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
     """Yield all objects inside a JSON value."""
+    items: Iterable[Any] = ()
     if isinstance(value, dict):
         yield value
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for one in inner:
-        yield from _objects(one)
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    for item in items:
+        yield from _objects(item)

@@ -34,16 +34,19 @@ def fix_rope(name: str, config: Any, context: int) -> str:
             rope.pop("factor", None)
             continue
         original = int(rope["original_max_position_embeddings"])
-        chosen = "long" if context > original else "short"
+        chosen, order = "short", "at most"
+        if context > original:
+            chosen, order = "long", "longer than"
         for field in _CHOSEN:
             if f"{chosen}_{field}" in rope:
                 rope[f"short_{field}"] = rope[f"long_{field}"] = rope[f"{chosen}_{field}"]
-        order = "longer than" if chosen == "long" else "at most"
         lines.append(
             f"{chosen} factors of 'longrope' for all texts: the context ({context}) is {order} the original length "
             f"({original})"
         )
-    return f"{name}: rotary embedding: {'; '.join(dict.fromkeys(lines))}" if lines else ""
+    if not lines:
+        return ""
+    return f"{name}: rotary embedding: {'; '.join(dict.fromkeys(lines))}"
 
 
 def depends_on_length(config: Any) -> bool:
@@ -66,8 +69,8 @@ def limit_reason(config: Any) -> str:
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Return the parameters of all rotary embeddings of a configuration; some families have several."""
-    found = getattr(config, "rope_parameters", None)
-    parts = [found, *found.values()] if isinstance(found, dict) else []
+    stored = getattr(config, "rope_parameters", None)
+    parts = [stored, *stored.values()] if isinstance(stored, dict) else []
     return [part for part in parts if isinstance(part, dict) and isinstance(part.get("rope_type"), str)]
 
 

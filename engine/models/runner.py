@@ -116,7 +116,7 @@ class ModelRunner:
         return self._compute(token_ids_T, positions_T, metadata, wanted_N)
 
     def token_ids(self, tensors: DevicePass, drawn_M: Tensor | None) -> Tensor:
-        """Return all tokens [T] of a pass. drawn_M: those that only the device knows."""
+        """Return all tokens [T] of a pass. drawn_M: tokens that only the device knows."""
         if drawn_M is None:
             return tensors.token_ids_T
         if self.num_embeddings < self.vocab_size:

@@ -19,12 +19,13 @@ from engine.errors import LoadError
 
 
 def layers_of(model: Any) -> nn.ModuleList:
-    """The decoder layers of a model; raises LoadError if they cannot be found."""
+    """Return the decoder layers of a model; raise LoadError if they cannot be found."""
     count = model.config.get_text_config().num_hidden_layers
-    found = [one for one in model.base_model.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
-    if not found:
+    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
+    fitting = [layers for layers in lists if len(layers) == count]
+    if not fitting:
         raise LoadError(f"{model.config.model_type}: its layers are not found, so that no head can read their states")
-    return found[0]
+    return fitting[0]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import nn
 
 from engine.errors import LoadError, first_line
-from engine.models.files import file_fault, read_object
+from engine.models.files import file_fault, first_of, read_object
 from engine.models.gguf.file import open_file
 from engine.models.gguf.folder import file_of
 
@@ -30,7 +30,6 @@ _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WHOLE)
 _COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$")
 """Buffers that the model computes itself, and that older checkpoints contain."""
-_SHOWN = 3
 _WRAPPERS = re.compile(r"(_orig_mod\.|module\.)+")
 """Prefixes of tensors that were saved from a model wrapped by torch.compile or DistributedDataParallel."""
 
@@ -40,25 +39,27 @@ def check_weight_files(folder: Path) -> None:
     if (file := file_of(folder)) is not None:
         open_file(file)
         return
-    found = next((folder / name for name in (*_WHOLE, *_INDEXES) if _is_there(folder / name)), None)
-    if found is None:
+    path = next((folder / name for name in (*_WHOLE, *_INDEXES) if _is_there(folder / name)), None)
+    if path is None:
         raise LoadError(f"{folder}: {_without_weights(folder)}")
-    files = [found]
-    if found.name in _INDEXES:
-        shards = read_object(found).get("weight_map")
-        names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
-        if not names:
-            raise LoadError(f"{found}: the file has no weight_map; download it again")
-        missing = [name for name in names if not _is_there(folder / name)]
-        if missing:
-            raise LoadError(
-                f"{folder}: {len(missing)} of the {len(names)} files that {found.name} names are missing "
-                f"({_some(missing)}); download the model again"
-            )
-        files = [folder / name for name in names]
-    for file in files:
+    for file in _shards(path) if path.name in _INDEXES else [path]:
         if fault := file_fault(file) or _header_fault(file):
             raise LoadError(f"{file}: {fault}")
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names; raise LoadError if files are missing."""
+    shards = read_object(index).get("weight_map")
+    names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
+    if not names:
+        raise LoadError(f"{index}: the file has no weight_map; download it again")
+    missing = [name for name in names if not _is_there(index.parent / name)]
+    if missing:
+        raise LoadError(
+            f"{index.parent}: {len(missing)} of the {len(names)} files that {index.name} names are missing "
+            f"({first_of(missing)}); download the model again"
+        )
+    return [index.parent / name for name in names]
 
 
 def _is_there(path: Path) -> bool:
@@ -70,12 +71,11 @@ def _without_weights(folder: Path) -> str:
     others = sorted(path.name for kind in ("*.safetensors", "*.bin", "*.gguf") for path in folder.glob(kind))
     if not others:
         return f"this folder has no weights ({', '.join(_WHOLE)}); download the model again"
-    some = _some(others)
     if all(name.endswith(".gguf") for name in others):
         return f"this folder's weights are in GGUF files; serve one by naming it: polydraft serve {folder / others[0]}"
     return (
-        f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only {some}; "
-        "download the model again"
+        f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only "
+        f"{first_of(others)}; download the model again"
     )
 
 
@@ -87,19 +87,22 @@ def wrapper_prefix(folder: Path) -> str:
             return ""
         with safe_open(file, framework="pt") as tensors:
             names += tensors.keys()
-    found = _WRAPPERS.match(names[0]) if names else None
-    return found[0] if found and all(name.startswith(found[0]) for name in names) else ""
+    prefix = _WRAPPERS.match(names[0]) if names else None
+    if prefix and all(name.startswith(prefix[0]) for name in names):
+        return prefix[0]
+    return ""
 
 
 def missing_fault(missing: Iterable[object], unplaced: Iterable[object]) -> str:
     """Return why a model's weights are missing, and what to do; unplaced: tensors that have no place in it."""
-    lacking, others = sorted(map(str, missing)), sorted(map(str, unplaced))
-    fault = f"the checkpoint lacks {len(lacking)} of the model's weights ({_some(lacking)})"
+    lacking = sorted(map(str, missing))
+    others = sorted(map(str, unplaced))
+    fault = f"the checkpoint lacks {len(lacking)} of the model's weights ({first_of(lacking)})"
     if not others:
         return f"{fault}; download it again, or point to the folder that holds them"
     return (
-        f"{fault}, and has {len(others)} tensors with other names ({_some(others)}); rename them as transformers does "
-        "(save_pretrained of the unwrapped model), or correct the architecture in config.json"
+        f"{fault}, and has {len(others)} tensors with other names ({first_of(others)}); rename them as transformers "
+        "does (save_pretrained of the unwrapped model), or correct the architecture in config.json"
     )
 
 
@@ -115,7 +118,7 @@ def _header_fault(file: Path) -> str:
 
 
 def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantised: bool) -> None:
-    """Raise LoadError for tensors that would change the model's results; warn of all others, except buffers.
+    """Raise LoadError for tensors that would change the model's results; warn of other tensors, except buffers.
 
     keys: names of the ignored tensors. is_quantised: whether the configuration says how weights are quantised; scales
     of K/V are then ignored by design.
@@ -124,13 +127,13 @@ def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantise
     if not left_out:
         return
     modules = dict(model.named_modules())
-    inside = [] if is_quantised else [key for key in left_out if _is_inside(key, model, modules)]
-    if inside:
+    inside = [key for key in left_out if _is_inside(key, model, modules)]
+    if inside and not is_quantised:
         raise LoadError(
             f"{name}: {len(inside)} tensors of the checkpoint have no place in the model and would change its numbers "
-            f"({_some(inside)}); its config.json may lack a quantization_config, or name another architecture"
+            f"({first_of(inside)}); its config.json may lack a quantization_config, or name another architecture"
         )
-    log.warning("%s: %d tensors of the checkpoint are not used (%s)", name, len(left_out), _some(left_out))
+    log.warning("%s: %d tensors of the checkpoint are not used (%s)", name, len(left_out), first_of(left_out))
 
 
 def _is_inside(key: str, model: nn.Module, modules: dict[str, nn.Module]) -> bool:
@@ -141,7 +144,3 @@ def _is_inside(key: str, model: nn.Module, modules: dict[str, nn.Module]) -> boo
         if parent in modules:
             return parent not in ("", prefix) and not isinstance(modules[parent], nn.ModuleList)
     return False
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")

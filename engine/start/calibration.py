@@ -7,15 +7,10 @@ plain steps still take the same time, up to one common factor and what the machi
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +23,7 @@ from engine.fanout import num_nodes
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
 from engine.start.loading import Progress
+from engine.start.profile_cache import profile_file, read_profile, write_profile
 from engine.step.engine import Engine
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -55,9 +51,9 @@ _NUM_WARM, _NUM_TIMED = 4, 3
 _WARM_UP_BELOW_S = 0.03
 """Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
 _SAME, _MOST_UNEQUAL, _MOST_CHANGED = 1.15, 2.0, 3.0
-"""Factors by which plain steps of an earlier start may have changed: if those of different sizes differ by at most the
-first one, their measurements are used as they are; by at most the second one, with a wider uncertainty, because other
-work on the machine slows some steps more; and none may have changed by more than the third one.
+"""Factors by which plain steps of an earlier start may have changed. If the changes of steps of different sizes differ
+by at most the first factor, the measurements are used as they are; by at most the second factor, with a wider
+uncertainty, because other work on the machine slows some steps more. No step may have changed by more than the third.
 """
 _FORMAT = 20
 """Version of the file; increased if the engine's steps, or their measurements, have changed."""
@@ -74,11 +70,11 @@ def measure(engine: Engine, config: EngineConfig, speculation: Speculation, prog
     """Return the times of this engine's steps: from the file of an earlier start, or measured now."""
     window = engine.scheduler.draft_prefill.draft_window
     file = _file(engine, config, speculation, progress)
-    found = _kept_times(engine, file, window)
-    if isinstance(found, StepTimes):
+    stored = _stored_times(engine, file, window)
+    if isinstance(stored, StepTimes):
         progress("using the measurements of an earlier start")
-        return found
-    progress(f"measuring steps ({found})")
+        return stored
+    progress(f"measuring steps ({stored})")
     points = measure_points(engine, speculation, _say_every(2.0, progress))
     times = StepTimes(points, window, is_eager=engine.recorded.is_eager)
     write_profile(file, msgspec.to_builtins((points, times.rates.tolist())), progress)
@@ -120,31 +116,33 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
-    """Return the times of an earlier start, scaled to the present time of plain steps; or why they cannot be used."""
+def _stored_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
+    """Return the times of an earlier start, scaled to present plain steps; or why the times cannot be used."""
     if file is None:
         return "--profile-cache keeps nothing"
     if not file.exists():
         return "there are no measurements of this pair, these settings and this machine yet"
     try:
         points, rates = msgspec.convert(read_profile(file), Measured)
-        shortest_s = {work.rows: draft_s + rest_s for work, draft_s, rest_s in reversed(points) if work == work.plain}
-        are_usable = len(rates) == NUM_TERMS and all(rate >= 0 for rate in rates)
-        if 1 not in shortest_s or not are_usable or not all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points):
-            raise ValueError
     except ValueError:
+        return f"{file} cannot be read"
+    # Of plain steps with the same number of rows, the shortest text is measured first.
+    shortest_s = {work.rows: draft_s + rest_s for work, draft_s, rest_s in reversed(points) if work == work.plain}
+    has_rates = len(rates) == NUM_TERMS and all(rate >= 0 for rate in rates)
+    has_times = all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points)
+    if 1 not in shortest_s or not has_rates or not has_times:
         return f"{file} cannot be read"
     middle = sorted(shortest_s)[len(shortest_s) // 2]
     plans = {rows: synthetic_plan(engine, rows, next(_contexts(engine, rows))) for rows in (1, middle)}
     factors = {rows: usual_s(engine, plan) / shortest_s[rows] for rows, plan in plans.items()}
-    said = ", ".join(
+    shown = ", ".join(
         f"{factor:.2f} times as long with {rows} request{'s'[: rows > 1]}" for rows, factor in factors.items()
     )
     fewest, most = min(factors.values()), max(factors.values())
     if most > _MOST_UNEQUAL * fewest:
-        return f"stored measurements do not fit, plain steps changed unequally: {said}"
+        return f"stored measurements do not fit, plain steps changed unequally: {shown}"
     if not 1 / _MOST_CHANGED <= fewest <= most <= _MOST_CHANGED:
-        return f"stored measurements do not fit, plain steps changed too much: {said}"
+        return f"stored measurements do not fit, plain steps changed too much: {shown}"
     times = StepTimes(points, window, rates=rates, is_eager=engine.recorded.is_eager)
     times.scale(sum(factors.values()) / len(factors))
     if most > _SAME * fewest:
@@ -163,50 +161,93 @@ def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda
 
 
 def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
-    """Return the plans to measure."""
-    config = engine.scheduler.config
-    numbers = [n for n in _NUM_ROWS if n < config.max_num_seqs] + [config.max_num_seqs]
-    # The fewest requests come last: after steps of another type, plain steps are slow until the caches hold their
-    # weights.
+    """Yield the plans to measure."""
+    usual = min(_TEXT, engine.facts.max_model_len // 2)
+    yield from _plain_plans(engine)
+    yield from _prompt_plans(engine, usual)
+    if speculation.uses_text_drafts:
+        yield from _text_plans(engine, usual, speculation)
+    if speculation.num_drafts:
+        yield from _chain_plans(engine, usual, speculation)
+
+
+def _plain_plans(engine: Engine) -> Iterator[Plan]:
+    """Yield plain steps, from the most requests to one.
+
+    The fewest requests come last: after steps of another type, plain steps are slow until caches hold their weights.
+    """
+    largest = engine.scheduler.config.max_num_seqs
+    numbers = [number for number in _NUM_ROWS if number < largest] + [largest]
     for num_rows in reversed(numbers):
         contexts = list(_contexts(engine, num_rows))
-        texts = [*contexts[:2], contexts[-1]] if num_rows in _WITH_LONGER_TEXTS else contexts[:1]
+        texts = contexts[:1]
+        if num_rows in _WITH_LONGER_TEXTS:
+            texts = [*contexts[:2], contexts[-1]]
         for text in dict.fromkeys(texts):
             yield synthetic_plan(engine, num_rows, text)
-    usual = min(_TEXT, engine.facts.max_model_len // 2)
-    room = min(_MOST_NODES, config.max_num_batched_tokens // 2)
+
+
+def _prompt_plans(engine: Engine, usual: int) -> Iterator[Plan]:
+    """Yield steps with a chunk of a prompt after `usual` tokens, and after a long text."""
     on_device = engine.target.device.type != "cpu"
-    for chunk in _chunks_on_device(engine, usual) if on_device else _PROMPT_CHUNKS:
-        if on_device or chunk <= min(room, usual):
-            yield synthetic_plan(engine, 1, usual, num_prompt=chunk)
+    if on_device:
+        chunks = _chunks_on_device(engine, usual)
+    else:
+        most = min(_room(engine), usual)
+        chunks = [chunk for chunk in _PROMPT_CHUNKS if chunk <= most]
+    for chunk in chunks:
+        yield synthetic_plan(engine, 1, usual, num_prompt=chunk)
     long = max(context for context in _contexts(engine, 2) if context <= _LONG_PROMPT)
     if long > usual:
-        of_device = _chunks_on_device(engine, long)
-        chunk = of_device[len(of_device) // 2] if on_device else _PROMPT_CHUNKS[0]
-        yield synthetic_plan(engine, 1, long, num_prompt=chunk)
-    for num_rows in dict.fromkeys(min(n, config.max_num_seqs) for n in (1, 4, 16) if speculation.uses_text_drafts):
+        long_chunk = _PROMPT_CHUNKS[0]
+        if on_device:
+            long_chunks = _chunks_on_device(engine, long)
+            long_chunk = long_chunks[len(long_chunks) // 2]
+        yield synthetic_plan(engine, 1, long, num_prompt=long_chunk)
+
+
+def _text_plans(engine: Engine, usual: int, speculation: Speculation) -> Iterator[Plan]:
+    """Yield steps that verify text drafts alone, after `usual` tokens."""
+    most = engine.scheduler.config.max_copied_tokens
+    for num_rows in _numbers_of_requests(engine):
         for num_text in _TEXT_NODES if num_rows == 1 else _TEXT_NODES[:1]:
-            if num_rows * (1 + num_text) <= room and num_text <= config.max_copied_tokens:
+            if num_rows * (1 + num_text) <= _room(engine) and num_text <= most:
                 yield synthetic_plan(engine, num_rows, usual, speculation.without_drawn, num_text=num_text)
-    if not speculation.num_drafts:
-        return
-    length = min(3, speculation.draft_length)
-    shapes = dict.fromkeys([(1, length), (min(4, speculation.num_drafts), length)])
-    ends = dict.fromkeys(
-        [*shapes, (1, 1), (1, speculation.draft_length), (speculation.num_drafts, speculation.draft_length)]
-    )
-    for num_rows in dict.fromkeys(min(n, config.max_num_seqs) for n in (1, 4, 16)):
-        for num_drafts, of_chain in ends if num_rows == 1 else shapes:
-            if num_rows == 1 or num_rows * (1 + num_drafts * of_chain) <= room:
-                chains = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
-                yield synthetic_plan(engine, num_rows, usual, chains)
-                longer = min(4 * usual, engine.facts.max_model_len - of_chain - 2)
-                if num_rows in (1, 4) and of_chain == length and longer >= 2 * usual:
-                    yield synthetic_plan(engine, num_rows, longer, chains)
-    one_chain = msgspec.structs.replace(speculation, num_drafts=1, draft_length=length, tree=())
+
+
+def _chain_plans(engine: Engine, usual: int, speculation: Speculation) -> Iterator[Plan]:
+    """Yield steps that draft chains after `usual` tokens, and after longer texts."""
+    most_drafts, most_length = speculation.num_drafts, speculation.draft_length
+    length = min(3, most_length)
+    shapes = dict.fromkeys([(1, length), (min(4, most_drafts), length)])
+    all_shapes = dict.fromkeys([*shapes, (1, 1), (1, most_length), (most_drafts, most_length)])
+    for num_rows in _numbers_of_requests(engine):
+        for num_drafts, chain_length in all_shapes if num_rows == 1 else shapes:
+            if num_rows > 1 and num_rows * (1 + num_drafts * chain_length) > _room(engine):
+                continue
+            chains = _chains(speculation, num_drafts, chain_length)
+            yield synthetic_plan(engine, num_rows, usual, chains)
+            longer = min(4 * usual, engine.facts.max_model_len - chain_length - 2)
+            if num_rows in (1, 4) and chain_length == length and longer >= 2 * usual:
+                yield synthetic_plan(engine, num_rows, longer, chains)
+    one_chain = _chains(speculation, 1, length)
     yield synthetic_plan(engine, 1, usual, one_chain, num_read=usual)
     if engine.recorded.num_recorded:  # the draft model's passes without the recording, and little else
         yield synthetic_plan(engine, 1, usual, one_chain, num_read=NUM_TEXT + 1)
+
+
+def _chains(speculation: Speculation, num_drafts: int, draft_length: int) -> Speculation:
+    return msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=draft_length, tree=())
+
+
+def _room(engine: Engine) -> int:
+    """Return the most drafted tokens of a measured step."""
+    return min(_MOST_NODES, engine.scheduler.config.max_num_batched_tokens // 2)
+
+
+def _numbers_of_requests(engine: Engine) -> Iterable[int]:
+    """Return the numbers of requests whose drafting steps are measured."""
+    return dict.fromkeys(min(number, engine.scheduler.config.max_num_seqs) for number in (1, 4, 16))
 
 
 def _chunks_on_device(engine: Engine, context: int) -> list[int]:
@@ -252,7 +293,7 @@ def synthetic_plan(
         rows.append(
             Row(
                 sequence_id=number,
-                input_ids=(0,) * num_prompt if is_prompt else (0,),
+                input_ids=(0,) * (num_prompt if is_prompt else 1),
                 first_index=context,
                 draft_input_ids=(0,) * num_read if fanout else (),
                 draft_first_index=context + 1 - num_read,
@@ -281,14 +322,15 @@ def middle_steps(
     The plans take turns, so other load on the machine affects all of them.
     """
     runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
-    num_done, num_turns = 0, _MOST_TURNS * len(plans)
+    num_done = 0
+    num_turns = _MOST_TURNS * len(plans)
     for _ in range(_MOST_TURNS):
-        for plan, of_plan in zip(plans, runs, strict=True):
-            if len(of_plan) < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
-                of_plan += _turn(engine, plan, is_first=not of_plan)
+        for plan, plan_runs in zip(plans, runs, strict=True):
+            if len(plan_runs) < _LEAST_REPEATS or sum(wall_s for wall_s, _ in plan_runs) < _BUDGET_S:
+                plan_runs += _turn(engine, plan, is_first=not plan_runs)
             num_done += 1
             tell(num_done / num_turns)
-    return [_middle(of_plan) for of_plan in runs]
+    return list(map(_middle, runs))
 
 
 def _turn(engine: Engine, plan: Plan, is_first: bool) -> list[tuple[float, dict[str, float]]]:
@@ -311,53 +353,5 @@ def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict
     """Return the mean of the middle half by duration; of three runs, the middle one."""
     left_out = (len(runs) + 1) // 4
     half = sorted(runs, key=lambda run: run[0])[left_out : len(runs) - left_out]
-    phases_s = {phase: sum(of_run[phase] for _, of_run in half) / len(half) for phase in half[0][1]}
+    phases_s = {phase: sum(run_phases_s[phase] for _, run_phases_s in half) / len(half) for phase in half[0][1]}
     return sum(wall_s for wall_s, _ in half) / len(half), phases_s
-
-
-def profile_file(folder: str, described: Any, progress: Progress) -> Path | None:
-    """Return the file for measurements of what is described, made on this machine; None if there is no place for it, or
-    the folder is `off`.
-    """
-    if folder == "off":
-        return None
-    machine = [_processor(), os.cpu_count()]  # without its name: a container has another one at every start
-    digest = hashlib.sha256(json.dumps([described, machine], sort_keys=True, default=str).encode()).hexdigest()
-    try:
-        return Path(folder).expanduser() / f"{digest[:24]}.json"
-    except RuntimeError as error:  # a user without a home folder
-        progress(f"measurements cannot be stored ({error}); name a folder with --profile-cache")
-        return None
-
-
-def _processor() -> str:
-    """Return the processor's model, if the system reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith("model name")), platform.processor())
-
-
-def read_profile(file: Path) -> Any:
-    """Return the content of a file, unchecked; None if there is nothing that can be read."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def write_profile(file: Path | None, measured: Any, progress: Progress) -> None:
-    """Store measurements. If the folder cannot be written, report that the next start measures again."""
-    if file is None:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(measured))
-        partial.replace(file)
-    except OSError as error:
-        progress(
-            f"measurements cannot be stored in {file.parent} ({error.strerror}), and the next start measures again; "
-            "name another folder with --profile-cache, or off"
-        )

@@ -57,16 +57,17 @@ def choose(device: torch.device) -> Kernels:
 
 def without(kernels: Kernels, names: Iterable[str]) -> Kernels:
     """Return kernels with torch's operations in place of the named ones."""
-    own: dict[str, Any] = {name: staticmethod(getattr(TORCH, name)) for name in names}
-    own |= {name: False for name, needed in _NEEDED.items() if needed & own.keys()}
-    mixed: type[Any] = type(f"Some{type(kernels).__name__}", (type(kernels),), own)
+    replaced: dict[str, Any] = {name: staticmethod(getattr(TORCH, name)) for name in names}
+    replaced |= {name: False for name, needed in _NEEDED.items() if needed & replaced.keys()}
+    mixed: type[Any] = type(f"Some{type(kernels).__name__}", (type(kernels),), replaced)
     result: Kernels = mixed()
     return result
 
 
 def in_threads(work: Callable[[str], str | None], names: Iterable[str]) -> list[str | None]:
     """Do work for all names at the same time, on this thread's CUDA device, because each compiles on one core."""
-    device, is_inference = torch.cuda.current_device(), torch.is_inference_mode_enabled()
+    device = torch.cuda.current_device()
+    is_inference = torch.is_inference_mode_enabled()
 
     def work_there(name: str) -> str | None:
         torch.cuda.set_device(device)
@@ -80,11 +81,11 @@ def in_threads(work: Callable[[str], str | None], names: Iterable[str]) -> list[
 def _compiled(device_type: str) -> Kernels:
     try:
         if device_type == "cpu":
-            from engine.cpu.kernels import NumbaKernels  # it may not be installed
+            from engine.cpu.kernels import NumbaKernels  # Numba is an optional package
 
             return NumbaKernels()
         if device_type == "cuda":
-            from engine.cuda.kernels import TritonKernels
+            from engine.cuda.kernels import TritonKernels  # Triton is an optional package
 
             return TritonKernels()
     except Exception as error:  # a compiler that is missing or does not work here
@@ -95,12 +96,13 @@ def _compiled(device_type: str) -> Kernels:
 def find_fault(kernels: Kernels, name: str, operands: Sequence[tuple[Any, ...]]) -> str | None:
     """Return what is wrong with an operation; None if its results are torch's."""
     try:
-        for one in operands:
-            found, expected = (_results(getattr(each, name), one) for each in (kernels, TORCH))
-            if not all(map(_agree, found, expected)):
+        for case in operands:
+            results = _results(getattr(kernels, name), case)
+            expected = _results(getattr(TORCH, name), case)
+            if not all(map(_agree, results, expected)):
                 return "results differ from those of plain operations"
     except Exception as error:  # a kernel that cannot be compiled or run here
-        for device in {one.device for one in _tensors_in(list(operands))}:
+        for device in {tensor.device for tensor in _tensors_in(list(operands))}:
             raise_if_lost(device, error)
         return str(error) or type(error).__name__
     return None
@@ -116,19 +118,19 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor | np.ndarray):
         yield torch.as_tensor(value)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
+        for item in value:
+            yield from _tensors_in(item)
     elif is_dataclass(value):
         for field in fields(value):
             yield from _tensors_in(getattr(value, field.name))
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    if found.dtype == expected.dtype == torch.float64:  # random numbers, and the largest numbers of rows
-        return torch.equal(found, expected)
-    if found.is_floating_point() and found.dtype == expected.dtype:
-        return torch.allclose(found.float(), expected.float(), rtol=1e-4, atol=1e-7)
-    return torch.equal(found, expected)
+def _agree(result: Tensor, expected: Tensor) -> bool:
+    if result.dtype == expected.dtype == torch.float64:  # random numbers, and the largest numbers of rows
+        return torch.equal(result, expected)
+    if result.is_floating_point() and result.dtype == expected.dtype:
+        return torch.allclose(result.float(), expected.float(), rtol=1e-4, atol=1e-7)
+    return torch.equal(result, expected)
 
 
 def _logits(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -164,7 +166,8 @@ def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, ProbsTable
     chains = Chains(tokens_CL, length_C, request_C, draft, shape=(num_requests, num_chains))
     shapes = {"accept_CL": (count, length), "chosen_accept_CL": (count, length)}
     drawn = {
-        one.name: numbers(4 + salt, *shapes.get(one.name, (count,))) for salt, one in enumerate(fields(ChainNoise))
+        field.name: numbers(4 + salt, *shapes.get(field.name, (count,)))
+        for salt, field in enumerate(fields(ChainNoise))
     }
     return chains, ProbsTable(target_NV, target_row_CX, TORCH), ChainNoise(**drawn)
 
@@ -189,30 +192,30 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
         torch.tensor([1, 1, 1, 0.8, 0.9, 1], device=device),
         10_000,
     )
-    of_requests = filters.each(lambda one: one.repeat(2)[: len(temperature_B)])
+    request_filters = filters.each(lambda values: values.repeat(2)[: len(temperature_B)])
     storages = [torch.arange(width * 192, device=device).sin().view(3, 64, 2, width // 2) for width in (32, 40, 1024)]
     # Each move of the first sequence overwrites what the next one reads.
     moves = [[(slot, slot + 1) for slot in range(32)], [(60, 50)]]
     return {
         "softmax": logits,
         "truncated": [
-            (*one, Filters(*edges, most_k=40))
-            for one, edges in zip(
+            (*rows, Filters(*edges, most_k=40))
+            for rows, edges in zip(
                 (*logits, logits[0]), ((min_p_N, top_k_N), (None, top_k_N), (min_p_N, None)), strict=True
             )
         ],
         "distribution": [
-            (*one, some) for one in logits for some in (Filters(), filters, Filters(None, None, filters.top_p_N))
+            (*rows, chosen) for rows in logits for chosen in (Filters(), filters, Filters(None, None, filters.top_p_N))
         ],
-        "draw": [(TORCH.softmax(*one), torch.arange(_NUM_ROWS, device=device).flip(0), uniform_C) for one in logits],
+        "draw": [(TORCH.softmax(*rows), torch.arange(_NUM_ROWS, device=device).flip(0), uniform_C) for rows in logits],
         "nucleus": [(steps_V.repeat(6, 1), torch.tensor([0.1, 0.45, 0.5, 0.75, 0.95, 1.0], device=device))],
         "draw_residual": [(chains, target, half_C, 0.4 + 0.6 * score_C, noise.residual_C)],
         "race": [(chains, target, noise)],
         "winners": [(chains, score_C.round(decimals=1), half_C, token_C)],
         "decide": [
-            (target.probs_NV.log(), temperature_B, some, starts, chains, target.row_CX, numbers)
-            for some in (Filters(), of_requests)
+            (target.probs_NV.log(), temperature_B, chosen, starts, chains, target.row_CX, numbers)
+            for chosen in (Filters(), request_filters)
         ],
         "uniform": [(*_NAMES, np.arange(1, 11), np.arange(4), 5)],
-        "move": [([one.to(dtype) for one in storages], moves) for dtype in (torch.float32, torch.bfloat16)],
+        "move": [([storage.to(dtype) for storage in storages], moves) for dtype in (torch.float32, torch.bfloat16)],
     }

@@ -2,7 +2,7 @@
 
 The processes leave the code in Numba's cache, where this start and later starts find it. A kernel that they do not
 compile is compiled at its first call. A child process loads new files before this process does, because LLVM ends a
-process that loads wrong code.
+process that loads wrong code. This module needs Numba, an optional package.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.config import ModelConfig
+from engine.cpu.compiled import draw_loop, model_pass, product_phase
+from engine.cpu.compiled_files import SUFFIX, damaged_files, load_all
 from engine.cpu.compiler import cache_folder
+from engine.cpu.weights import form_of_type, forms_of, types_of
+from engine.models.gguf.blocks import Form
 from engine.models.gguf.weights import file_behind, type_of_embeddings, types_of_matrices
 from engine.start.choosing import choose
 from engine.start.host import usable_cores
-from engine.start.loading import Progress, decoded_dtype
-
-if TYPE_CHECKING:
-    from engine.models.gguf.blocks import Form
+from engine.start.loading import Progress
+from engine.start.number_formats import decoded_dtype
 
 log = logging.getLogger("polydraft")
 
 _LONGEST_S = 300.0
-"""Seconds that a start waits for compiling processes, its own or another start's. After that time the start compiles
-the kernels that it calls, and the processes finish their jobs."""
+"""Seconds that a start waits for compiling processes, also of another start. After that time the start compiles the
+kernels that it calls, and the processes finish their jobs.
+"""
 _POLL_S = 0.1
 _MARK = "compiled-"
 _LOADED = "loaded"
@@ -46,12 +49,8 @@ Jobs = Mapping[str, Callable[[], object]]
 
 def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     """Compile the kernels of the target if no earlier start has; call it before torch has made threads."""
-    try:
-        from engine.cpu.compiled import draw_loop, model_pass, product_phase
-        from engine.cpu.weights import types_of
-    except ImportError:  # Numba is not installed
-        return
-    used, folder = _forms_used(config), cache_folder()
+    used = _forms_used(config)
+    folder = cache_folder()
     if not used.products or folder is None:
         return
     kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"
@@ -76,18 +75,21 @@ class _Forms(NamedTuple):
 
 def _forms_used(config: ModelConfig) -> _Forms:
     """Return the forms of the weights of target and draft; none if the CPU's decoder does not run the target."""
-    from engine.cpu.weights import form_of_type, forms_of
-
     products: set[Form] = set()
     embeddings: set[Form] = set()
     dtype = decoded_dtype(config)
     if dtype is None:
         return _Forms(frozenset(), frozenset())
-    files = [None if name is None else file_behind(name) for name in (config.target, config.draft)]
-    for file in filter(None, files if config.dtype == "auto" else []):
+    names = [name for name in (config.target, config.draft) if name is not None]
+    files = [file for name in names if (file := file_behind(name)) is not None]
+    if config.dtype != "auto":  # blocks are dequantised
+        files = []
+    for file in files:
         products |= {form_of_type(kind) for kind in types_of_matrices(file)}
-        embeddings |= {form_of_type(kind) for kind in (type_of_embeddings(file),) if kind is not None}
-    if files[0] is None or (config.draft is not None and files[1] is None) or config.dtype != "auto":
+        embedded = type_of_embeddings(file)
+        if embedded is not None:
+            embeddings.add(form_of_type(embedded))
+    if len(files) < len(names):
         # A draft model inherits the format of the target, and a head does not.
         for weights in {config.weights, config.draft_weights}:
             forms = forms_of(dtype, weights, config.activations == "auto")
@@ -139,8 +141,6 @@ def _alone(folder: Path, progress: Progress, ends_s: float) -> Iterator[None]:
 
 def _forget_incomplete(folder: Path) -> None:
     """Remove damaged files. Remove the marks, too, if a file is damaged or missing."""
-    from engine.cpu.compiled_files import damaged_files
-
     damaged = damaged_files(folder)
     for path in damaged:
         log.warning("%s is damaged: its kernels are compiled again", path)
@@ -150,8 +150,6 @@ def _forget_incomplete(folder: Path) -> None:
 
 
 def _forget(folder: Path) -> None:
-    from engine.cpu.compiled_files import SUFFIX
-
     _remove_marks(folder)
     for path in folder.rglob(f"*{SUFFIX}"):
         path.unlink(missing_ok=True)
@@ -164,10 +162,11 @@ def _remove_marks(folder: Path) -> None:
 
 def _files(folder: Path) -> set[str]:
     """Return a line for each file of compiled code: its name, size and time."""
-    from engine.cpu.compiled_files import SUFFIX
-
-    found = [(path.relative_to(folder), path.stat()) for path in folder.rglob(f"*{SUFFIX}")]
-    return {f"{name} {facts.st_size} {facts.st_mtime_ns}" for name, facts in found}
+    lines = set()
+    for path in folder.rglob(f"*{SUFFIX}"):
+        facts = path.stat()
+        lines.add(f"{path.relative_to(folder)} {facts.st_size} {facts.st_mtime_ns}")
+    return lines
 
 
 def _loaded(folder: Path) -> set[str]:
@@ -185,30 +184,29 @@ def _compile(folder: Path, jobs: Jobs, progress: Progress, ends_s: float) -> boo
         return True
     num_processes = min(usable_cores(), 4)
     progress(f"compiling kernels in {num_processes} processes" if num_processes > 1 else "compiling kernels")
-    waiting, running = list(left.items()), list[ForkProcess]()
+    waiting = list(left.items())
+    running: list[ForkProcess] = []
     while waiting or running:
         while waiting and len(running) < num_processes:
             name, job = waiting.pop(0)
             running.append(_start(job, folder / f"{_MARK}{name}"))
-        ended = wait([one.sentinel for one in running], max(0.0, ends_s - time.monotonic()))
+        ended = wait([process.sentinel for process in running], max(0.0, ends_s - time.monotonic()))
         if not ended:
             log.warning(
                 "compiling kernels takes long: this process compiles what it needs, and others complete the rest"
             )
             return True
-        if any(_crashed(one) for one in running if one.sentinel in ended):
-            for one in running:
-                one.kill()
-                one.join()
+        if any(_crashed(process) for process in running if process.sentinel in ended):
+            for process in running:
+                process.kill()
+                process.join()
             return False
-        running = [one for one in running if one.sentinel not in ended]
+        running = [process for process in running if process.sentinel not in ended]
     return True
 
 
 def _try_new_files(folder: Path, ends_s: float) -> bool:
     """Load files that no process has loaded yet, in a child process. Return whether the child has not crashed."""
-    from engine.cpu.compiled_files import load_all
-
     files = _files(folder)
     if files == _loaded(folder) or time.monotonic() > ends_s:
         return True

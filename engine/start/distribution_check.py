@@ -3,7 +3,7 @@
 Plain passes of the target compute the exact distribution of the first three tokens after a prompt. Four are compared
 with a head, which does not draft the first one: rules may change the targets of later steps, so a drafting step and the
 step after it must be among them. The engine answers the prompt many times, with different seeds, by the rule under
-test. The counts of the most likely texts (the others in groups) must fit the distribution: a G-test. It reports how
+test. The counts of the most likely texts (other texts in groups) must fit the distribution: a G-test. It reports how
 large a bias it would find. If the pair disagrees enough, the same test must reject over-acceptance, whose bias the
 engine reports. It needs an idle engine, and leaves no request in it.
 """
@@ -143,7 +143,7 @@ def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
 class Cells:
     """A partition of all answers by their first tokens, with the exact probability of each part.
 
-    A likely prefix is divided by its likely next tokens, with one part for all others, down to `num_tokens` tokens.
+    A likely prefix is divided by its likely next tokens, with one part for other tokens, down to `num_tokens` tokens.
     The first tokens that are not likely are pooled in groups of equal mass, ordered by the ratio of draft to target
     probability, which shows bias.
     """
@@ -216,7 +216,7 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling, num_to
 def _divided(
     engine: Engine, prompt: Sequence[int], sampling: Sampling, parts: dict[Cell, float], num_tokens: int
 ) -> dict[Cell, float]:
-    """Return the parts of these prefixes of one token: each prefix that is likely enough is divided by its next."""
+    """Return the parts of prefixes of one token: each prefix that is likely enough is divided by its next token."""
     cells: dict[Cell, float] = {}
     paths: list[Cell] = []
     for num_likely in (_NUM_SECOND, *(_NUM_LATER,) * (num_tokens - 2)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -38,40 +39,48 @@ class MemoryPlan:
     """Working memory of steps."""
 
 
+class StoredModel(NamedTuple):
+    """K/V that a model stores."""
+
+    token_bytes: int
+    """Bytes for a token."""
+    spare_blocks: int = 0
+    """Blocks besides the pool."""
+
+
 def plan_memory(
     config: EngineConfig,
     facts: EngineFacts,
-    token_bytes: Sequence[int],
-    spare_blocks: Sequence[int],
+    models: Sequence[StoredModel],
     recorded_bytes: int,
     device: torch.device,
     has_draft_pool: bool = False,
 ) -> MemoryPlan:
-    """Divide the memory that is left; raises ConfigError if it does not hold one request of the longest text.
+    """Divide the memory that is left; raise ConfigError if it does not hold one request of the longest text.
 
     A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
-    token_bytes: bytes that each model stores for a token; spare_blocks: of each model, besides the pool;
-    recorded_bytes: what recorded passes and steps write into; has_draft_pool: whether the draft model's blocks are
-    those of its window, in a separate pool.
+    models: the target, then the draft model; recorded_bytes: memory of recorded passes and steps; has_draft_pool:
+    whether the draft model's blocks hold its window only, in a separate pool.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),
         "graphs": recorded_bytes,
     }
-    longest, block_size = facts.max_model_len, config.cache.block_size
-    block_bytes = [block_size * per_token for per_token in token_bytes]
-    spare_bytes = [count * size for count, size in zip(spare_blocks, block_bytes, strict=True)]
+    longest = facts.max_model_len
+    block_size = config.cache.block_size
+    block_bytes = [block_size * model.token_bytes for model in models]
+    spare_bytes = [model.spare_blocks * size for model, size in zip(models, block_bytes, strict=True)]
     most_blocks = blocks_of(longest, config)
-    num_blocks, of_windows = config.cache.num_blocks, max(most_blocks, _window_blocks(config))
+    window_blocks = max(most_blocks, _window_blocks(config))
+    num_blocks = config.cache.num_blocks
     if not num_blocks:
         free = max(0, _free_bytes(config.cache, device, sum(kept_back.values())) - sum(spare_bytes))
         num_blocks = free // sum(block_bytes)
-        if has_draft_pool and num_blocks > of_windows:
-            num_blocks = (free - of_windows * block_bytes[1]) // block_bytes[0]
-        is_asked_for = config.cache.memory_bytes or config.cache.device_share
-        if not (is_asked_for and config.cache.prefix_caching):
-            # Further blocks could only hold prefixes of ended requests, so they are used only if the operator has set a
-            # size.
+        if has_draft_pool and num_blocks > window_blocks:
+            num_blocks = (free - window_blocks * block_bytes[1]) // block_bytes[0]
+        has_size = config.cache.memory_bytes or config.cache.device_share
+        if not (has_size and config.cache.prefix_caching):
+            # Further blocks could only hold prefixes of ended requests: only if the operator has set a size.
             num_blocks = min(num_blocks, most_blocks * config.scheduler.max_num_seqs)
     if num_blocks < most_blocks:
         longest = num_blocks * block_size - lookahead(config)
@@ -81,7 +90,7 @@ def plan_memory(
                 f"needs {most_blocks}; give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
             )
         most_blocks = num_blocks
-    num_draft_blocks = min(num_blocks, of_windows) if has_draft_pool else num_blocks
+    num_draft_blocks = min(num_blocks, window_blocks) if has_draft_pool else num_blocks
     counts = (num_blocks, num_draft_blocks)
     pool_bytes = [count * size + spare for count, size, spare in zip(counts, block_bytes, spare_bytes, strict=False)]
     return MemoryPlan(num_blocks, num_draft_blocks, longest, most_blocks, pool_bytes, kept_back)
@@ -94,16 +103,18 @@ def blocks_of(length: int, config: EngineConfig) -> int:
 
 def _window_blocks(config: EngineConfig) -> int:
     """Return the blocks of the draft model's windows if all requests draft the configured shape."""
-    wanted, block_size = config.speculation, config.cache.block_size
-    # The first of its tokens may be the last of a block.
-    of_request = -(-(wanted.draft_window + _num_drawn(config) - 1) // block_size) + 1
-    return config.scheduler.max_num_seqs * of_request
+    num_tokens = config.speculation.draft_window + _num_drawn(config)
+    # The first token of a window may be the last of a block.
+    blocks_per_request = -(-(num_tokens - 1) // config.cache.block_size) + 1
+    return config.scheduler.max_num_seqs * blocks_per_request
 
 
 def _num_drawn(config: EngineConfig) -> int:
     """Return the drafted nodes of a request that names no shape."""
     wanted = config.speculation
-    return num_nodes(wanted.tree) if wanted.tree else wanted.num_drafts * wanted.draft_length
+    if wanted.tree:
+        return num_nodes(wanted.tree)
+    return wanted.num_drafts * wanted.draft_length
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:
@@ -113,7 +124,7 @@ def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int
     if cache.memory_bytes:
         return cache.memory_bytes
     if device.type == "cuda":
-        # An engine that has ended may still hold some, and torch holds what probing has used.
+        # An ended engine may still hold memory, and torch holds the memory that probing has used.
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

@@ -14,12 +14,13 @@ from engine.models.parallel import join
 from engine.models.runner import ModelRunner
 from engine.start.choosing import choose
 from engine.start.host import call_glibc, cpu_threads, keep_freed_memory
-from engine.start.loading import choose_device, load
+from engine.start.loading import load_share
+from engine.start.number_formats import choose_device
 from engine.start.probe import choose_backend, find_kv_shape
 
 
 def end_with_parent() -> None:
-    """Have Linux end this process when the engine ends, even while it waits for others and reads nothing."""
+    """Have Linux end this process when the engine ends, even while it waits for other ranks and reads nothing."""
     die_with_parent = 1
     call_glibc("prctl", die_with_parent, signal.SIGKILL)
 
@@ -35,7 +36,7 @@ def main() -> NoReturn:
     keep_freed_memory()
     torch.set_num_threads(cpu_threads(config))
     device = join(store, choose_device(config.device))
-    loaded = load(config.target, config.revision, config.dtype, device, split=True, context=context)
+    loaded = load_share(config, device, context)
     _probe, block_size = next_call(calls)
     shape = find_kv_shape(loaded)
     choice = choose_backend(loaded, shape, block_size, config)

@@ -29,9 +29,9 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
     # Cold steps are not informative for the model of step times.
     for times, served in ((None, drafting), (engine.scheduler.times, (Speculation(), *drafting))):
         rehearsed = _engine_around(engine, times)
-        for number, one in enumerate(served):
+        for number, wanted in enumerate(served):
             began = time.perf_counter()
-            rehearsed.submit(_rehearsal(str(number), one, engine.facts.max_model_len // 4))
+            rehearsed.submit(_rehearsal(str(number), wanted, engine.facts.max_model_len // 4))
             while rehearsed.scheduler.has_work and time.perf_counter() - began < _REHEARSAL_S:
                 result = rehearsed.run_step()
                 encode(StepResults(result.outcomes, result.stats))
@@ -41,10 +41,9 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
 
 def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
     """Return another engine of the same models."""
-    own = engine.scheduler
-    scheduler = own.portion()
+    scheduler = engine.scheduler.portion()
     scheduler.times = times
-    if times is not None and own.controller is not None:
+    if times is not None and engine.scheduler.controller is not None:
         scheduler.controller = Controller(times, engine.limits.max_draft_length)
     result = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammar_queue.source)
     result.recorded = engine.recorded

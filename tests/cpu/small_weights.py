@@ -10,7 +10,7 @@ from typing import Any
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.weights import Form, Forms, rounded_rows
 from engine.start.loading import LoadedModel
-from engine.start.probe import rows_converted
+from engine.start.plain_passes import rows_converted
 
 
 def rows_rounded(model: Any, form: Form) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from engine.cpu.weights import Forms, forms_of
 from engine.errors import ConfigError
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
-from engine.start.loading import outline_pair
+from engine.start.outlines import outline_pair
 from tests.cpu.small_weights import represented_by, rows_rounded
 from tests.engine import tiny
 from tests.engine.test_output_distribution import (

@@ -6,7 +6,8 @@ from typing import Any
 
 import transformers
 
-from engine.start.loading import FITTING_MODEL_TYPES, LoadedModel
+from engine.start.architectures import FITTING_MODEL_TYPES
+from engine.start.loading import LoadedModel
 from tests.engine import tiny
 
 VOCABULARY = 101

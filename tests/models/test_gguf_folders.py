@@ -22,7 +22,7 @@ from engine.models.gguf.folder import file_of, folder_of
 from engine.models.gguf.names import with_folders
 from engine.models.importing import import_transformers
 from engine.models.weight_files import check_weight_files
-from engine.start.loading import outline_pair
+from engine.start.outlines import outline_pair
 from tests.models.gguf_models import CONTEXT, DEMO, head_dim_of, tokenizer_keys, write_model
 from tests.wrong import calls_of
 

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.models.gguf.folder import folder_of
 from engine.models.gguf.names import hub_file, local_file, with_folders
 from engine.models.importing import import_transformers
-from engine.start.loading import outline_pair
+from engine.start.outlines import outline_pair
 from server.cli import main
 from server.settings.settings import Serve
 from tests.models.gguf_models import DEMO, tokenizer_keys, write_model

@@ -21,7 +21,9 @@ from engine.models.gguf import weights
 from engine.models.gguf.blocks import BLOCK_TYPES, BlockTensor
 from engine.models.gguf.folder import folder_of
 from engine.models.importing import import_transformers
-from engine.start.loading import LoadedModel, draft_model_config, load, outline_pair
+from engine.start.loading import LoadedModel, load
+from engine.start.number_formats import draft_model_config
+from engine.start.outlines import outline_pair
 from engine.start.probe import choose_backend, find_kv_shape, probe
 from tests.engine import tiny
 from tests.models.gguf_models import DEMO, head_dim_of, stored_weight, write_model

@@ -25,7 +25,7 @@ from engine.errors import ConfigError, LoadError
 from engine.models import quantising
 from engine.models.kinds import is_lean
 from engine.models.packing import is_plain
-from engine.start import loading, probe
+from engine.start import number_formats, plain_passes, probe
 from engine.start.building import build_engine
 from engine.start.loading import LoadedModel, load
 from engine.step.engine import Engine
@@ -93,7 +93,7 @@ def layouts_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     of = quantising._torchao_config
     monkeypatch.setattr(quantising, "_torchao_config", lambda weights, on_cuda: of(weights, on_cuda=not on_cuda))
     monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda *_: None)
-    monkeypatch.setattr(loading, "arithmetic_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(number_formats, "arithmetic_dtype", lambda *_: torch.bfloat16)
 
 
 def served(target: str, draft: str, weights: str) -> Engine:
@@ -165,7 +165,7 @@ def test_a_devices_fp8_passes_the_probe_and_faults_are_found(tmp_path: Path, mon
     assert quantising.quantises_rows(loaded.model)
     right = probe.probe(loaded, shape)
     assert 0 < right < 0.9
-    with instead(probe, "in_float32", lambda _, weight: weight.float()):  # leaves such a weight quantised
+    with instead(plain_passes, "in_float32", lambda _, weight: weight.float()):  # leaves such a weight quantised
         assert probe.probe(loaded, shape, only_warns=True) > 1.5 * right
     with instead(*WITHOUT_COMPACTION), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)

@@ -16,7 +16,8 @@ from engine.models.rope import depends_on_length, fix_rope
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
 from engine.start.building import build_engine
-from engine.start.loading import load, outline_pair
+from engine.start.loading import load
+from engine.start.outlines import outline_pair
 from engine.start.probe import BACKENDS, find_kv_shape
 from tests.engine import tiny
 from tests.models.test_architectures import COMMON

@@ -20,7 +20,8 @@ from engine.cuda.recorded.inputs import DISTRIBUTIONS, StepShape
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.start import calibration
-from engine.start.calibration import measure, measure_points, middle_steps, read_profile
+from engine.start.calibration import measure, measure_points, middle_steps
+from engine.start.profile_cache import read_profile
 from engine.step.engine import Engine
 from engine.step.telemetry import Stopwatch
 from tests.engine import tiny

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.start import host
-from engine.start.calibration import profile_file
+from engine.start.profile_cache import profile_file
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ import transformers
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.config_check import check_settings
 from engine.errors import SERVER_FAULTS, ConfigError, LoadError, RequestError
+from engine.start.architectures import check_config
 from engine.start.building import assemble, build_engine
-from engine.start.loading import check_config, choose_device, load
+from engine.start.loading import load
+from engine.start.number_formats import choose_device
 from tests.engine import tiny
 from tests.heads import folders
 from tests.wrong import instead

@@ -19,7 +19,7 @@ from engine.cuda.recorded.menu import buffer_bytes, menu
 from engine.errors import ConfigError
 from engine.start import building
 from engine.start.building import assemble, kv_shape_of
-from engine.start.memory import plan_memory
+from engine.start.memory import StoredModel, plan_memory
 from tests.engine import tiny
 from tests.models.test_architectures import COMMON
 from tests.wrong import instead
@@ -28,6 +28,7 @@ GIB = 1 << 30
 CONFIG = EngineConfig(
     model=ModelConfig(target="target", draft="draft"), scheduler=SchedulerConfig(max_num_seqs=64, max_model_len=4096)
 )
+PAIR = [StoredModel(130_000), StoredModel(110_000)]
 
 
 @pytest.fixture
@@ -45,7 +46,9 @@ def test_what_a_step_needs_is_kept_back_from_the_pool(facts: object, monkeypatch
     device = MagicMock(type="cuda")
     token_bytes = [130_000, 110_000]
     written = buffer_bytes(menu([(0, 0), (4, 5)], 64), 152_000)
-    plain, recorded = (plan_memory(CONFIG, facts, token_bytes, [0, 0], size, device) for size in (0, written))  # type: ignore[arg-type]
+    plain, recorded = (
+        plan_memory(CONFIG, facts, list(map(StoredModel, token_bytes)), size, device) for size in (0, written)
+    )  # type: ignore[arg-type]
     assert called[:2] == ["given back", "asked"]
     assert recorded.kept_back["graphs"] == written > 300 << 20
     for found in (plain, recorded):
@@ -59,9 +62,9 @@ def test_a_small_card_that_does_not_hold_one_request_is_refused(facts: object, m
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * GIB, 24 * GIB))
     with pytest.raises(ConfigError, match="give it more memory"):
-        plan_memory(CONFIG, facts, [130_000, 110_000], [0, 0], 1 << 28, MagicMock(type="cuda"))  # type: ignore[arg-type]
+        plan_memory(CONFIG, facts, PAIR, 1 << 28, MagicMock(type="cuda"))  # type: ignore[arg-type]
     few = msgspec.structs.replace(CONFIG, cache=CacheConfig(memory_bytes=2 * GIB))
-    assert plan_memory(few, facts, [130_000, 110_000], [0, 0], 1 << 28, MagicMock(type="cuda")).num_blocks > 256  # type: ignore[arg-type]
+    assert plan_memory(few, facts, PAIR, 1 << 28, MagicMock(type="cuda")).num_blocks > 256  # type: ignore[arg-type]
 
 
 def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +72,11 @@ def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
     half = msgspec.structs.replace(CONFIG, cache=CacheConfig(device_share=0.5))
-    plan = plan_memory(half, facts, [130_000, 110_000], [0, 0], 1 << 28, MagicMock(type="cuda"))  # type: ignore[arg-type]
+    plan = plan_memory(half, facts, PAIR, 1 << 28, MagicMock(type="cuda"))  # type: ignore[arg-type]
     room = 40 * GIB - 20 * GIB - sum(plan.kept_back.values())
     assert sum(plan.pool_bytes) == pytest.approx(room, rel=1e-3)
     with pytest.raises(ConfigError, match="gpu-memory-utilization"):
-        plan_memory(half, facts, [130_000, 110_000], [0, 0], 1 << 28, torch.device("cpu"))  # type: ignore[arg-type]
+        plan_memory(half, facts, PAIR, 1 << 28, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_a_cache_of_a_named_size_also_holds_what_has_ended(facts: object) -> None:
@@ -83,7 +86,7 @@ def test_a_cache_of_a_named_size_also_holds_what_has_ended(facts: object) -> Non
         one = msgspec.structs.replace(
             CONFIG, cache=CacheConfig(**cache), scheduler=SchedulerConfig(max_num_seqs=1, max_model_len=4096)
         )
-        return plan_memory(one, facts, [1000], [0], 0, torch.device("cpu")).num_blocks  # type: ignore[arg-type]
+        return plan_memory(one, facts, [StoredModel(1000)], 0, torch.device("cpu")).num_blocks  # type: ignore[arg-type]
 
     assert num_blocks(memory_bytes=8 * GIB) == 8 * GIB // 16_000
     running = num_blocks(memory_bytes=8 * GIB, prefix_caching=False)
@@ -102,7 +105,7 @@ def test_a_draft_window_leaves_the_target_the_memory_of_the_rest(facts: object) 
             speculation=SpeculationConfig(draft_window=window),
         )
         long = msgspec.structs.replace(facts, max_model_len=8192)  # type: ignore[type-var]
-        plan = plan_memory(config, long, token_bytes, [0, 0], 0, torch.device("cpu"), window > 0)
+        plan = plan_memory(config, long, list(map(StoredModel, token_bytes)), 0, torch.device("cpu"), window > 0)
         assert plan.max_model_len == 8192
         assert sum(plan.pool_bytes) <= config.cache.memory_bytes < sum(plan.pool_bytes) + 2 * 16 * token_bytes[0]
         return [count * 16 for count in (plan.num_blocks, plan.num_draft_blocks)]
@@ -119,7 +122,7 @@ def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) 
 
     def rows(config: EngineConfig) -> float:
         few = msgspec.structs.replace(config, cache=CacheConfig(memory_bytes=8 * GIB))
-        plan = plan_memory(few, facts, [1000], [0], 0, torch.device("cpu"))  # type: ignore[arg-type]
+        plan = plan_memory(few, facts, [StoredModel(1000)], 0, torch.device("cpu"))  # type: ignore[arg-type]
         return plan.kept_back["workspace"] / 64 / 152_000 / 16
 
     drafts = msgspec.structs.replace(

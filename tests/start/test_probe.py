@@ -18,8 +18,8 @@ from engine.config import ModelConfig
 from engine.errors import LoadError
 from engine.models import runner
 from engine.models.backend import TransformersBackend
-from engine.start import probe
-from engine.start.loading import LoadedModel, load
+from engine.start import plain_passes, probe
+from engine.start.loading import LoadedModel, load, load_share
 from tests.engine import tiny
 from tests.start.test_loading import SMALL, saved
 from tests.wrong import calls_of, instead
@@ -75,7 +75,7 @@ def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> N
         return from_pretrained(name, **more)
 
     with instead(transformers.AutoModelForCausalLM, "from_pretrained", whole):
-        share = load(name, None, "float32", torch.device("cpu"), split=True)
+        share = load_share(ModelConfig(target=name, dtype="float32"), torch.device("cpu"))
     others = load(name, None, "float32", torch.device("cpu"))
     by_kernel = probe.BackendChoice(MagicMock(), MagicMock())
     on_cuda = MagicMock()
@@ -149,10 +149,10 @@ def test_float32_passes_use_the_same_weights_and_leave_them() -> None:
 
     with torch.inference_mode():
         plain = logits(model, tokens)
-        with probe._in_float32(model):
+        with probe.widened(model):
             assert torch.equal(logits(model, tokens), logits(widened, tokens))
         assert torch.equal(logits(model, tokens), plain)
-        with probe._in_float32(model), pytest.raises(IndexError):
+        with probe.widened(model), pytest.raises(IndexError):
             logits(model, [1000])
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert not model.lm_head._forward_hooks
@@ -162,9 +162,9 @@ def test_faults_of_models_in_bfloat16_are_found(caplog: pytest.LogCaptureFixture
     """Also if they only warn, and numbers that are not finite are refused even then."""
     loaded = in_bfloat16(3)
     shape = probe.find_kv_shape(loaded)
-    with calls_of(probe, "_in_float32") as widened:
+    with calls_of(probe, "widened") as passes:
         assert 0 < probe.probe(loaded, shape) < 0.9
-    assert len(widened) == 1
+    assert len(passes) == 1
     with instead(*WITHOUT_COMPACTION), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)
     assert not caplog.records
@@ -183,7 +183,7 @@ def without_memory(*_: Any, **__: Any) -> None:
 
 def test_a_model_that_cannot_run_in_float32_is_compared_without(caplog: pytest.LogCaptureFixture) -> None:
     loaded = in_bfloat16(3)
-    with caplog.at_level("INFO"), instead(probe.nn, "Parameter", without_memory):
+    with caplog.at_level("INFO"), instead(plain_passes.nn, "Parameter", without_memory):
         assert 0 < probe.probe(loaded, probe.find_kv_shape(loaded)) < 1
     assert "probed without float32: no memory" in caplog.text
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}

@@ -49,9 +49,10 @@ class BlockTensor(Tensor):
     def __new__(cls, raw: Tensor, kind: Type) -> BlockTensor:
         numbers, size = GGML_QUANT_SIZES[kind]
         shape = raw.shape[0], raw.shape[1] // size * numbers
-        found: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=raw.device)
-        found.raw, found.type = raw, kind
-        return found  # type: ignore[no-any-return]
+        weight: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=raw.device)
+        weight.raw = raw
+        weight.type = kind
+        return weight  # type: ignore[no-any-return]
 
     def __init__(self, raw: Tensor, kind: Type) -> None:  # noqa: ARG002
         super().__init__()
@@ -110,8 +111,8 @@ def has_blocks(model: nn.Module) -> bool:
 def _multiplied(rows: Tensor, weight: BlockTensor, bias: Tensor | None = None) -> Tensor:
     parts = range(0, len(weight), _ROWS_AT_ONCE)
     products = [rows @ weight.rows(slice(first, first + _ROWS_AT_ONCE)).dequantize().T for first in parts]
-    found = torch.cat(products, -1)
-    return found if bias is None else found + bias
+    product = torch.cat(products, -1)
+    return product if bias is None else product + bias
 
 
 class BlockType(NamedTuple):

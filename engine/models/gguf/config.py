@@ -101,19 +101,21 @@ def _biases(file: GgufFile) -> tuple[str, dict[str, bool]]:
         have("attn_output"),
         have("ffn_gate", "ffn_up", "ffn_down"),
     )
-    some = LoadError(
+    fault = LoadError(
         f"{file.path}: only some layers have biases, which no decoder of this architecture has; {_TRANSFORMERS}"
     )
     if len(input_biases) + len(mlp_biases) > 2 or (output_biases == {True} and input_biases != {True}):
-        raise some
-    has_attention, has_all, has_mlp = True in input_biases, True in output_biases, True in mlp_biases
+        raise fault
+    has_attention = True in input_biases
+    has_all = True in output_biases
+    has_mlp = True in mlp_biases
     if file.architecture == "qwen3":
         if has_mlp or has_attention != has_all:
-            raise some
+            raise fault
         return "qwen3", {"attention_bias": has_attention}
     if has_attention and not has_all:
         if has_mlp:
-            raise some
+            raise fault
         return "qwen2", {}
     return "llama", {"attention_bias": has_all, "mlp_bias": has_mlp}
 
@@ -137,19 +139,22 @@ def _rope(file: GgufFile, keys: Keys, head_dim: int, context: int) -> dict[str, 
     numbers = dequantize(factors.data, factors.type).astype(np.float64)
     if np.all(numbers == 1):
         return {"rope_theta": theta, **scaling}
-    found = None if scaling["rope_type"] != "default" else llama3_scaling(numbers, theta, head_dim)
-    if found is None:
+    llama3 = None
+    if scaling["rope_type"] == "default":
+        llama3 = llama3_scaling(numbers, theta, head_dim)
+    if llama3 is None:
         raise LoadError(
             f"{file.path}: the factors of its rotary embedding ({_FACTORS}) are not those of a Llama 3.1 model; "
             f"{_TRANSFORMERS}"
         )
-    return {"rope_theta": theta, "rope_type": "llama3", **found}
+    return {"rope_theta": theta, "rope_type": "llama3", **llama3}
 
 
 def _scaling(keys: Keys, context: int) -> dict[str, Any]:
     """Return the scaling that the file's keys name, as llama.cpp reads them."""
     old = keys.number("rope.scale_linear", 1.0)
-    kind, factor = keys.text("rope.scaling.type", "linear"), keys.number("rope.scaling.factor", old)
+    kind = keys.text("rope.scaling.type", "linear")
+    factor = keys.number("rope.scaling.factor", old)
     original = keys.count("rope.scaling.original_context_length", context)
     if kind != "yarn":
         keys.expect("rope.scaling.attn_factor", (1.0,), _TRANSFORMERS)

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.errors import LoadError
-from engine.models.files import begins_as_gguf, file_fault
+from engine.models.files import begins_as_gguf, file_fault, first_of
 from engine.models.gguf.header import Header, TensorEntry, read_header
 from engine.models.gguf.parts import parts_of
 
@@ -57,21 +57,21 @@ def open_file(path: Path) -> GgufFile:
     or do not belong together.
     """
     paths = parts_of(path)
-    missing = [one.name for one in paths if not (one.is_file() or one.is_symlink())]
+    missing = [part.name for part in paths if not (part.is_file() or part.is_symlink())]
     if missing:
-        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        shown = first_of(missing)
         raise LoadError(
-            f"{path}: {len(missing)} of the {len(paths)} parts of this model are missing from {path.parent} ({some}); "
+            f"{path}: {len(missing)} of the {len(paths)} parts of this model are missing from {path.parent} ({shown}); "
             "download them into this folder, without other names"
         )
-    contents = [_mapped(one) for one in paths]
-    headers = [read_header(one, content) for one, content in zip(paths, contents, strict=True)]
+    contents = list(map(_mapped, paths))
+    headers = [read_header(part, content) for part, content in zip(paths, contents, strict=True)]
     _check_parts(paths, headers)
     tensors: dict[str, StoredTensor] = {}
-    for one, content, header in zip(paths, contents, headers, strict=True):
-        for tensor in _tensors(one, content, header):
+    for part, content, header in zip(paths, contents, headers, strict=True):
+        for tensor in _tensors(part, content, header):
             if tensor.name in tensors:
-                raise LoadError(f"{one}: the tensor {tensor.name!r} is there twice, {_of_parts(len(paths))}")
+                raise LoadError(f"{part}: the tensor {tensor.name!r} is there twice, {_advice(len(paths))}")
             tensors[tensor.name] = tensor
     metadata = headers[0].metadata
     architecture = metadata.get(_ARCHITECTURE)
@@ -82,7 +82,8 @@ def open_file(path: Path) -> GgufFile:
     return GgufFile(path=paths[0], paths=paths, metadata=metadata, architecture=architecture, tensors=tensors)
 
 
-def _of_parts(count: int) -> str:
+def _advice(count: int) -> str:
+    """Return why a tensor may be there twice in files of this number of parts, and what to do."""
     if count == 1:
         return f"so the file is damaged; {_DOWNLOAD}"
     return "so its parts are of different models, or one has another's name; download all parts again"
@@ -104,10 +105,10 @@ def _check_parts(paths: tuple[Path, ...], headers: list[Header]) -> None:
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         _check_part(path, header.metadata, number, len(paths))
         for key in (_ARCHITECTURE, _TENSORS):
-            own = header.metadata.get(key, first.get(key))
-            if own != first.get(key):
+            value = header.metadata.get(key, first.get(key))
+            if value != first.get(key):
                 raise LoadError(
-                    f"{path}: {key} is {own!r} here and {first.get(key)!r} in {paths[0].name}, so the parts are of "
+                    f"{path}: {key} is {value!r} here and {first.get(key)!r} in {paths[0].name}, so the parts are of "
                     "different models; download all parts again"
                 )
     count = sum(len(header.entries) for header in headers)

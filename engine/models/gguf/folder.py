@@ -66,15 +66,17 @@ def folder_of(path: Path, cache: str = CACHE, needs_tokenizer: bool = True) -> P
 
 
 def file_of(folder: Path) -> Path | None:
-    """Return the GGUF file that has a folder's weights; None if the folder has them itself."""
+    """Return the GGUF file that has a folder's weights; None if the weights are in the folder."""
     stated = folder / WEIGHTS_ELSEWHERE
-    return Path(str(read_object(stated)["file"])) if stated.is_file() else None
+    if not stated.is_file():
+        return None
+    return Path(str(read_object(stated)["file"]))
 
 
 def _digest(paths: list[Path], needs_tokenizer: bool) -> str:
-    """Return a name for what these files have now."""
+    """Return a name for the present state of files."""
     try:
-        stated = [(str(path), found.st_size, found.st_mtime_ns) for path in paths for found in [path.stat()]]
+        stated = [(str(path), facts.st_size, facts.st_mtime_ns) for path in paths for facts in [path.stat()]]
     except OSError:
         stated = []  # opening the file reports what is wrong
     versions = [_FORMAT, *map(version, ("gguf", "tokenizers", "transformers"))]
@@ -200,5 +202,5 @@ def _foreign_config(folder: Path, file: GgufFile) -> dict[str, Any]:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
         return read_object(folder / "config.json")
-    said = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
-    raise LoadError(f"{file.path}: {said[-1]}")
+    lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
+    raise LoadError(f"{file.path}: {lines[-1]}")

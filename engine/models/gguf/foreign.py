@@ -50,8 +50,6 @@ _TRANSFORMERS = "serve the same model in transformers format"
 def foreign_config(file: GgufFile) -> dict[str, Any]:
     """Return the content of config.json; raise LoadError for a model that transformers does not read, or not whole."""
     transformers = import_transformers()
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
     name = NAMES.get(file.architecture)
     if name is None:
         served = ", ".join((*ARCHITECTURES, *NAMES))
@@ -65,7 +63,8 @@ def foreign_config(file: GgufFile) -> dict[str, Any]:
         raise LoadError(f"transformers does not read this file ({first_line(error)}); {_TRANSFORMERS}") from error
     config: dict[str, Any] = json.loads(read.to_json_string(use_diff=False))
     keys = Keys(file)
-    for key, field in GGUF_CONFIG_MAPPING[name].items():
+    mapping = transformers.integrations.ggml.GGUF_CONFIG_MAPPING
+    for key, field in mapping[name].items():
         if field is not None:  # else transformers knows the key and ignores it
             keys.skip(key)
     for key, field in _FIELDS.items():

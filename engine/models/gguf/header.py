@@ -149,8 +149,9 @@ class _Words:
 
     def number(self, code: str) -> int:
         """Return the next number; code: of the module `struct`."""
-        found: int = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
-        return found
+        stored = self.take(struct.calcsize(f"<{code}"))
+        number: int = struct.unpack(f"<{code}", stored)[0]
+        return number
 
     def text(self) -> str:
         """Return the next text."""
@@ -165,7 +166,9 @@ class _Words:
         kind = self.number("I")
         if kind == GGUFValueType.ARRAY:
             return self._items(key)
-        return self.text() if kind == GGUFValueType.STRING else self._scalar(key, kind)
+        if kind == GGUFValueType.STRING:
+            return self.text()
+        return self._scalar(key, kind)
 
     def _scalar(self, key: str, kind: int) -> Any:
         return self.number(self._code(key, kind))

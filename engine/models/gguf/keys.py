@@ -53,17 +53,18 @@ class Keys:
         return value
 
     def expect(self, key: str, values: Iterable[object], served: str) -> None:
-        """Raise LoadError for a value other than these; served: what is served, for the message."""
-        if (found := self._scalar(key, None, is_needed=False)) is not None and found not in values:
-            raise self.fault(key, f"is {found!r}, which is not served; {served}")
+        """Raise LoadError for a value that is none of `values`; served: what is served, for the message."""
+        value = self._scalar(key, None, is_needed=False)
+        if value is not None and value not in values:
+            raise self.fault(key, f"is {value!r}, which is not served; {served}")
 
     def end(self) -> None:
         """Raise LoadError for keys that nobody has read."""
         if self._left:
-            some = ", ".join(f"{self._file.architecture}.{key}" for key in sorted(self._left)[:3])
+            shown = ", ".join(f"{self._file.architecture}.{key}" for key in sorted(self._left)[:3])
             raise LoadError(
                 f"{self._file.path}: {len(self._left)} keys of this file are not known here and may change what the "
-                f"model computes ({some}); serve the same model in transformers format"
+                f"model computes ({shown}); serve the same model in transformers format"
             )
 
     def skip(self, key: str) -> None:

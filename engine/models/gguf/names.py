@@ -18,7 +18,16 @@ import msgspec
 from engine.config import MTP, EngineConfig
 from engine.errors import ConfigError, first_line
 from engine.models.checkpoint import Source
-from engine.models.files import PROBE_S, MissingConfig, ask_hub, begins_as_gguf, check_source, is_hub_name
+from engine.models.files import (
+    PROBE_S,
+    MissingConfig,
+    ask_hub,
+    begins_as_gguf,
+    check_source,
+    first_of,
+    hub_client,
+    is_hub_name,
+)
 from engine.models.gguf.parts import parts_of
 
 log = logging.getLogger("polydraft")
@@ -45,12 +54,15 @@ def with_folders(config: EngineConfig) -> EngineConfig:
     changes: dict[str, Any] = {"target": target.name, "revision": target.revision}
     given = {target.name: model.target}
     if model.draft is not None and model.draft != MTP:
-        is_target = model.draft_source == (model.target, model.revision)
-        draft = target if is_target else source_of(model.draft, model.draft_revision, cache, has_other_tokenizer)
+        draft = target
+        if model.draft_source != (model.target, model.revision):
+            draft = source_of(model.draft, model.draft_revision, cache, has_other_tokenizer)
         changes |= {"draft": draft.name, "draft_revision": draft.revision}
         given.setdefault(draft.name, model.draft)
     if model.tokenizer is not None:
-        tokenizer = target.name if model.tokenizer == model.target else _tokenizer_of(model.tokenizer, cache)
+        tokenizer = target.name
+        if model.tokenizer != model.target:
+            tokenizer = _tokenizer_of(model.tokenizer, cache)
         changes["tokenizer"] = tokenizer
         given.setdefault(tokenizer, model.tokenizer)
     changes["given_names"] = {folder: name for folder, name in given.items() if folder != name}
@@ -59,7 +71,9 @@ def with_folders(config: EngineConfig) -> EngineConfig:
 
 def _tokenizer_of(name: str, cache: str) -> str:
     path = local_file(name) or hub_file(name, None)
-    return name if path is None else _folder_of(path, cache)
+    if path is None:
+        return name
+    return _folder_of(path, cache)
 
 
 def source_of(name: str, revision: str | None, cache: str, has_other_tokenizer: bool = False) -> Source:
@@ -77,11 +91,13 @@ def source_of(name: str, revision: str | None, cache: str, has_other_tokenizer: 
                 path = hub_file(name, revision, has_type=False)
             if path is None:
                 raise
-    return Source(name, revision) if path is None else Source(_folder_of(path, cache, not has_other_tokenizer))
+    if path is None:
+        return Source(name, revision)
+    return Source(_folder_of(path, cache, not has_other_tokenizer))
 
 
 def _folder_of(path: Path, cache: str, needs_tokenizer: bool = True) -> str:
-    # It imports numpy, which names of other models do not need.
+    # It imports numpy (0.13 s), which names of other models do not need.
     from engine.models.gguf.folder import folder_of
 
     return str(folder_of(path, cache, needs_tokenizer))
@@ -100,7 +116,7 @@ def local_file(name: str) -> Path | None:
             if path.suffix.lower() == _SUFFIX and not path.exists():
                 raise ConfigError(f"{name}: no such file; check the name")
             return None
-        names = sorted(one.name for one in path.iterdir() if one.suffix.lower() == _SUFFIX)
+        names = sorted(file.name for file in path.iterdir() if file.suffix.lower() == _SUFFIX)
     except OSError:  # `check_source` explains it
         return None
     if not names:
@@ -109,8 +125,12 @@ def local_file(name: str) -> Path | None:
     if len(models) == 1:
         return path / models[0]
     if not models:
-        raise ConfigError(f"{name}: the GGUF files of this folder are no models ({_some(names)}); name a model's file")
-    raise ConfigError(f"{name}: this folder has {len(models)} GGUF models ({_some(models)}); name one of the files")
+        raise ConfigError(
+            f"{name}: the GGUF files of this folder are no models ({first_of(names, _SHOWN)}); name a model's file"
+        )
+    raise ConfigError(
+        f"{name}: this folder has {len(models)} GGUF models ({first_of(models, _SHOWN)}); name one of the files"
+    )
 
 
 def hub_file(name: str, revision: str | None, has_type: bool = True) -> Path | None:
@@ -142,35 +162,37 @@ def _models(names: Sequence[str]) -> list[str]:
 
 def _chosen(name: str, models: list[str], kind: str) -> str:
     """Return the model of a type, or without one the preferred or the only model."""
-    found = _of_type(models, kind or _PREFERRED)
-    if not kind and not found:
-        found = models
-    if len(found) == 1:
-        return found[0]
-    types = sorted({match[1] for one in models for match in _TYPE.finditer(PurePath(one).stem)})
-    there = f"types: {_some(types)}" if types else f"files: {_some(models)}"
-    repository = name.removesuffix(f":{kind}") if kind else name
-    if not found:
+    fitting = _with_type(models, kind or _PREFERRED)
+    if not kind and not fitting:
+        fitting = models
+    if len(fitting) == 1:
+        return fitting[0]
+    types = sorted({match[1] for model in models for match in _TYPE.finditer(PurePath(model).stem)})
+    there = f"files: {first_of(models, _SHOWN)}"
+    if types:
+        there = f"types: {first_of(types, _SHOWN)}"
+    repository = name.removesuffix(f":{kind}")
+    if not fitting:
         raise ConfigError(f"{name}: no GGUF file there has {kind!r} in its name; {there}")
     if kind:
-        raise ConfigError(f"{name}: {len(found)} GGUF models there fit ({_some(found)}); name one: {repository}:FILE")
-    raise ConfigError(f"{name}: {len(found)} GGUF models; name a type, as in {repository}:Q8_0; {there}")
+        raise ConfigError(
+            f"{name}: {len(fitting)} GGUF models there fit ({first_of(fitting, _SHOWN)}); name one: {repository}:FILE"
+        )
+    raise ConfigError(f"{name}: {len(fitting)} GGUF models; name a type, as in {repository}:Q8_0; {there}")
 
 
-def _of_type(models: list[str], kind: str) -> list[str]:
+def _with_type(models: list[str], kind: str) -> list[str]:
     """Return the models with a type in their names: as a word (not Q4_K of Q4_K_M), else anywhere."""
     word = re.compile(rf"(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9_])", re.IGNORECASE)
-    whole = [one for one in models if word.search(one)]
+    whole = [model for model in models if word.search(model)]
     # Unsloth's dynamic types are named UD-Q4_K_XL: a plain type means the plain file if there are both.
-    plain = [one for one in whole if not re.search(rf"UD-{re.escape(kind)}", one, re.IGNORECASE)]
-    return plain or whole or [one for one in models if kind.lower() in one.lower()]
+    plain = [model for model in whole if not re.search(rf"UD-{re.escape(kind)}", model, re.IGNORECASE)]
+    return plain or whole or [model for model in models if kind.lower() in model.lower()]
 
 
 def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str], Path | None]:
     """Return the names of a repository's files, with the folder in the cache if only the cache was asked."""
-    import huggingface_hub as hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
+    hub = hub_client()
     fault: str | None = "HF_HUB_OFFLINE"
     if not hub.is_offline_mode():
         api = hub.HfApi()
@@ -179,10 +201,10 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
             repository, revision, lambda: api.model_info(repository, revision=revision, timeout=PROBE_S)
         )
         if fault is None:
-            return [one.rfilename for one in getattr(answer, "siblings", None) or []], None
+            return [file.rfilename for file in getattr(answer, "siblings", None) or []], None
     try:
         folder = Path(hub.snapshot_download(repository, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError as error:
+    except hub.errors.LocalEntryNotFoundError as error:
         raise MissingConfig(
             f"{name}: the hub ({hub.constants.ENDPOINT}) is not asked or does not answer ({fault}), and its cache "
             f"({hub.constants.HF_HUB_CACHE}) does not have it; download the file and name it"
@@ -196,8 +218,7 @@ def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str]
 
 def _fetched(name: str, repository: str, revision: str | None, file: str) -> Path:
     """Download a model's file, or all of its parts; return the first."""
-    import huggingface_hub as hub
-
+    hub = hub_client()
     parts = [str(PurePath(file).with_name(part.name)) for part in parts_of(Path(file))]
     try:
         files = [Path(hub.hf_hub_download(repository, part, revision=revision)) for part in parts]
@@ -207,7 +228,3 @@ def _fetched(name: str, repository: str, revision: str | None, file: str) -> Pat
             f"{name}: {file} cannot be fetched ({first_line(error)}); start again, which continues the download, or "
             "download the file and name it"
         ) from error
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -103,11 +103,13 @@ def _sentence_piece(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> 
     _check_order(vocabulary)
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     tokenizer = Tokenizer(BPE(dict(vocabulary.ids), _merges_by_score(vocabulary), byte_fallback=True))
-    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
-    without_prefix = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*pieces, *without_prefix])
+    normalizing: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if has_prefix:
+        normalizing.insert(0, normalizers.Prepend(_SPACE))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(normalizing)
+    tokenizer.decoder = decoders.Sequence(decoding)
     return _Built(tokenizer=tokenizer, adds_begin=True)
 
 
@@ -136,7 +138,7 @@ def _check_order(vocabulary: GgufVocabulary) -> None:
 
 
 def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """Return all divisions of tokens into two tokens, those of the token with the highest score first."""
+    """Return all divisions of tokens into two tokens, first the divisions of the token with the highest score."""
     parts = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind != TokenType.BYTE}
     by_score = sorted(range(len(vocabulary.tokens)), key=lambda number: -vocabulary.scores[number])
     merges = []

@@ -62,35 +62,34 @@ class GgufVocabulary:
     def controls(self) -> frozenset[int]:
         """Tokens that texts contain only if special tokens are read: control and unknown tokens."""
         by_type = (i for i, kind in enumerate(self.types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN))
-        return frozenset(by_type) | self._of_texts(_ENDS) | frozenset().union(*self._infilling.values())
+        return frozenset(by_type) | self._ids(_ENDS) | frozenset().union(*self._infilling.values())
 
     @cached_property
     def user_defined(self) -> frozenset[int]:
         """Tokens that are found in a text before it is split, and that are no control tokens."""
-        of_type = (i for i, kind in enumerate(self.types) if kind == TokenType.USER_DEFINED)
-        return frozenset(of_type) - self.controls
+        defined = (i for i, kind in enumerate(self.types) if kind == TokenType.USER_DEFINED)
+        return frozenset(defined) - self.controls
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Tokens that end an answer, in their order."""
         named = {self.roles[role] for role in ("eos", "eot", "eom", *_INFILLING_ENDS) if role in self.roles}
         texts = set(_ENDS)
-        if self._of_texts(_CALLS) and self._of_texts(_RETURNS):
+        if self._ids(_CALLS) and self._ids(_RETURNS):
             texts.discard("<|end|>")
         if "<|tool_response>" in self.ids:
             texts.discard("</s>")
-        of_infilling = (self._infilling[role] for role in _INFILLING_ENDS)
-        return tuple(sorted(named | self._of_texts(texts) | frozenset().union(*of_infilling)))
+        infilling = frozenset().union(*(self._infilling[role] for role in _INFILLING_ENDS))
+        return tuple(sorted(named | self._ids(texts) | infilling))
 
     @cached_property
     def _infilling(self) -> dict[str, frozenset[int]]:
         """Tokens of each role of infilling that the file does not name, found by their texts."""
         return {
-            role: frozenset() if role in self.roles else self._of_texts(texts.split())
-            for role, texts in _INFILLING.items()
+            role: frozenset() if role in self.roles else self._ids(texts.split()) for role, texts in _INFILLING.items()
         }
 
-    def _of_texts(self, texts: Iterable[str]) -> frozenset[int]:
+    def _ids(self, texts: Iterable[str]) -> frozenset[int]:
         return frozenset(self.ids[text] for text in texts if text in self.ids)
 
     def text(self, role: str) -> str | None:
@@ -131,16 +130,16 @@ def _numbers(metadata: Mapping[str, Any], key: str, least: int) -> list[float]:
 
 
 def _merges(metadata: Mapping[str, Any], tokens: frozenset[str]) -> tuple[tuple[str, str], ...]:
-    """Return the merges; of two equal ones the first counts."""
-    found: dict[tuple[str, str], None] = {}
+    """Return the merges; of two equal merges the first counts."""
+    merges: dict[tuple[str, str], None] = {}
     for merge in metadata.get(f"{_PREFIX}merges", ()):
         cut = str(merge).find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         missing = [text for text in (left, right, left + right) if text not in tokens]
         if cut < 0 or missing:
             raise ConfigError(f"{_PREFIX}merges has {merge!r}, which does not join tokens; convert the model again")
-        found.setdefault((left, right))
-    return tuple(found)
+        merges.setdefault((left, right))
+    return tuple(merges)
 
 
 def _roles(metadata: Mapping[str, Any], num_tokens: int, defaults: Mapping[str, int]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.attention.attention import HOOK
 from engine.errors import LoadError, first_line
+from engine.models.files import first_of
 from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor
 from engine.models.gguf.config import ARCHITECTURES
 from engine.models.gguf.file import GgufFile, StoredTensor, open_file
@@ -47,7 +48,6 @@ _MODULES_OF_LAYERS = {
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OF_CONFIG = frozenset({"rope_freqs.weight"})
 """Tensors that the configuration has read."""
-_SHOWN = 3
 
 
 @cache
@@ -57,12 +57,14 @@ def file_behind(name: str) -> GgufFile | None:
     Raise LoadError for a file that cannot be used.
     """
     folder = Path(name)
-    path = file_of(folder) if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    path = file_of(folder)
     return None if path is None else open_file(path)
 
 
 def is_by_name(file: GgufFile) -> bool:
-    """Whether tensors are read by the names that they have here; transformers reads the others."""
+    """Whether a file's tensors are read by their names here; transformers reads files of other architectures."""
     return file.architecture in ARCHITECTURES
 
 
@@ -70,18 +72,19 @@ def check_types(file: GgufFile) -> None:
     """Raise LoadError for tensors of types that are not served."""
     if not is_by_name(file):
         return
-    others = sorted({one.type.name for one in file.tensors.values() if one.type not in BLOCK_TYPES | FLOATS})
-    if others:
+    types = {tensor.type for tensor in file.tensors.values()}
+    unknown = sorted(kind.name for kind in types if kind not in BLOCK_TYPES | FLOATS)
+    if unknown:
         served = ", ".join(kind.name for kind in BLOCK_TYPES | FLOATS)
         raise LoadError(
-            f"{file.path}: tensors of type {', '.join(others)} are not served, only {served}; download the model in "
+            f"{file.path}: tensors of type {', '.join(unknown)} are not served, only {served}; download the model in "
             "one of these types, for instance Q4_K_M"
         )
 
 
 def types_of_matrices(file: GgufFile) -> frozenset[Type]:
     """Return the types of all weights of two dimensions."""
-    return frozenset(one.type for one in file.tensors.values() if len(one.shape) == 2)
+    return frozenset(tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2)
 
 
 def type_of_embeddings(file: GgufFile) -> Type | None:
@@ -100,12 +103,13 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
         return _by_transformers(name, file, config, dtype or torch.float32, device)
     check_types(file)
     transformers = import_transformers()
+    # After transformers, whose import decides which packages are visible.
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=HOOK)
     places = dict(model.named_parameters(remove_duplicate=False))
-    found = set()
+    filled = set()
     for stored in file.tensors.values():
         if stored.name in _OF_CONFIG:
             continue
@@ -120,14 +124,14 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
         module, _, field = path.rpartition(".")
         weight = _placed(_ordered(file, stored, config), dtype, device)
         setattr(model.get_submodule(module), field, nn.Parameter(weight, requires_grad=False))
-        found.add(path)
+        filled.add(path)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-        found.add("lm_head.weight")
-    missing = sorted(places.keys() - found)
+        filled.add("lm_head.weight")
+    missing = sorted(places.keys() - filled)
     if missing:
-        some = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
-        raise LoadError(f"{file.path}: the file lacks {len(missing)} of the model's weights ({some}); {_WRONG_FILE}")
+        shown = first_of(missing)
+        raise LoadError(f"{file.path}: the file lacks {len(missing)} of the model's weights ({shown}); {_WRONG_FILE}")
     model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     return model.to(device)
 
@@ -158,7 +162,9 @@ def _ordered(file: GgufFile, stored: StoredTensor, config: Any) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the mapped file cannot be written, and nothing writes
         raw = torch.from_numpy(stored.data)
-    rows = raw if len(stored.shape) == 2 else raw.view(FLOATS[stored.type]).unsqueeze(-1)
+    rows = raw
+    if len(stored.shape) != 2:
+        rows = raw.view(FLOATS[stored.type]).unsqueeze(-1)
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     part = stored.name.split(".")[-2]
     if file.architecture == "llama" and part in num_heads:
@@ -175,10 +181,10 @@ def _placed(weight: Tensor, dtype: torch.dtype | None, device: torch.device) -> 
         return weight.float() if weight.dim() == 1 else weight
     if isinstance(weight, BlockTensor):
         # Row by row, so that a large weight is never there in float32 as a whole.
-        found = torch.empty(weight.shape, dtype=dtype, device=device)
+        plain = torch.empty(weight.shape, dtype=dtype, device=device)
         for part in _parts(len(weight)):
-            found[part] = weight.rows(part).dequantize().to(dtype)
-        return found
+            plain[part] = weight.rows(part).dequantize().to(dtype)
+        return plain
     return weight.to(device, dtype)
 
 

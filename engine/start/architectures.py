@@ -1,0 +1,45 @@
+"""Reads transformers configurations, and refuses architectures that would be served wrongly.
+
+Some architectures run through the attention hook without an exception but compute wrong logits (recurrent or hybrid
+layers, encoders). So there is a list of supported families here, and a probe of every model (`probe.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import ConfigError, first_line
+from engine.models.files import check_source
+from engine.models.importing import import_transformers
+
+# Families whose logits through the hook equal plain transformers (tests/models/test_architectures.py
+# covers the first line; the other families passed the same comparison with random weights).
+FITTING_MODEL_TYPES = frozenset(
+    """
+    llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2
+    afmoe apertus arcee bitnet cohere cohere2 cwm ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma4_text
+    glm glm4 glm4_moe gpt_bigcode gpt_oss granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3
+    jais2 jetmoe laguna llama4_text minimax_m2 ministral ministral3 mixtral modernbert-decoder nanochat olmo
+    olmo3 olmoe persimmon phi phimoe qwen2_moe qwen3_moe seed_oss smollm3 starcoder2 vaultgemma
+    """.split()
+)
+
+
+def read_config(name: str, revision: str | None) -> Any:
+    """Return the transformers configuration of a model; raise ConfigError if it cannot be read."""
+    check_source(name, revision)
+    try:
+        return import_transformers().AutoConfig.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{name}: no readable transformers config: {first_line(error)}") from error
+
+
+def check_config(name: str, config: Any) -> None:
+    """Raise ConfigError for an architecture that would be served wrongly."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name}: an encoder-decoder model ({config.model_type}); only causal LMs are served")
+    if config.model_type not in FITTING_MODEL_TYPES:
+        raise ConfigError(
+            f"{name}: architecture {config.model_type!r} is not known to give right logits here; "
+            f"it must be one of: {', '.join(sorted(FITTING_MODEL_TYPES))}"
+        )
