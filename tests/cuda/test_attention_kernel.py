@@ -26,8 +26,8 @@ from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
 from engine.speculation.topology import merge_chains  # noqa: E402
 from engine.start.probe import find_kv_shape, probe  # noqa: E402
-from tests.attention import in_torch  # noqa: E402
 from tests.attention.test_groups import CONFIGS, passes  # noqa: E402
+from tests.cuda import in_torch  # noqa: E402
 from tests.cuda.test_lean_decoder import randomised  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
