@@ -1,6 +1,7 @@
-"""`python -m tests.mutation [MODULE ...] [--part 3/8] [--minutes 20] [--again] [--table]`.
+"""`python -m tests.mutation [MODULE ...] [--part 3/8] [--minutes 20] [--again] [--table] [--sample 150] [--seed 1]`.
 
-Runs the mutants of the modules (patterns; all without any) that have no result yet, and writes the table.
+Runs the mutants of the modules (patterns; all without any) that have no result yet, and writes the table. With
+`--sample` it runs some mutants of all modules that changed since their record, and writes one table by room.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tests.mutation import table
+from tests.mutation import sample, table
 from tests.mutation.changes import Module
 from tests.mutation.runs import NO_TESTS, NOT_RUN, SURVIVED, Runner, copy_tree, modules
 
@@ -23,14 +24,22 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--again", action="store_true", help="run again what no test has noticed")
     parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, of all modules without a record")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample")
     asked = parser.parse_args()
     part, parts = map(int, asked.part.split("/"))
     ends = time.monotonic() + 60 * asked.minutes
     paths = modules()
     results = table.load(paths)
-    for path in [] if asked.table else paths:
-        if not asked.patterns or any(fnmatch(str(path), pattern) for pattern in asked.patterns):
-            _run(path, results, part, parts, ends, asked.again)
+    chosen = [
+        path for path in paths if not asked.patterns or any(fnmatch(str(path), pattern) for pattern in asked.patterns)
+    ]
+    if asked.sample:
+        changed = [Module(path) for path in chosen if not results[str(path)].fingerprint]
+        _run_sample(sample.draw(changed, asked.sample, asked.seed), ends)
+        return
+    for path in [] if asked.table else chosen:
+        _run(path, results, part, parts, ends, asked.again)
     table.save(results)
     print(table.RESULTS.with_suffix(".md").read_text().partition("## Gaps")[0])
 
@@ -46,7 +55,7 @@ def _run(path: Path, results: dict[str, table.Result], part: int, parts: int, en
     if not left or time.monotonic() > ends:
         return
     copy_tree()
-    runner = Runner(module)
+    runner = Runner([module])
     for mutant in left:
         if time.monotonic() > ends:
             return
@@ -54,6 +63,26 @@ def _run(path: Path, results: dict[str, table.Result], part: int, parts: int, en
         result.add(mutant, status)
         table.save(results)
         print(f"{path}:{mutant.line} {mutant.number + 1}/{len(module.mutants)} {status}", flush=True)
+
+
+def _run_sample(drawn: sample.Sample, ends: float) -> None:
+    """Run the drawn mutants, part by part; the page is written after each mutant."""
+    copy_tree()
+    results: list[sample.Sampled] = []
+    for mutants in sample.by_part(drawn):
+        if time.monotonic() > ends:
+            break
+        runner = Runner(list({mutant.module.name: mutant.module for mutant in mutants}.values()))
+        for mutant in mutants:
+            if time.monotonic() > ends:
+                break
+            results.append(sample.Sampled(mutant, runner.run(mutant)))
+            sample.PAGE.write_text(sample.page(drawn, results))
+            print(
+                f"{mutant.module.name}:{mutant.line} {len(results)}/{len(drawn.mutants)} {results[-1].status}",
+                flush=True,
+            )
+    print(sample.page(drawn, results))
 
 
 if __name__ == "__main__":
