@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests.mutation import sample, table
-from tests.mutation.changes import Module
+from tests.mutation.changes import Module, Mutant
 from tests.mutation.runs import NO_TESTS, NOT_RUN, SURVIVED, Runner, copy_tree, modules
 
 
@@ -66,23 +66,33 @@ def _run(path: Path, results: dict[str, table.Result], part: int, parts: int, en
 
 
 def _run_sample(drawn: sample.Sample, ends: float) -> None:
-    """Run the drawn mutants, part by part; the page is written after each mutant."""
+    """Run the drawn mutants part by part, and write the page after each; parts whose tests fail are left out."""
     copy_tree()
     results: list[sample.Sampled] = []
+    failures: list[str] = []
     for mutants in sample.by_part(drawn):
-        if time.monotonic() > ends:
-            break
-        runner = Runner(list({mutant.module.name: mutant.module for mutant in mutants}.values()))
-        for mutant in mutants:
-            if time.monotonic() > ends:
-                break
-            results.append(sample.Sampled(mutant, runner.run(mutant)))
-            sample.PAGE.write_text(sample.page(drawn, results))
-            print(
-                f"{mutant.module.name}:{mutant.line} {len(results)}/{len(drawn.mutants)} {results[-1].status}",
-                flush=True,
-            )
+        try:
+            _run_part(mutants, drawn, results, ends)
+        except SystemExit as failure:
+            print(failure, flush=True)
+            failures.append(str(failure))
     print(sample.page(drawn, results))
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+def _run_part(mutants: list[Mutant], drawn: sample.Sample, results: list[sample.Sampled], ends: float) -> None:
+    """Run mutants of one part and append their results."""
+    if time.monotonic() > ends:
+        return
+    runner = Runner(list({mutant.module.name: mutant.module for mutant in mutants}.values()))
+    for mutant in mutants:
+        if time.monotonic() > ends:
+            return
+        status = runner.run(mutant)
+        results.append(sample.Sampled(mutant, status))
+        sample.PAGE.write_text(sample.page(drawn, results))
+        print(f"{mutant.module.name}:{mutant.line} {len(results)}/{len(drawn.mutants)} {status}", flush=True)
 
 
 if __name__ == "__main__":
