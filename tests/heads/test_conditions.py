@@ -40,28 +40,31 @@ KINDS: dict[str, Callable[[Path], folders.Written]] = {
     "mtp": lambda folder: folders.write_mtp(folder, output_distribution.VOCABULARY, layers=2),
 }
 """Heads of targets whose output can be enumerated; all but two know three of the four tokens."""
+# All heads with chains and a tree. Rules only read the tables that these fill, so further rules have one head each.
 CASES = [
-    (kind, rule, sampling)
-    for kind in KINDS
-    for rule, sampling in (
-        ("bv_race 4", "plain"),
-        ("bv_race 4", "filtered"),
-        ("bv_race 4", "penalties"),
-        ("bv_race 4", "grammar"),
-        ("traversal tree", "plain"),
-        ("traversal tree", "filtered"),
-        ("traversal tree", "grammar"),
-        ("traversal iid", "plain"),
-        ("rrs 4", "plain"),
-    )
+    *(
+        (kind, rule, sampling)
+        for kind in KINDS
+        for rule, sampling in (
+            ("bv_race 4", "plain"),
+            ("bv_race 4", "filtered"),
+            ("bv_race 4", "penalties"),
+            ("bv_race 4", "grammar"),
+            ("traversal tree", "plain"),
+        )
+    ),
+    ("eagle3", "traversal tree", "filtered"),
+    ("dspark, recurrent", "traversal tree", "grammar"),
+    ("dspark", "traversal iid", "plain"),
+    ("eagle3", "rrs 4", "plain"),
+    ("dflash2", "rrs 4", "plain"),
 ]
 IN_THE_GATE = {
     *((kind, "bv_race 4", "grammar") for kind in ("mtp", "dspark, recurrent", "peagle")),
     ("dspark", "bv_race 4", "filtered"),
     ("dspark", "traversal iid", "plain"),
-    *((kind, "bv_race 4", "penalties") for kind in ("mtp", "dflash2")),
-    *((kind, "bv_race 4", "plain") for kind in ("eagle3", "mtp")),
-    ("eagle3", "bv_race 4", "filtered"),
+    ("dflash2", "bv_race 4", "penalties"),
+    ("eagle3", "bv_race 4", "plain"),
     ("dflash2", "bv_race 4", "filtered"),
 }
 
