@@ -9,6 +9,7 @@
 #              has one (GPU_PYTHON=python3); it installs nothing and names all missing modules at once
 # make mutants  change the code one place at a time: which changes does no test notice? (a minute to half an hour for a module;
 #              goes on where it stopped; ARGS="engine/sampling/edits.py" or "server/text/*.py --part 3/8 --minutes 20")
+# make house   print measures of how readable the code is, and their aims (ARGS="--rooms" by room, "--places" lists)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
 #
@@ -51,7 +52,7 @@ IS_SMOLLM2 := $(filter smollm2,$(MODEL))
 
 GPU_PYTHON ?= python3
 
-.PHONY: serve test test-all bench papers gpu-check mutants npm-check clean
+.PHONY: serve test test-all bench papers gpu-check mutants house npm-check clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve $(if $(IS_SMOLLM2),$(SMOLLM2))
@@ -75,9 +76,12 @@ gpu-check:
 mutants: $(VENV)/.mutants
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutation $(ARGS)
 
+house: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.house $(ARGS)
+
 npm-check: $(VENV)/.dev
-	cd tests/server/npm && npm install --no-package-lock --no-audit --no-fund
-	$(BIN)/python -m pytest tests/server/test_npm_client.py
+	cd tests/server/clients/npm && npm install --no-package-lock --no-audit --no-fund
+	$(BIN)/python -m pytest tests/server/clients/test_npm_client.py
 
 $(VENV)/pyvenv.cfg:
 	@echo "creating $(VENV)"

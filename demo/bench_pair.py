@@ -139,8 +139,9 @@ def acceptance(target: Any, draft: Any, temperature: float = 1.0, num_tokens: in
         highest = min(4000, target.config.vocab_size)
         last_N1 = torch.randint(highest // 13, highest, (num_tokens, 1), generator=torch.Generator().manual_seed(1))
         last_N1 = last_N1.to(target.device)
-        laws = [(model(input_ids=last_N1).logits[:, -1].float() / temperature).softmax(-1) for model in (target, draft)]
-    return float(torch.minimum(*laws).sum(-1).mean())
+        logits = [model(input_ids=last_N1).logits[:, -1].float() for model in (target, draft)]
+        target_probs_NV, draft_probs_NV = [(each / temperature).softmax(-1) for each in logits]
+    return float(torch.minimum(target_probs_NV, draft_probs_NV).sum(-1).mean())
 
 
 def make(
@@ -154,13 +155,13 @@ def make(
     for _ in tqdm(range(8), desc="finding the disturbance", unit="try"):
         amount = (low + high) / 2
         write_head(draft, tokens_VS, disturbed(below_VS, amount, 3))
-        found = acceptance(target, draft)
-        low, high = (amount, high) if found > agreement else (low, amount)
+        single_acceptance = acceptance(target, draft)
+        low, high = (amount, high) if single_acceptance > agreement else (low, amount)
     about = {
         "parameters": {
             name: sum(p.numel() for p in m.parameters()) for name, m in (("target", target), ("draft", draft))
         },
-        "single_draft_acceptance": found,
+        "single_draft_acceptance": single_acceptance,
         "vocabulary": vocabulary,
         "disturbance": amount,
     }

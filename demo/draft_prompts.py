@@ -187,7 +187,7 @@ def _about_passages(documents: list[Document], chance: random.Random) -> Iterato
         yield {"prompt": form.format(_passage(document, chance), _passage(other, chance)[:400])}
 
 
-def _of_conversations(documents: list[Document], chance: random.Random) -> Iterator[Record]:
+def _from_conversations(documents: list[Document], chance: random.Random) -> Iterator[Record]:
     """Yield word problems, and the first turns of dialogues."""
     problems = [document for document in documents if document.source == "gsm8k"]
     for document in chance.sample(problems, _NUM_PROBLEMS):
@@ -210,7 +210,7 @@ def _put_together(chance: random.Random) -> Iterator[Record]:
         yield {"prompt": f"Translate German to English: {sentence}"}
 
 
-def _of_tasks(folder: Path) -> Iterator[Record]:
+def _from_tasks(folder: Path) -> Iterator[Record]:
     """Yield Alpaca's seed tasks and HumanEval."""
     for name, form in (("alpaca_seed_tasks", "{}"), ("humaneval_full", "Complete this Python function:\n\n{}")):
         for line in (folder / f"{name}.jsonl").read_text(encoding="utf8").strip().split("\n"):
@@ -221,13 +221,13 @@ def prompts(data: Path, seed: int) -> list[Record]:
     """Return all prompts in a random order. data: a folder with `train` and `prompts`."""
     chance = random.Random(seed)
     documents = [document for document in read_documents(data / "train") if not document.held_out]
-    found = [
+    collected = [
         *_about_passages(documents, chance),
-        *_of_conversations(documents, chance),
+        *_from_conversations(documents, chance),
         *_put_together(chance),
-        *_of_tasks(data / "prompts"),
+        *_from_tasks(data / "prompts"),
     ]
-    different = {json.dumps(record, ensure_ascii=False): record for record in found}
+    different = {json.dumps(record, ensure_ascii=False): record for record in collected}
     records = list(different.values())
     chance.shuffle(records)
     return records

@@ -25,8 +25,11 @@ def merged(pages: Mapping[str, str]) -> bytes:
     families: dict[str, Metric] = {}
     for replica, page in pages.items():
         for family in text_string_to_metric_families(page):
-            one = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            one.samples += [sample._replace(labels={**sample.labels, LABEL: replica}) for sample in family.samples]
+            empty = Metric(family.name, family.documentation, family.type)
+            merged_family = families.setdefault(family.name, empty)
+            for sample in family.samples:
+                labels = {**sample.labels, LABEL: replica}
+                merged_family.samples.append(sample._replace(labels=labels))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Merged(families.values()))
     return generate_latest(registry)

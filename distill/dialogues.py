@@ -21,7 +21,9 @@ class LearnedText(NamedTuple):
 
     token_ids: list[int]
     counts: list[bool]
-    """Whether the target's distribution below each token is learned: those from which answers are sampled."""
+    """Whether the target's distribution below each token is learned, because an answer's next token
+    is sampled from it.
+    """
 
 
 class FileDialogue(NamedTuple):
@@ -48,10 +50,11 @@ def read_records(file: Path) -> list[tuple[dict[str, Any], FileDialogue]]:
         lines = file.read_text(encoding="utf8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not a file that can be read: {error}") from error
-    found = [_record(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_record(line, f"{file}:{number}") for number, line in numbered]
+    if not records:
         raise ConfigError(f"{file}: there is no line in it")
-    return found
+    return records
 
 
 def _record(line: str, place: str) -> tuple[dict[str, Any], FileDialogue]:
@@ -88,12 +91,12 @@ class ChatTokens:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self._folder, self._end_tokens = folder, frozenset(end_tokens)
 
-    def of_text(self, text: str) -> list[int]:
+    def text_tokens(self, text: str) -> list[int]:
         """Return the tokens of a text without a template."""
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
-    def of_messages(self, messages: Sequence[Message], begins_answer: bool = False) -> list[int]:
+    def message_tokens(self, messages: Sequence[Message], begins_answer: bool = False) -> list[int]:
         """Return the tokens of a conversation, with those that begin an answer or without; raise ConfigError."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self._folder}: has no chat template; give texts as `text`, without roles")
@@ -108,12 +111,13 @@ class ChatTokens:
 
     def marked(self, messages: Sequence[Message], length: int) -> LearnedText:
         """Return at most `length` tokens of a conversation, in which the distributions of all answers count."""
-        token_ids = self.of_messages(messages)
+        token_ids = self.message_tokens(messages)
         counts = [False] * len(token_ids)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, whole = self.of_messages(messages[:number], True), self.of_messages(messages[: number + 1])
+            before = self.message_tokens(messages[:number], True)
+            whole = self.message_tokens(messages[: number + 1])
             first, end = len(before), len(whole)
             if token_ids[:first] != before or token_ids[:end] != whole:
                 continue  # this template writes earlier answers in another way
@@ -126,5 +130,5 @@ class ChatTokens:
         """Return a text as it is in its file."""
         if dialogue.messages:
             return self.marked(dialogue.messages, length)
-        token_ids = self.of_text(dialogue.text)[:length]
+        token_ids = self.text_tokens(dialogue.text)[:length]
         return LearnedText(token_ids, [True] * len(token_ids))

@@ -25,8 +25,8 @@ _SELF_ATTENTION = 4.0
 class StateFit(NamedTuple):
     """Linear prediction of the next state, and the norm before the output head."""
 
-    of_state_DD: Tensor
-    of_embedding_DD: Tensor
+    state_weight_DD: Tensor
+    embedding_weight_DD: Tensor
     constant_D: Tensor
     norm_D: Tensor
     """Weight of the target's norm before its output head, times the scale of predicted states."""
@@ -43,11 +43,16 @@ def fit_states(rows: TextRows, embedding_VD: Tensor) -> StateFit:
     features_NX = torch.cat([before_ND, embedded_ND, torch.ones(len(before_ND), 1)], 1)
     squares_XX = features_NX.T @ features_NX
     squares_XX.diagonal().add_(_RIDGE * squares_XX.diagonal().mean())
-    found_XD = torch.linalg.solve(squares_XX.double(), (features_NX.T @ next_ND).double()).float()
-    predicted_ND, last_ND = features_NX @ found_XD, rows.last_RLD[:, 1:][after_RL].float()
+    weight_XD = torch.linalg.solve(squares_XX.double(), (features_NX.T @ next_ND).double()).float()
+    predicted_ND, last_ND = features_NX @ weight_XD, rows.last_RLD[:, 1:][after_RL].float()
     norm_D = (last_ND * next_ND).sum(0) / next_ND.square().sum(0).clamp(min=1e-6)
     scale = float(predicted_ND.square().mean().sqrt())
-    return StateFit(found_XD[:width].T, found_XD[width : 2 * width].T, found_XD[-1], norm_D * scale)
+    return StateFit(
+        state_weight_DD=weight_XD[:width].T,
+        embedding_weight_DD=weight_XD[width : 2 * width].T,
+        constant_D=weight_XD[-1],
+        norm_D=norm_D * scale,
+    )
 
 
 def _normalised(state: Tensor) -> Tensor:
@@ -57,7 +62,7 @@ def _normalised(state: Tensor) -> Tensor:
 def first_eagle_layer(weights: dict[str, Tensor], fit: StateFit, layers: Any) -> dict[str, Tensor]:
     """Return the weights of a head of one layer that predicts by a fit. layers: transformers config of the head's."""
     attention, width = "layers.0.self_attn.", len(fit.constant_D)
-    change_DX = torch.cat([fit.of_embedding_DD, fit.of_state_DD - torch.eye(width)], 1)
+    change_DX = torch.cat([fit.embedding_weight_DD, fit.state_weight_DD - torch.eye(width)], 1)
     left_DR, sizes_R, right_RX = torch.linalg.svd(change_DX, full_matrices=False)
     output, value = (torch.zeros_like(weights[f"{attention}{name}.weight"]) for name in ("o_proj", "v_proj"))
     rank = min(len(sizes_R), len(value))

@@ -171,10 +171,10 @@ def _main_directions(target: Target, rank: int) -> Tensor:
     """Return [V, rank] the embeddings in the directions in which they differ most, with mean squares of 1."""
     embedding_VD = target.weights.embedding_VD.cpu().double()
     _, directions_DD = torch.linalg.eigh(embedding_VD.T @ embedding_VD)
-    found_VR = embedding_VD @ directions_DD[:, -rank:]
-    if found_VR.shape[1] < rank:
-        found_VR = torch.nn.functional.pad(found_VR, (0, rank - found_VR.shape[1]))
-    scaled: Tensor = found_VR / found_VR.square().mean().sqrt()
+    projected_VR = embedding_VD @ directions_DD[:, -rank:]
+    if projected_VR.shape[1] < rank:
+        projected_VR = torch.nn.functional.pad(projected_VR, (0, rank - projected_VR.shape[1]))
+    scaled: Tensor = projected_VR / projected_VR.square().mean().sqrt()
     return scaled.float().contiguous()
 
 

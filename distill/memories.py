@@ -96,8 +96,8 @@ class BlockMemory:
             block_scores = block_scores.masked_fill(places[None] > places[:, None], -torch.inf)
         scores = torch.cat([context_scores, block_scores.flatten(2, 3)], -1)
         weights = scores.float().softmax(-1).to(query.dtype)
-        of_block = weights[..., length:].reshape(*blocks[:-1], self._size) @ block_value
-        return _flat(weights[..., :length] @ context_value + of_block.flatten(2, 3))
+        block_output = weights[..., length:].reshape(*blocks[:-1], self._size) @ block_value
+        return _flat(weights[..., :length] @ context_value + block_output.flatten(2, 3))
 
 
 def _by_text(part_THD: Tensor, num_texts: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from analysis.loading import load_pair
 from analysis.pair import answers_of
-from distill.dialogues import ChatTokens, read_records
+from distill.dialogues import ChatTokens, FileDialogue, read_records
 from engine.request import Speculation
 from engine.scheduling.outcome import Outcome
 from loadtest.environment import environment
@@ -27,12 +27,18 @@ Prompts = Sequence[tuple[int, ...]]
 def read_report_prompts(file: Path, target: str, length: int) -> dict[str, Prompts]:
     """Return the last tokens of the prompts of a file, by their `task` if lines have one; raise ConfigError."""
     chat = ChatTokens(target, ())
-    found: dict[str, list[tuple[int, ...]]] = {}
+    prompts_by_task: dict[str, list[tuple[int, ...]]] = {}
     for record, dialogue in read_records(file):
-        messages = dialogue.messages
-        token_ids = chat.of_messages(messages, begins_answer=True) if messages else chat.of_text(dialogue.text)
-        found.setdefault(str(record.get("task", file.name)), []).append(tuple(token_ids[-length:]))
-    return dict(found)
+        token_ids = _prompt_tokens(chat, dialogue)
+        task = str(record.get("task", file.name))
+        prompts_by_task.setdefault(task, []).append(tuple(token_ids[-length:]))
+    return dict(prompts_by_task)
+
+
+def _prompt_tokens(chat: ChatTokens, dialogue: FileDialogue) -> list[int]:
+    if not dialogue.messages:
+        return chat.text_tokens(dialogue.text)
+    return chat.message_tokens(dialogue.messages, begins_answer=True)
 
 
 def served_acceptance(
@@ -43,7 +49,7 @@ def served_acceptance(
     room = engine.facts.max_model_len - tokens - draft_length - 1
     speculation = Speculation(rule=RULE, num_drafts=1, draft_length=draft_length)
     num_prompts = sum(map(len, prompts.values()))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "rule": RULE,
         "draft_length": draft_length,
         "prompts": num_prompts,
@@ -53,20 +59,20 @@ def served_acceptance(
     equal: list[bool] = []
     for temperature in TEMPERATURES:
         steps: list[Outcome] = []
-        for task, of_task in prompts.items():
-            kept = [prompt[-room:] for prompt in of_task]
+        for task, task_prompts in prompts.items():
+            kept = [prompt[-room:] for prompt in task_prompts]
             answers = answers_of(engine, kept, speculation, temperature, tokens)
-            of_answers = [step for answer in answers for _, step in answer.steps]
-            by_task.setdefault(task, {})[_key(temperature)] = acceptance(of_answers)
-            steps += of_answers
+            task_steps = [step for answer in answers for _, step in answer.steps]
+            by_task.setdefault(task, {})[_key(temperature)] = acceptance(task_steps)
+            steps += task_steps
             if temperature == 0:
                 plain = answers_of(engine, kept, Speculation(), temperature, tokens)
                 equal += [one.tokens == other.tokens for one, other in zip(answers, plain, strict=True)]
-        found[_key(temperature)] = acceptance(steps)
-    found["greedy_answers_equal_plain"] = sum(equal) / len(equal)
+        results[_key(temperature)] = acceptance(steps)
+    results["greedy_answers_equal_plain"] = sum(equal) / len(equal)
     if len(by_task) > 1:
-        found["tasks"] = by_task
-    return found | {"environment": environment()}
+        results["tasks"] = by_task
+    return results | {"environment": environment()}
 
 
 def _key(temperature: float) -> str:
@@ -94,28 +100,39 @@ def acceptance(steps: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> str:
+def _shown_depths(measured: dict[str, Any]) -> list[str]:
+    """Return the acceptance at each depth as text."""
+    values = measured["acceptance_by_depth"]
+    return ["-" if value is None else f"{value:.2f}" for value in values]
+
+
+def show(report: dict[str, Any]) -> str:
     """A table for people."""
-    lines = [f"acceptance, measured by the engine on {found['prompts']} prompts that were not trained on:"]
+    num_prompts = report["prompts"]
+    lines = [
+        f"acceptance, measured by the engine on {num_prompts} prompts that were not trained on:",
+    ]
     for temperature in TEMPERATURES:
-        one = found[_key(temperature)]
-        depths = " ".join("-" if value is None else f"{value:.2f}" for value in one["acceptance_by_depth"])
-        lines.append(f"  temperature {temperature:g}: by depth {depths}; {one['tokens_per_pass']:.2f} tokens a pass")
-    for task, of_task in found.get("tasks", {}).items():
-        values = ", ".join(f"{of_task[_key(one)]['tokens_per_pass']:.2f}" for one in TEMPERATURES)
+        measured = report[_key(temperature)]
+        depths = " ".join(_shown_depths(measured))
+        tokens = f"{measured['tokens_per_pass']:.2f} tokens a pass"
+        lines.append(f"  temperature {temperature:g}: by depth {depths}; {tokens}")
+    for task, task_report in report.get("tasks", {}).items():
+        measured_tasks = [task_report[_key(temperature)] for temperature in TEMPERATURES]
+        values = ", ".join(f"{measured['tokens_per_pass']:.2f}" for measured in measured_tasks)
         lines.append(f"  {task}: {values} tokens a pass at these temperatures")
-    equal = found["greedy_answers_equal_plain"]
+    equal = report["greedy_answers_equal_plain"]
     lines.append(f"  greedy answers equal to plain decoding's: {100 * equal:.0f} %")
     return "\n".join(lines)
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any]) -> str:
     """Return the table of acceptance by task and temperature, for a model card."""
     rows = []
-    for task, of_task in (*found.get("tasks", {}).items(), ("all", found)):
+    for task, measured_by_key in (*report.get("tasks", {}).items(), ("all", report)):
         for temperature in TEMPERATURES:
-            one = of_task[_key(temperature)]
-            depths = ["-" if value is None else f"{value:.2f}" for value in one["acceptance_by_depth"]]
-            rows.append([task, f"{temperature:g}", *depths, f"{one['tokens_per_pass']:.2f}"])
-    depths = [f"depth {depth + 1}" for depth in range(found["draft_length"])]
+            measured = measured_by_key[_key(temperature)]
+            tokens = f"{measured['tokens_per_pass']:.2f}"
+            rows.append([task, f"{temperature:g}", *_shown_depths(measured), tokens])
+    depths = [f"depth {depth + 1}" for depth in range(report["draft_length"])]
     return table(["task", "temperature", *depths, "tokens a pass"], rows)

@@ -210,9 +210,10 @@ class Run:
         checkpoint_s, began = time.monotonic() - began, time.monotonic()
         training.train_for(_MEASURED_STEPS)
         step_s = (time.monotonic() - began) / _MEASURED_STEPS
-        of_step = options.batch * num_tokens / len(places)
+        tokens_per_step = options.batch * num_tokens / len(places)
         report_s = start_s + self._report_tokens() / sampling
-        return Speeds(sampling, num_tokens / states_s, of_step / step_s, report_s, checkpoint_s)
+        trained_per_s = tokens_per_step / step_s
+        return Speeds(sampling, num_tokens / states_s, trained_per_s, report_s, checkpoint_s)
 
     def _report_tokens(self) -> int:
         """Return the number of tokens that the report reads and samples, about."""

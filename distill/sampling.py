@@ -64,7 +64,7 @@ class Sampler:
         answered = [one for one in dialogues if one.messages]
         plain = [one for one in dialogues if not one.messages]
         assert self._chat is not None
-        prompts = [self._chat.of_text(one.text) for one in plain]
+        prompts = [self._chat.text_tokens(one.text) for one in plain]
         return self._answered(answered, first_number) + self.continued(prompts, first_number + len(answered))
 
     def _answered(self, dialogues: Sequence[FileDialogue], first_number: int) -> list[LearnedText]:
@@ -77,7 +77,7 @@ class Sampler:
             questions = []
             for place, messages in list(waiting.items()):
                 asked = histories[place] + _next_turn(messages)
-                token_ids = chat.of_messages(asked, begins_answer=True)
+                token_ids = chat.message_tokens(asked, begins_answer=True)
                 room = min(plan.length - len(token_ids), plan.answer_tokens)
                 if room < _LEAST_ROOM:
                     del waiting[place]

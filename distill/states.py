@@ -66,10 +66,10 @@ class States:
 
     def rows(self, places: Sequence[TextPlace]) -> TextRows:
         """Return some texts with their states."""
-        found = [self._text(place) for place in places]
+        texts = [self._text(place) for place in places]
         longest = max(place.length for place in places)
         lengths_R = torch.tensor([place.length for place in places])
-        token_ids, counts, taps, last = (_filled(parts, longest) for parts in zip(*found, strict=True))
+        token_ids, counts, taps, last = (_filled(parts, longest) for parts in zip(*texts, strict=True))
         return TextRows(token_ids, counts, taps, last, lengths_R)
 
     def _text(self, place: TextPlace) -> tuple[Tensor, ...]:
@@ -80,10 +80,10 @@ class States:
 
 
 def _filled(parts: Sequence[Tensor], length: int) -> Tensor:
-    found = parts[0].new_zeros((len(parts), length, *parts[0].shape[1:]))
-    for row, part in zip(found, parts, strict=True):
+    filled = parts[0].new_zeros((len(parts), length, *parts[0].shape[1:]))
+    for row, part in zip(filled, parts, strict=True):
         row[: len(part)] = part
-    return found
+    return filled
 
 
 def states_of(target: Target, token_ids_T: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:

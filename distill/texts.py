@@ -68,13 +68,14 @@ class Texts:
 
     def files(self, num_tokens: float) -> list[Path]:
         """Return the files of the first batches that have this many tokens together, as far as they are there."""
-        found, total = [], 0
+        files: list[Path] = []
+        total = 0
         for file in self._in_turns():
             if total >= num_tokens or not file.exists():
                 break
-            found.append(file)
+            files.append(file)
             total += num_tokens_of(file)
-        return found
+        return files
 
     def _in_turns(self) -> Iterator[Path]:
         """Yield the files of sampled batches, each with a batch of given texts after it as long as there are some."""
@@ -140,31 +141,34 @@ def num_tokens_of(file: Path) -> int:
 
 def first_texts(file: Path, number: int) -> list[LearnedText]:
     """Return the first texts of a batch."""
-    tensors, first, found = load_file(file), 0, []
+    tensors = load_file(file)
+    texts: list[LearnedText] = []
+    first = 0
     for length in tensors["lengths"].tolist()[:number]:
         part = slice(first, first + length)
-        found.append(LearnedText(tensors["token_ids"][part].tolist(), tensors["counts"][part].tolist()))
+        token_ids = tensors["token_ids"][part].tolist()
+        texts.append(LearnedText(token_ids, tensors["counts"][part].tolist()))
         first += length
-    return found
+    return texts
 
 
 def places_of(files: Sequence[Path]) -> list[TextPlace]:
     """Return the places of all texts of some batches."""
-    found = []
+    places = []
     for file in files:
         tensors, first = load_file(file), 0
         for length in tensors["lengths"].tolist():
             learned = tensors["counts"][first : first + length].nonzero().flatten().tolist()
-            found.append(TextPlace(file, first, length, learned[0], length - 1 - learned[-1]))
+            places.append(TextPlace(file, first, length, learned[0], length - 1 - learned[-1]))
             first += length
-    return found
+    return places
 
 
 def learned_counts(files: Sequence[Path], vocab_size: int) -> npt.NDArray[np.int64]:
     """Return [V] how often each token follows a token whose distribution is learned."""
-    found = np.zeros(vocab_size, dtype=np.int64)
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
     for file in files:
         tensors = load_file(file)
         token_ids, counts = tensors["token_ids"][1:].numpy(), tensors["counts"][:-1].numpy()
-        found += np.bincount(token_ids[counts], minlength=vocab_size)
-    return found
+        counts_V += np.bincount(token_ids[counts], minlength=vocab_size)
+    return counts_V

@@ -140,12 +140,12 @@ class Training:
         for group in self._optimizer.param_groups:
             group["lr"] = schedule.rate(progress)
         generator = torch.Generator().manual_seed((schedule.seed << 32) + step)
-        found = self._losses(self._numbers(step), schedule.variation_share(progress), generator)
-        found.loss.backward()  # type: ignore[no-untyped-call]
+        losses = self._losses(self._numbers(step), schedule.variation_share(progress), generator)
+        losses.loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self.losses.append(found.loss.item())
+        self.losses.append(losses.loss.item())
 
     def _numbers(self, step: int) -> Sequence[int]:
         """The texts of a step, which have similar lengths; an epoch has all texts that are trained on once."""
@@ -187,21 +187,21 @@ class Training:
 
     def held_out_prompts(self) -> list[tuple[int, ...]]:
         """Return beginnings of texts that are not trained on: up to the first answer, or a quarter of a text."""
-        found = []
+        prompts = []
         for place in self.places[:NUM_VALIDATION]:
             token_ids, counts, *_ = self.states.rows([place])
             end = max(int(counts[0].to(torch.int8).argmax()) + 1, place.length // 4)
-            found.append(tuple(token_ids[0, :end].tolist()))
-        return found
+            prompts.append(tuple(token_ids[0, :end].tolist()))
+        return prompts
 
     @torch.no_grad()
     def validate(self) -> list[float]:
         """Acceptance at temperature 1 of one drafted token by depth, on texts that are not trained on."""
-        found = [
+        losses = [
             self._losses(range(first, first + 4), 1.0, torch.Generator().manual_seed(0), is_whole=True)
             for first in range(0, NUM_VALIDATION, 4)
         ]
-        acceptance_L = torch.stack([one.acceptance_L for one in found]).mean(0)
+        acceptance_L = torch.stack([one.acceptance_L for one in losses]).mean(0)
         return [round(value, 4) for value in acceptance_L.tolist()]
 
     def save(self) -> None:

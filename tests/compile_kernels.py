@@ -80,8 +80,8 @@ def resources(code: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(code.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout)}
+        printed = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", printed.stdout)}
 
 
 def reads_before_it_writes(code: Any) -> bool:
@@ -140,7 +140,7 @@ def compile_layer(dtype: str) -> None:
         compiled(_round_rows, rounding, {"tile": _ROUNDED_TILE}, ("rows", "rounded", "width"), num_warps=8)
 
 
-def of_models() -> Iterator[Callable[[], object]]:
+def model_kernels() -> Iterator[Callable[[], object]]:
     """Yield compilations of the kernels of layers and K/V in the kinds that are served; attention also with what some
     models add.
     """
@@ -168,7 +168,7 @@ def of_models() -> Iterator[Callable[[], object]]:
         yield partial(compile_attention, own, "*bf16", 6, groups)
 
 
-def of_distributions() -> Iterator[Callable[[], object]]:
+def distribution_kernels() -> Iterator[Callable[[], object]]:
     """Yield compilations of the kernels of distributions and verdicts."""
     rows = dict.fromkeys(("logits", "temperatures", "probs", "largest", "totals", "edges"), "*fp32")
     for has_edges in (False, True):
@@ -210,8 +210,9 @@ def of_distributions() -> Iterator[Callable[[], object]]:
 def main() -> None:
     """Compile all kernels."""
     with ThreadPoolExecutor() as pool:
-        for one in [pool.submit(job) for job in (*of_models(), *of_distributions())]:
-            one.result()
+        compilations = [*model_kernels(), *distribution_kernels()]
+        for running in [pool.submit(compilation) for compilation in compilations]:
+            running.result()
 
 
 if __name__ == "__main__":

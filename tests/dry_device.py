@@ -1,8 +1,9 @@
 """A CUDA device that is not there: operations on it are checked, and compute nothing.
 
-Tensors of the device are torch's fake tensors, which have a device, a type, a shape and strides, but no numbers. Those
-of the host are real. Every operation that reaches torch's dispatcher is looked at before it runs, and the launch of
-every Triton kernel is replaced by a check of its arguments. What the host reads from the device is zero.
+Tensors of the device are torch's fake tensors, which have a device, a type, a shape and strides, but
+no numbers. Tensors of the host are real. Every operation that reaches torch's dispatcher is looked at
+before it runs, and the launch of every Triton kernel is replaced by a check of its arguments. What the
+host reads from the device is zero.
 
 While work is captured, whatever CUDA does not allow there raises `NotOnADevice`, with the operation's name.
 """
@@ -119,10 +120,10 @@ class DryDevice(TorchDispatchMode):
         options = options or {}
         if operation.namespace == "prim":  # asks for a property
             return operation(*operands, **options)
-        tensors = [one for one in tree_leaves((operands, options)) if isinstance(one, Tensor)]
-        on_device = [one for one in tensors if isinstance(one, FakeTensor)]
-        wanted = [one for one in tree_leaves((operands, options)) if isinstance(one, torch.device)]
-        if not on_device and all(one.type != "cuda" for one in wanted):
+        tensors = [value for value in tree_leaves((operands, options)) if isinstance(value, Tensor)]
+        on_device = [value for value in tensors if isinstance(value, FakeTensor)]
+        wanted = [value for value in tree_leaves((operands, options)) if isinstance(value, torch.device)]
+        if not on_device and all(value.type != "cuda" for value in wanted):
             return operation(*operands, **options)
         self.num_captured += self.is_capturing
         name = str(operation).removeprefix("aten.").removesuffix(".default")
@@ -151,13 +152,13 @@ class DryDevice(TorchDispatchMode):
             raise NotOnADevice(f"{name}: a random generator")
         if base in ("index", "index_put", "index_put_"):
             operands = self._with_places(name, operands)
-            tensors = [one for one in tree_leaves(operands) if isinstance(one, Tensor)]
+            tensors = [value for value in tree_leaves(operands) if isinstance(value, Tensor)]
         self._check_devices(name, base, tensors, on_device)
         with _FAKE:
             result = operation(*operands, **options)
-        for one in tree_leaves(result):
-            if isinstance(one, Tensor) and one.device.type != "cuda":
-                raise NotOnADevice(f"{name}: its result is on {one.device}")
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.device.type != "cuda":
+                raise NotOnADevice(f"{name}: its result is on {value.device}")
         return result
 
     def pinned(self, source: Tensor) -> Tensor:
@@ -231,13 +232,14 @@ class DryDevice(TorchDispatchMode):
         one number of the host is filled without that.
         """
         of, indices, *values = operands
-        masks = [one for one in indices if one is not None and one.dtype == torch.bool]
+        masks = [index for index in indices if index is not None and index.dtype == torch.bool]
         if not masks or (len(masks) == 1 and values and values[0].dim() == 0 and values[0].device.type == "cpu"):
             return operands
         places: list[Tensor | None] = []
         with self:
-            for one in indices:
-                places += one.nonzero().unbind(1) if one is not None and one.dtype == torch.bool else [one]
+            for index in indices:
+                is_mask = index is not None and index.dtype == torch.bool
+                places += index.nonzero().unbind(1) if is_mask else [index]
         return of, places, *values
 
     def _check_devices(self, name: str, base: str, tensors: list[Tensor], on_device: list[Tensor]) -> None:
@@ -250,10 +252,10 @@ class DryDevice(TorchDispatchMode):
             raise NotOnADevice(f"{name}: a tensor of the host among those of {on_device[0].device if on_device else 0}")
 
 
-def _known_or_zero(one: Tensor) -> Tensor:
+def _known_or_zero(tensor: Tensor) -> Tensor:
     """Return the numbers that the host copied to a tensor, if nothing has been written to it; zeros for others."""
-    known: Tensor | None = getattr(one, "known", None)
-    return torch.zeros(one.shape, dtype=one.dtype) if known is None else known
+    known: Tensor | None = getattr(tensor, "known", None)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if known is None else known
 
 
 def _written_by(operation: Any, operands: Any, options: Any) -> list[Any]:
@@ -265,9 +267,9 @@ def _written_by(operation: Any, operands: Any, options: Any) -> list[Any]:
 
 def _forget(written: Any) -> None:
     """Let the host read zeros from tensors that a kernel or an operation may have written to."""
-    for one in tree_leaves(written):
-        if isinstance(one, FakeTensor):
-            vars(one).pop("known", None)
+    for value in tree_leaves(written):
+        if isinstance(value, FakeTensor):
+            vars(value).pop("known", None)
 
 
 def _place() -> str:

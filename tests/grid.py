@@ -1,4 +1,4 @@
-"""Cases of a test of which `make test` runs some, and `make test-all` the others."""
+"""Cases of a test: `make test` runs a part, and `make test-all` the whole rest."""
 
 from __future__ import annotations
 

@@ -97,10 +97,10 @@ def verification() -> int:
         draft, target = (
             ProbsTable(probs_NV, torch.zeros((count, n), dtype=torch.int64), TORCH) for n in (length, length + 1)
         )
-        of_chain = torch.full((count,), length)
+        length_C = torch.full((count,), length)
         tokens_CL = torch.zeros((count, length), dtype=torch.int64)
         shape = num_requests, num_chains
-        chains = Chains(tokens_CL, of_chain, torch.from_numpy(request_C), draft, shape=shape)
+        chains = Chains(tokens_CL, length_C, torch.from_numpy(request_C), draft, shape=shape)
         block_kernels.race(chains, target, noise)
     return len(kinds)
 
@@ -112,8 +112,8 @@ def distributions() -> int:
         row_kernels: ("_sum_exponentials", "_softmax", "sum_tiles", "_draw"),
         nucleus_kernels: ("_narrow", "_keep", "_edge"),
     }
-    for module, of_module in names.items():
-        for name in of_module:
+    for module, kernel_names in names.items():
+        for name in kernel_names:
             setattr(module, name, Counting(getattr(module, name), kinds))
     kernels = TritonKernels()
     filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.05}
@@ -124,8 +124,8 @@ def distributions() -> int:
         uniform_LC = torch.zeros((3, num_rows), dtype=torch.float64)
         for level in range(3):
             part = slice(level * num_rows, (level + 1) * num_rows)
-            found_NV = distribution(torch.zeros((num_rows, WIDTH)), parameters.select(part), probs_NV[part])
-            kernels.draw(found_NV, torch.arange(num_rows), uniform_LC[level])
+            drawn_NV = distribution(torch.zeros((num_rows, WIDTH)), parameters.select(part), probs_NV[part])
+            kernels.draw(drawn_NV, torch.arange(num_rows), uniform_LC[level])
     return len(kinds)
 
 

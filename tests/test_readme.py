@@ -16,7 +16,7 @@ import yaml
 
 from loadtest import picture
 from loadtest.daemon import running_daemon
-from server.flags import parse_flags
+from server.settings.flags import parse_flags
 from tests.page_tables import PAGES, TABLES, tables_of
 
 ROOT = Path(__file__).parent.parent
@@ -110,8 +110,8 @@ def test_every_example_is_listed_and_tested() -> None:
 
 
 def test_continuous_integration_runs_the_commands_of_the_readme() -> None:
-    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = [step["run"] for part in workflow.values() for step in part["steps"] if "run" in step]
     assert commands == ["make test", "make test-all"]
     for command in commands:
         assert re.search(rf"^{command} ", "\n".join(code_blocks("sh")), re.MULTILINE), command

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.cpu.levels import DrawTask, Levels, levels_of
 from engine.drafting.draft import Layout
-from engine.drafting.drafter import Drafter, ChainSource
+from engine.drafting.drafter import ChainSource, Drafter
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.one_pass import BlockDrafter

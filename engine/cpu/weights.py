@@ -25,8 +25,6 @@ from engine.cpu.compiled.stored_words import offset_of
 from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor, Form, StoredNumbers, unpacked
 
 Array = npt.NDArray[Any]
-"""Stored form of weights: numbers that are widened, pairs of bfloat16, 8 or 4 bits with a float32 scale, or those of
-GGUF files (`gguf/blocks.py`). Rows are rounded for all but the first three (`row_rounding.py`)."""
 
 _WORDS = {
     "float32": np.float32,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.drafting.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
-from engine.drafting.drafter import Drafter, ChainSource
+from engine.drafting.drafter import ChainSource, Drafter
 from engine.drafting.numbers import drafting_numbers, draw_numbers
 from engine.kernels.protocol import Chains, ProbsTable, TargetShifts
 from engine.kernels.torch_kernels import Kernels

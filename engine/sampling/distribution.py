@@ -65,17 +65,17 @@ def _parameters_of(
     """Return the parameters of these rows (temperature and the parameters of `FILTERS`). They are cached: do not
     write to them.
     """
-    temperatures, *of_filters = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
+    temperatures, *filter_values = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
     arrays = [
         np.array(values, np.int64 if name == "top_k" else np.float32)
-        for name, values in zip(FILTERS, of_filters, strict=True)
+        for name, values in zip(FILTERS, filter_values, strict=True)
     ]
     temperature_N, *on_device = to_device_at_once([np.array(temperatures, np.float32), *arrays], device)
     min_p_N, top_k_N, top_p_N = (
         tensor if {*values} - {neutral} else None
-        for neutral, values, tensor in zip(FILTERS.values(), of_filters, on_device, strict=True)
+        for neutral, values, tensor in zip(FILTERS.values(), filter_values, on_device, strict=True)
     )
-    filters = Filters(min_p_N, top_k_N, top_p_N, most_k=int(max(of_filters[1], default=0)))
+    filters = Filters(min_p_N, top_k_N, top_p_N, most_k=int(max(filter_values[1], default=0)))
     return DistributionParameters(temperature_N, 0.0 in temperatures, not any(temperatures), filters, kernels)
 
 
@@ -90,8 +90,8 @@ def distribution(logits_NV: Tensor, parameters: DistributionParameters, probs_NV
     scale_N = parameters.temperature_N
     if parameters.any_greedy:
         scale_N = torch.where(scale_N == 0, 1.0, scale_N)
-    found_NV = parameters.kernels.distribution(logits_NV, scale_N, parameters.filters, probs_NV)
+    result_NV = parameters.kernels.distribution(logits_NV, scale_N, parameters.filters, probs_NV)
     if parameters.any_greedy:
-        peak_NV = torch.zeros_like(found_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
-        found_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, found_NV)
-    return found_NV if probs_NV is None or found_NV is probs_NV else probs_NV.copy_(found_NV)
+        peak_NV = torch.zeros_like(result_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
+        result_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, result_NV)
+    return result_NV if probs_NV is None or result_NV is probs_NV else probs_NV.copy_(result_NV)

@@ -152,10 +152,10 @@ class _Penalties(NamedTuple):
 
     def apply(self, edited_NV: Tensor, path_ND: Tensor | None) -> None:
         """Penalise tokens in place, for all their occurrences in the text and in the path above the row."""
-        of_text, strength_E3 = (self.row_E, self.token_E), self.strength_P3[self.place_E]
-        changed_E = _changed(edited_NV[of_text], strength_E3, self.count_E)
+        counted_tokens, strength_E3 = (self.row_E, self.token_E), self.strength_P3[self.place_E]
+        changed_E = _changed(edited_NV[counted_tokens], strength_E3, self.count_E)
         if path_ND is None or not len(self.row_X):
-            edited_NV[of_text] = changed_E
+            edited_NV[counted_tokens] = changed_E
             return
         # Equal tokens of a path get the same value.
         token_X = path_ND[self.row_X, self.at_X]
@@ -164,7 +164,7 @@ class _Penalties(NamedTuple):
         table_TV[self.text_S, self.token_S] = self.count_S
         times_X = times_X + table_TV[self.text_X, token_X]
         changed_X = _changed(edited_NV[self.row_X, token_X], self.strength_P3[self.place_X], times_X)
-        edited_NV[of_text] = changed_E
+        edited_NV[counted_tokens] = changed_E
         edited_NV[self.row_X, token_X] = changed_X
 
 
@@ -213,7 +213,7 @@ def _by_identity(fixed: dict[int, FixedEdits]) -> list[tuple[FixedEdits, list[in
     rows: dict[int, list[int]] = {}
     for row, edits in fixed.items():
         rows.setdefault(id(edits), []).append(row)
-    return [(fixed[of_one[0]], of_one) for of_one in rows.values()]
+    return [(fixed[shared_rows[0]], shared_rows) for shared_rows in rows.values()]
 
 
 def _masks(contexts: Sequence[NodeContext | None], fixed: dict[int, FixedEdits], vocab_size: int) -> dict[int, Bools]:
@@ -238,12 +238,13 @@ def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]
         if context is not None and context.text.grammar is not None:
             rows.setdefault(id(context.text.grammar), []).append(row)
     asked = []
-    for of_one in rows.values():
-        own = [context for row in of_one if (context := contexts[row]) is not None]
+    for shared_rows in rows.values():
+        own = [context for row in shared_rows if (context := contexts[row]) is not None]
         text, grammar = own[0].text, own[0].text.grammar
         assert grammar is not None
-        asked.append((of_one, grammar.masks(text.tokens[text.num_prompt :], [context.path for context in own])))
-    return {row: mask for of_one, wait in asked for row, mask in zip(of_one, wait(), strict=True)}
+        paths = [context.path for context in own]
+        asked.append((shared_rows, grammar.masks(text.tokens[text.num_prompt :], paths)))
+    return {row: mask for shared_rows, wait in asked for row, mask in zip(shared_rows, wait(), strict=True)}
 
 
 def _allowed(context: NodeContext, fixed: FixedEdits, vocab_size: int, following: Bools | None) -> Bools | None:

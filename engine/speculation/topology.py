@@ -1,8 +1,9 @@
 """Chains of drafted tokens, and the tree that results from merging equal prefixes.
 
 Words: a *chain* is a sequence of drafted tokens below the root (the last known token). Chains of one request with equal
-prefixes share *nodes*. Merging only saves target rows; the rules still see every chain. Node 0 is the root; the others
-follow chain by chain, so the first chain's nodes are 1, 2, ..., and a chain's accepted prefix is a path of nodes.
+prefixes share *nodes*. Merging only saves target rows; the rules still see every chain. Node 0 is
+the root. Drafted nodes follow chain by chain, so the first chain's nodes are 1, 2, ..., and a
+chain's accepted prefix is a path of nodes.
 
 Merging needs the tokens on the host. Without merging, the tree is that of the draws (`drawn_tree`). Its nodes are known
 before the tokens are, so the host need not wait for the device between draft and target.

@@ -57,7 +57,7 @@ def fits(seed: int = 0) -> dict[str, Fit]:
     names = tuple(KINDS)
     emissions = step([row_of(seed + i, KINDS[names[i % len(names)]]) for i in range(NUM_ROWS * len(names))])[1]
     chance = np.random.default_rng(seed)
-    found = {}
+    fit_by_row = {}
     for i, name in enumerate(names):
         sampling = KINDS[name].get("sampling", {})
         laws: dict[Path, Any] = {}
@@ -71,8 +71,8 @@ def fits(seed: int = 0) -> dict[str, Fit]:
             while len(text) < NUM_TOKENS:
                 text = (*text, int(chance.choice(VOCABULARY, p=laws[text])))
             texts.append(text[:NUM_TOKENS])
-        found[name] = fit(texts, expected)
-    return found
+        fit_by_row[name] = fit(texts, expected)
+    return fit_by_row
 
 
 def test_rows_have_the_target_s_law() -> None:
@@ -111,17 +111,17 @@ def test_wrong_kernels_are_rejected(wrong: str) -> None:
 
 def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _: None) -> list[tuple[Any, ...]]:
     """(emissions, ids of broken sequences) of the kernel, and of the general path, for the same drafts and logits."""
-    found: list[tuple[Any, ...]] = []
+    results: list[tuple[Any, ...]] = []
 
     def verify(at_once: Any, plan: Plan, draft: Draft, logits_NV: torch.Tensor) -> StepVerdict:
         change(logits_NV)
         verdicts = [at_once(plan, draft, logits_NV.clone()), verifying.verify_chains(plan, draft, logits_NV.clone())]
-        found.extend((list(verdict.emissions), verdict.broken) for verdict in verdicts)
+        results.extend((list(verdict.emissions), verdict.broken) for verdict in verdicts)
         return verdicts[0]
 
     with instead(served, "verify_at_once", verify):
         step(rows)
-    return found
+    return results
 
 
 def test_verdicts_are_those_of_the_general_path() -> None:

@@ -75,7 +75,7 @@ def main() -> None:
     """Start, load, kill, count."""
     began = time.monotonic()
     base = start(*sys.argv[1:3], min_replicas=2, max_replicas=2)
-    found: dict[str, Any] = {"start_s": time.monotonic() - began, "ends": Counter(), "after": Counter()}
+    results: dict[str, Any] = {"start_s": time.monotonic() - began, "ends": Counter(), "after": Counter()}
     lock = threading.Lock()
 
     def load(kind: str, first: int, count: int) -> None:
@@ -83,7 +83,7 @@ def main() -> None:
             for number in range(first, first + count):
                 end = ask(client, number)
                 with lock:
-                    found[kind][end] += 1
+                    results[kind][end] += 1
 
     def run(kind: str, count: int) -> list[threading.Thread]:
         threads = [threading.Thread(target=load, args=(kind, 101 * i, count)) for i in range(NUM_CLIENTS)]
@@ -94,7 +94,7 @@ def main() -> None:
     with httpx.Client(base_url=base, timeout=300, verify=False) as client:
         # Equal beginnings reach the same cache for all clients; different ones are spread.
         for kind in ("first", "again"):
-            found[kind] = [begin(client, number) for number in range(NUM_PREFIXES)]
+            results[kind] = [begin(client, number) for number in range(NUM_PREFIXES)]
 
         def page_of_both() -> list[Metric]:
             page = list(text_string_to_metric_families(client.get("/metrics").text))
@@ -103,11 +103,11 @@ def main() -> None:
         # A replica that takes more than a second to answer is left out.
         page = wait_until(page_of_both, "the page never has both replicas")
         requests = [one for family in page for one in family.samples if one.name == "polydraft_request_success_total"]
-        found["metrics"] = dict.fromkeys(replicas_of(page), 0.0)
+        results["metrics"] = dict.fromkeys(replicas_of(page), 0.0)
         for sample in requests:
-            found["metrics"][sample.labels["replica"]] += sample.value
+            results["metrics"][sample.labels["replica"]] += sample.value
         threads = run("ends", NUM_REQUESTS)
-        wait_until(lambda: sum(found["ends"].values()) >= NUM_CLIENTS, "no request ends")
+        wait_until(lambda: sum(results["ends"].values()) >= NUM_CLIENTS, "no request ends")
         # In the middle of the next answers, half of which are streams.
         time.sleep(1)
         before = set(replicas())
@@ -119,7 +119,7 @@ def main() -> None:
             thread.join()
     serve.shutdown()
     ray.shutdown()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

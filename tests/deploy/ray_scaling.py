@@ -35,7 +35,7 @@ def main() -> None:
     scaling = {"target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 5}
     with instead("deploy.ray_app", "AutoscalingConfig", looking_back):
         base = start(*sys.argv[1:3], min_replicas=1, max_replicas=2, **scaling)
-    found: dict[str, Any] = {"replicas": [len(replicas())], "ends": Counter(), "by_replica": Counter()}
+    results: dict[str, Any] = {"replicas": [len(replicas())], "ends": Counter(), "by_replica": Counter()}
     is_over = threading.Event()
     numbers = count()
     lock = threading.Lock()
@@ -45,35 +45,35 @@ def main() -> None:
             while not is_over.is_set():
                 end = ask(client, next(numbers))
                 with lock:
-                    found["ends"][end] += 1
+                    results["ends"][end] += 1
 
     threads = [threading.Thread(target=load, daemon=True) for _ in range(NUM_CLIENTS)]
     began = time.monotonic()
     for thread in threads:
         thread.start()
     wait_until(lambda: len(replicas()) == 2, "no replica is added", PATIENCE_S)
-    found["added_s"] = time.monotonic() - began
+    results["added_s"] = time.monotonic() - began
     with httpx.Client(base_url=base, timeout=300, verify=False) as client:
         beginnings = count()
 
         def both_answer() -> bool:
             replica, _ = begin(client, next(beginnings) % NUM_PREFIXES)
-            found["by_replica"][replica] += 1
-            return len(found["by_replica"]) == 2
+            results["by_replica"][replica] += 1
+            return len(results["by_replica"]) == 2
 
         wait_until(both_answer, "the new replica answers nothing", PATIENCE_S)
-    found["serves_s"] = time.monotonic() - began
-    found["replicas"].append(len(replicas()))
+    results["serves_s"] = time.monotonic() - began
+    results["replicas"].append(len(replicas()))
     is_over.set()
     for thread in threads:
         thread.join()
     began = time.monotonic()
     wait_until(lambda: len(replicas()) == 1, "no replica is taken away", PATIENCE_S)
-    found["taken_s"] = time.monotonic() - began
-    found["replicas"].append(len(replicas()))
+    results["taken_s"] = time.monotonic() - began
+    results["replicas"].append(len(replicas()))
     serve.shutdown()
     ray.shutdown()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import yaml
 from msgspec.structs import replace
 
 from engine.api import StepResults
-from server.flags import parse_flags
 from server.serving.metrics import ServerMetrics
-from server.settings import Serve
+from server.settings.flags import parse_flags
+from server.settings.settings import Serve
 from tests.deploy.debian import unpacked
-from tests.server.test_statistics import counted_pass, facts, outcome, stats
+from tests.server.step_results import counted_pass, facts, outcome, stats
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -31,9 +31,9 @@ def exported() -> str:
     """The text exposition after one speculative step and one answer."""
     metrics = ServerMetrics("m", compat=True)
     metrics.ready(facts(drafter="model", rules={}))
-    found = replace(outcome(2, 1), gap=0.01)
-    metrics.take(found)
-    metrics.step(StepResults([found], replace(stats(), num_preemptions=1)))
+    speculated = replace(outcome(2, 1), gap=0.01)
+    metrics.take(speculated)
+    metrics.step(StepResults([speculated], replace(stats(), num_preemptions=1)))
     metrics.watch_engine(os.getpid)
     metrics.start([3])
     metrics.tokens(2, 0.1, 0.1)
@@ -135,9 +135,9 @@ def test_dockerfile_copies_what_exists_and_sets_known_settings() -> None:
     copied: list[str] = []
     for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
         for source in line.split():
-            found = [str(path.relative_to(ROOT)) for path in ROOT.glob(source)]
-            assert found, source
-            copied += found
+            paths = [str(path.relative_to(ROOT)) for path in ROOT.glob(source)]
+            assert paths, source
+            copied += paths
     assert {"engine", "server", "deploy/ray_app.py", "deploy/ray_router.py"} <= set(copied)
     for setting in re.findall(r"POLYDRAFT_(\w+)=", text):
         assert setting.lower() in Serve.model_fields

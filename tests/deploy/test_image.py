@@ -60,10 +60,10 @@ def test_the_image_holds_no_build_tools_or_caches(image: tuple[dict[str, Any], s
     look = (
         "import pathlib; print([p for p in ('/src', '/root/.cache', '/opt/polydraft/src') if pathlib.Path(p).exists()])"
     )
-    found = subprocess.run(
+    run = subprocess.run(
         run_in(name, {**settings, "User": "0"}, ["python", "-c", look], {}), capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == "[]"
+    assert run.stdout.strip() == "[]"
 
 
 def test_its_user_owns_what_a_volume_is_mounted_on(image: tuple[dict[str, Any], str]) -> None:

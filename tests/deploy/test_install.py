@@ -77,12 +77,12 @@ def packages(text: str) -> dict[str, str]:
 def test_the_index_has_what_is_pinned(python: str, more: tuple[str, ...], index: dict[str, str]) -> None:
     done = resolve("pyproject.toml", index, "-c", "constraints.txt", "--python-version", python, *more)
     assert done.returncode == 0, done.stderr
-    found, pinned = packages(done.stdout), packages((ROOT / "constraints.txt").read_text())
-    assert {"torch", "transformers", "fastapi", "nvidia-cublas", "triton"} <= set(found)
-    assert ("pytest" in found) == ("dev" in more)
-    assert {"httpx", "matplotlib"} <= set(found)
+    resolved, pinned = packages(done.stdout), packages((ROOT / "constraints.txt").read_text())
+    assert {"torch", "transformers", "fastapi", "nvidia-cublas", "triton"} <= set(resolved)
+    assert ("pytest" in resolved) == ("dev" in more)
+    assert {"httpx", "matplotlib"} <= set(resolved)
     # Whatever is installed is pinned, so that it is the same tomorrow.
-    assert {name: pinned.get(name) for name in found} == found
+    assert {name: pinned.get(name) for name in resolved} == resolved
 
 
 @pytest.mark.slow

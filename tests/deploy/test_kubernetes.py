@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.ray_app import Options
-from server.settings import Serve
+from server.settings.settings import Serve
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
@@ -53,13 +53,13 @@ def test_every_resource_fits_its_schema(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_find_the_pods(overlay: str) -> None:
     """Selectors match no other pods of the namespace; clients need not be among them."""
-    found = rendered(overlay)
-    deployment = found["Deployment"]["spec"]
+    objects = rendered(overlay)
+    deployment = objects["Deployment"]["spec"]
     assert deployment["template"]["metadata"]["labels"] == LABELS
     assert deployment["selector"]["matchLabels"] == LABELS
-    assert found["Service"]["spec"]["selector"] == LABELS
-    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == LABELS
-    policy = found["NetworkPolicy"]["spec"]
+    assert objects["Service"]["spec"]["selector"] == LABELS
+    assert objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == LABELS
+    policy = objects["NetworkPolicy"]["spec"]
     assert policy["podSelector"]["matchLabels"] == LABELS
     assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == {"polydraft-client": "true"}
 
@@ -89,14 +89,17 @@ def test_the_daemon_takes_its_arguments(overlay: str) -> None:
 
 
 def test_the_autoscaler_counts_waiting_requests_and_alone_says_how_many() -> None:
-    found = rendered("autoscaled")
-    assert "replicas" not in found["Deployment"]["spec"]
-    (metric,) = found["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    objects = rendered("autoscaled")
+    assert "replicas" not in objects["Deployment"]["spec"]
+    (metric,) = objects["HorizontalPodAutoscaler"]["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] == "polydraft_num_requests_waiting"
-    assert found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
-    assert found["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == LABELS
-    ports = {port["name"] for port in found["Service"]["spec"]["ports"]}
-    assert found["ServiceMonitor"]["spec"]["endpoints"][0]["port"] in ports
+    assert (
+        objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"]
+        == objects["Deployment"]["metadata"]["name"]
+    )
+    assert objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == LABELS
+    ports = {port["name"] for port in objects["Service"]["spec"]["ports"]}
+    assert objects["ServiceMonitor"]["spec"]["endpoints"][0]["port"] in ports
 
 
 def test_the_operators_alerts_are_those_of_prometheus() -> None:

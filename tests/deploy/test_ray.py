@@ -23,7 +23,7 @@ from deploy.ray_app import SUPERVISED, Front, Options, Replica, daemon_arguments
 from deploy.ray_call import ReplicaCall, prefix_of
 from deploy.ray_metrics import merged
 from deploy.ray_router import PrefixRouter
-from server.flags import parse_flags
+from server.settings.flags import parse_flags
 from tests.deploy.ray_load import NUM_PREFIXES
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import write_pair
@@ -116,7 +116,7 @@ def test_a_daemon_that_cannot_start_is_noticed_at_once() -> None:
         Outside(["--no-such-flag"], 600)
 
 
-def test_a_daemon_is_told_to_end_when_its_replica_is_gone() -> None:
+def test_a_daemon_ends_when_its_replica_is_gone() -> None:
     script = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True); signal.pause()"
     command = [*SUPERVISED, sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -202,37 +202,37 @@ def run_program(name: str, folder: Path) -> dict[str, Any]:
     environment = os.environ | {f"RAY_SERVE_{name}_S": value for name, value in seconds.items()}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    results: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.mark.slow
 def test_a_replica_is_added_under_load_and_taken_away_after_it(tmp_path: Path) -> None:
     """Every request of the time ends whole, also those that the replica had which is taken away."""
-    found = run_program("ray_scaling", tmp_path)
-    assert found["replicas"] == [1, 2, 1]
-    assert set(found["ends"]) == {"whole", "stream"}, found
+    results = run_program("ray_scaling", tmp_path)
+    assert results["replicas"] == [1, 2, 1]
+    assert set(results["ends"]) == {"whole", "stream"}, results
 
 
 @pytest.mark.slow
 def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None:
     """Eight clients, two replicas, one killed in the middle: every request ends or says why, and others go on."""
-    found = run_program("ray_load", tmp_path)
-    assert not [end for end in found["ends"] if end.startswith("lost")], found
-    assert sum(found["ends"].values()) == 32
-    assert found["ends"]["whole"] + found["ends"]["stream"] >= 24
-    assert set(found["after"]) == {"whole", "stream"}
+    results = run_program("ray_load", tmp_path)
+    assert not [end for end in results["ends"] if end.startswith("lost")], results
+    assert sum(results["ends"].values()) == 32
+    assert results["ends"]["whole"] + results["ends"]["stream"] >= 24
+    assert set(results["after"]) == {"whole", "stream"}
     # A beginning that was read once is in the cache of the replica that gets it again; beginnings go to both replicas.
-    assert [cached > 0 for _, cached in found["first"]] == [False] * NUM_PREFIXES
-    assert [cached > 0 for _, cached in found["again"]] == [True] * NUM_PREFIXES
-    by_replica = collections.Counter(replica for replica, _ in [*found["first"], *found["again"]])
-    assert [replica for replica, _ in found["first"]] == [replica for replica, _ in found["again"]]
+    assert [cached > 0 for _, cached in results["first"]] == [False] * NUM_PREFIXES
+    assert [cached > 0 for _, cached in results["again"]] == [True] * NUM_PREFIXES
+    by_replica = collections.Counter(replica for replica, _ in [*results["first"], *results["again"]])
+    assert [replica for replica, _ in results["first"]] == [replica for replica, _ in results["again"]]
     assert len(by_replica) == 2
-    # The page of metrics has what each of them answered.
-    assert found["metrics"] == by_replica
+    # The page of metrics has the number of answers of each replica.
+    assert results["metrics"] == by_replica
 
 
-def test_a_replica_takes_the_cores_that_ray_gives_it() -> None:
+def test_a_replica_uses_the_cores_that_ray_assigns() -> None:
     """One core stays for HTTP; a configured number of threads is used."""
     for options, expected in (({"num_cpus": 4}, 3), ({"num_cpus": 0.5}, 1), ({"arguments": "--num-threads 7"}, 7)):
         words = daemon_arguments(Options.model_validate(options))

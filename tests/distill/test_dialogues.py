@@ -35,8 +35,8 @@ def asked(*questions: str) -> FileDialogue:
 def learned(sampler: Sampler, text: Any) -> str:
     """Return the tokens whose distributions are learned, as text."""
     after = zip(text.token_ids[1:], text.counts, strict=False)
-    found: str = sampler._chat.tokenizer.decode([token for token, counts in after if counts])  # type: ignore[union-attr]
-    return found
+    decoded: str = sampler._chat.tokenizer.decode([token for token, counts in after if counts])  # type: ignore[union-attr]
+    return decoded
 
 
 LINES = {
@@ -62,8 +62,8 @@ def test_lines_of_every_type_are_read(tmp_path: Path, name: str) -> None:
     file = tmp_path / "prompts.jsonl"
     # A separator of lines in Unicode is a part of a text.
     file.write_text(json.dumps({**LINES[name], "other": "\u2028"}, ensure_ascii=False) + "\n\n", encoding="utf8")
-    (found,) = read_dialogues(file)
-    assert "".join(message["role"][0] for message in found.messages) == ROLES[name]
+    (dialogue,) = read_dialogues(file)
+    assert "".join(message["role"][0] for message in dialogue.messages) == ROLES[name]
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"messages": [{}]}', '{"turns": [3]}', '{"prompt": 1}', "{"])
@@ -77,7 +77,7 @@ def test_lines_without_a_conversation_are_refused(tmp_path: Path, line: str) -> 
 def test_turns_are_answered_one_after_the_other(sampler: Sampler) -> None:
     """The second answer follows the first one, which the target has written."""
     whole, first = sampler.sampled([asked(*QUESTIONS), asked(QUESTIONS[0])], 0)
-    begin = sampler._chat.of_messages(asked(QUESTIONS[0]).messages, begins_answer=True)  # type: ignore[union-attr]
+    begin = sampler._chat.message_tokens(asked(QUESTIONS[0]).messages, begins_answer=True)  # type: ignore[union-attr]
     assert whole.token_ids[: len(begin)] == begin
     answers = learned(sampler, whole).split("<|end|>")
     assert learned(sampler, first) == f"{answers[0]}<|end|>"
@@ -89,21 +89,21 @@ def test_turns_are_answered_one_after_the_other(sampler: Sampler) -> None:
 
 def test_an_answer_without_room_ends_its_conversation(sampler: Sampler) -> None:
     short = Sampler(sampler._engine, sampler._chat, TextPlan(40, 24, (0.0,), 1))
-    (found,) = short.sampled([asked(*QUESTIONS * 3)], 0)
-    assert len(found.token_ids) <= 40
-    assert any(found.counts)
+    (text,) = short.sampled([asked(*QUESTIONS * 3)], 0)
+    assert len(text.token_ids) <= 40
+    assert any(text.counts)
 
 
 def test_given_conversations_count_their_answers(sampler: Sampler) -> None:
     messages = [*asked("a").messages, {"role": "assistant", "content": "b c"}, *asked("d").messages]
-    found = sampler.given(FileDialogue(messages))
-    assert learned(sampler, found) == "b c<|end|>"
-    with instead(ChatTokens, "of_messages", lambda right, one, messages, *rest: right(one, messages[-1:], *rest)):
+    text = sampler.given(FileDialogue(messages))
+    assert learned(sampler, text) == "b c<|end|>"
+    with instead(ChatTokens, "message_tokens", lambda right, one, messages, *rest: right(one, messages[-1:], *rest)):
         assert not any(sampler.given(FileDialogue(messages)).counts)  # a template that forgets earlier turns
 
 
 def test_plain_texts_are_continued(sampler: Sampler) -> None:
-    (found,) = sampler.sampled([FileDialogue([], "Once upon a time")], 0)
-    prompt = sampler._chat.of_text("Once upon a time")  # type: ignore[union-attr]
-    assert found.token_ids[: len(prompt)] == prompt
-    assert found.counts == [False] * (len(prompt) - 1) + [True] * (160 - len(prompt) + 1)
+    (text,) = sampler.sampled([FileDialogue([], "Once upon a time")], 0)
+    prompt = sampler._chat.text_tokens("Once upon a time")  # type: ignore[union-attr]
+    assert text.token_ids[: len(prompt)] == prompt
+    assert text.counts == [False] * (len(prompt) - 1) + [True] * (160 - len(prompt) + 1)

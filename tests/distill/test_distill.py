@@ -55,18 +55,18 @@ def sampler(target_folder: Path) -> Sampler:
 
 @pytest.fixture(scope="module")
 def texts(sampler: Sampler, tmp_path_factory: pytest.TempPathFactory) -> Texts:
-    found = Texts(tmp_path_factory.mktemp("texts"), 16)
+    texts = Texts(tmp_path_factory.mktemp("texts"), 16)
     for number in range(2):
         prompts = [(1,), (5, 6, 7)] * 8
-        found.add(SAMPLED, number, sampler.continued(prompts, 16 * number))
-    return found
+        texts.add(SAMPLED, number, sampler.continued(prompts, 16 * number))
+    return texts
 
 
 @pytest.fixture(scope="module")
 def states(target: Target, texts: Texts) -> States:
-    found = States(texts.folder, TAPS)
-    found.compute(target, texts.files(1e6))
-    return found
+    states = States(texts.folder, TAPS)
+    states.compute(target, texts.files(1e6))
+    return states
 
 
 def options_of(target: Path, output: Path, kind: str, *more: str) -> Any:
@@ -147,8 +147,8 @@ def error_of_logits(training: Training) -> float:
     """Largest difference between logits in training and in passes of one chain."""
     batch, kind = TextBatch.of(rows_of(training.states, 0), CPU), training.kind
     trained: list[torch.Tensor] = []
-    found = _losses_of(training, batch, trained)
-    assert found.acceptance_L.shape == (DEPTH,)
+    measured = _losses_of(training, batch, trained)
+    assert measured.acceptance_L.shape == (DEPTH,)
     place = _anchors(batch)[4]
     with torch.no_grad():
         expected = (_chain_logits if kind == "eagle3" else _block_logits)(training.head, batch, place)
@@ -160,9 +160,9 @@ def error_of_logits(training: Training) -> float:
 def _losses_of(training: Training, batch: TextBatch, recorded: list[torch.Tensor]) -> Losses:
     """Losses, and the logits that they are of."""
     with calls_of(losses, "distillation_loss") as calls, torch.no_grad():
-        found = LOSSES[training.kind](training.head, batch, DEPTH, 0.5, torch.Generator().manual_seed(1))
+        result = LOSSES[training.kind](training.head, batch, DEPTH, 0.5, torch.Generator().manual_seed(1))
     recorded += [operands[0] for operands, _ in calls]
-    return found
+    return result
 
 
 def _anchors(batch: TextBatch) -> list[int]:
@@ -235,8 +235,8 @@ def error_of_filling(training: Training) -> float:
     for places in ([place, short], [place], [short]):
         batch = TextBatch.of(training.states.rows(places), CPU)
         student: list[Any] = []
-        found = _losses_of(training, batch, student)
-        sums.append(torch.stack([len(rows) * one for rows, one in zip(student, found.acceptance_L, strict=True)]))
+        measured = _losses_of(training, batch, student)
+        sums.append(torch.stack([len(rows) * one for rows, one in zip(student, measured.acceptance_L, strict=True)]))
     return float((sums[0] - sums[1] - sums[2]).abs().max())
 
 
@@ -284,12 +284,12 @@ def test_a_first_layer_predicts_linearly(
     after = after / after.square().mean(-1, keepdim=True).sqrt()
     embedded = target.weights.embedding_VD[rows.token_ids_RL[0, 1:].long()]
     embedded = embedded / embedded.square().mean(-1, keepdim=True).sqrt()
-    predicted = before @ fit.of_state_DD.T + embedded @ fit.of_embedding_DD.T + fit.constant_D
+    predicted = before @ fit.state_weight_DD.T + embedded @ fit.embedding_weight_DD.T + fit.constant_D
     positions, tokens = torch.arange(1, LENGTH), rows.token_ids_RL[0, 1:].long()
     with torch.no_grad():
         memory = ChainMemory(1)
-        found = head(tokens, head.project(rows.taps_RLX[0, :-1].float()), positions, memory)
-    assert (found - predicted).abs().max() < 0.01 * predicted.abs().max()
+        drafted_ND = head(tokens, head.project(rows.taps_RLX[0, :-1].float()), positions, memory)
+    assert (drafted_ND - predicted).abs().max() < 0.01 * predicted.abs().max()
     assert (predicted - after).square().mean() < 0.9 * after.square().mean()
 
 

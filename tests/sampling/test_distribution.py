@@ -55,24 +55,24 @@ samplings = st.builds(
 def test_equals_the_reference(seed: int, rows: list[Sampling], vocabulary: int, spread: float) -> None:
     """Peaked distributions, and flat ones whose top-p edge lies far down."""
     logits = np.random.default_rng(seed).normal(size=(len(rows), vocabulary)) * spread
-    found = (
+    served = (
         distribution(torch.tensor(logits, dtype=torch.float32), DistributionParameters.of(rows, CPU, TORCH))
         .double()
         .numpy()
     )
     for row, sampling in enumerate(rows):
-        assert_is_distribution(found[row], logits[row].astype(np.float32).astype(np.float64), sampling)
+        assert_is_distribution(served[row], logits[row].astype(np.float32).astype(np.float64), sampling)
 
 
-def assert_is_distribution(found: np.ndarray, logits: np.ndarray, sampling: Sampling) -> None:
+def assert_is_distribution(probs: np.ndarray, logits: np.ndarray, sampling: Sampling) -> None:
     """Float32 may put the token at the top-p edge on the other side, where the edge is that near."""
     near = (0.0, 1e-6, -1e-6) if 0 < sampling.top_p < 1 else (0.0,)
     by_support = {}
     for moved in near:
         expected = reference(logits, replace(sampling, top_p=sampling.top_p + moved))
         by_support.setdefault(tuple(expected > 0), expected)
-    assert tuple(found > 0) in by_support
-    np.testing.assert_allclose(found, by_support[tuple(found > 0)], atol=2e-6)
+    assert tuple(probs > 0) in by_support
+    np.testing.assert_allclose(probs, by_support[tuple(probs > 0)], atol=2e-6)
 
 
 def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
@@ -84,10 +84,10 @@ def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
     flat = np.linspace(0, 0.01, 5000)
     rows = [chance.permutation(flat * (900 if i == 1 else 1)) for i in range(len(samplings))]
     logits = np.array(rows, dtype=np.float32)
-    found = distribution(torch.from_numpy(logits), DistributionParameters.of(samplings, CPU, TORCH)).double().numpy()
+    served = distribution(torch.from_numpy(logits), DistributionParameters.of(samplings, CPU, TORCH)).double().numpy()
     for row, sampling in enumerate(samplings):
-        assert_is_distribution(found[row], logits[row].astype(np.float64), sampling)
-    assert [int((row > 0).sum()) for row in found[[2, 4]]] == [5000, 1]
+        assert_is_distribution(served[row], logits[row].astype(np.float64), sampling)
+    assert [int((row > 0).sum()) for row in served[[2, 4]]] == [5000, 1]
 
 
 def test_ties_are_kept_so_that_the_distribution_is_a_function_of_the_logits() -> None:
@@ -126,8 +126,8 @@ def test_parameters_are_selected_by_row() -> None:
     rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5), Sampling(min_p=0.2)]
     wanted = [3, 1, 2, 0, 3, 1]
     logits = torch.randn(len(wanted), 50, generator=torch.Generator().manual_seed(1))
-    found = distribution(logits, DistributionParameters.of(rows, CPU, TORCH).select(torch.tensor(wanted)))
-    for logit, row, index in zip(logits, found, wanted, strict=True):
+    selected = distribution(logits, DistributionParameters.of(rows, CPU, TORCH).select(torch.tensor(wanted)))
+    for logit, row, index in zip(logits, selected, wanted, strict=True):
         alone = distribution(logit.unsqueeze(0), DistributionParameters.of([rows[index]], CPU, TORCH))[0]
         torch.testing.assert_close(row, alone, atol=1e-7, rtol=1e-6)
 

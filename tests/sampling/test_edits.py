@@ -174,14 +174,14 @@ def test_extreme_values_leave_a_distribution() -> None:
     assert torch.equal(edited[2], logits[2])
 
 
-def test_what_is_prepared_for_a_request_edits_as_what_is_made_anew() -> None:
+def test_prepared_edits_of_a_request_equal_new_ones() -> None:
     """To the bit, for all its nodes and steps, and nothing that nodes share is written to."""
     chance = np.random.default_rng(8)
     places = every_place([*TEXTS, *(with_odd(text) for text in TEXTS)])
     logits = torch.from_numpy(chance.normal(size=(len(places), VOCABULARY)) * 2).float()
-    anew = [replace(place, text=with_edits(place.text, place.sampling)) for place in places]
+    unshared = [replace(place, text=with_edits(place.text, place.sampling)) for place in places]
     paths = paths_of(places)
-    expected = edit(logits, anew, paths)
+    expected = edit(logits, unshared, paths)
     for _ in range(2):
         assert torch.equal(edit(logits, places, paths), expected)
     one_by_one = [edit(logits[i : i + 1], [place], paths[i : i + 1]) for i, place in enumerate(places)]

@@ -56,7 +56,7 @@ def test_is_a_function_of_its_name_and_broadcasts() -> None:
     assert grid[1, 2] == uniform(-5, 2, Purpose.SCORE)[0]
 
 
-def test_kernel_gives_the_same_numbers() -> None:
+def test_kernel_returns_the_same_numbers() -> None:
     pytest.importorskip("numba")
     from engine.cpu.compiled import random_numbers
 
@@ -107,10 +107,10 @@ def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_request_s() -> 
 def unmixed(word: int) -> int:
     """The word that splitmix64's finaliser makes this one of."""
     for shift, factor in ((31, int(MIX_2)), (27, int(MIX_1)), (30, 1)):
-        found = word
+        mixed = word
         for _ in range(64 // shift):
-            found = word ^ (found >> shift)
-        word = found * pow(factor, -1, 1 << 64) % (1 << 64)
+            mixed = word ^ (mixed >> shift)
+        word = mixed * pow(factor, -1, 1 << 64) % (1 << 64)
     return word
 
 
@@ -118,8 +118,8 @@ def seed_of(word: int, *parts: int) -> int:
     """The seed with which a name of these parts hashes to a word."""
     for part in reversed(parts):
         word = unmixed(word) ^ (part + 1) * int(GOLDEN) % (1 << 64)
-    found = (unmixed(word) - int(GOLDEN)) % (1 << 64)
-    return found - (1 << 64) if found >= 1 << 63 else found
+    seed = (unmixed(word) - int(GOLDEN)) % (1 << 64)
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
 @pytest.mark.parametrize("word", [0, (1 << 64) - 1])
@@ -127,11 +127,11 @@ def test_the_smallest_and_the_largest_number_are_inside(word: int) -> None:
     """Float64 rounds the largest to 1, whose logarithm would give a race a token that may not come."""
     seed = seed_of(word, 7, Purpose.CLOCK, 0, 3)
     assert int(hash_words(seed, 7, Purpose.CLOCK, 0, 3)[0]) == word
-    (found,) = uniform(seed, 7, Purpose.CLOCK, 0, 3)
-    assert 0 < found < 1
+    (number,) = uniform(seed, 7, Purpose.CLOCK, 0, 3)
+    assert 0 < number < 1
     probs_NV = torch.tensor([[0.0, 0.0, 0.5, 0.0 if word else 0.5, 0.5]])
     begun = torch.from_numpy(hash_words([seed], [7], int(Purpose.CLOCK), 0).view(np.int64))
-    assert uniform_rows(begun, 5)[0, 3] == found
+    assert uniform_rows(begun, 5)[0, 3] == number
     race_NV = race(probs_NV, [Sampling(seed=seed)], [7])
     assert race_NV.isfinite().all()
     assert probs_NV[0, race_NV.argmax()] > 0

@@ -80,11 +80,11 @@ def from_prefix(world: TabularModel, prefix: Path, length: int, shifts: tuple[Ta
     """Return the model of a step that begins after `prefix`."""
 
     def below(rows: Rows) -> dict[Path, np.ndarray]:
-        found = {}
+        rows_below = {}
         for depth in range(length + 1):
             for path in world.paths(depth):
-                found[path] = np.asarray(rows[prefix + path])
-        return found
+                rows_below[path] = np.asarray(rows[prefix + path])
+        return rows_below
 
     return TabularModel(below(world.target), below(world.draft), world.vocabulary, length, shifts)
 

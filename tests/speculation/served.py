@@ -237,10 +237,10 @@ class Batch:
         leads_CL = torch.zeros((num_chains, length), dtype=torch.bool)
         node_CX = torch.from_numpy(self.chance.integers(0, len(self.nodes.draft_NV), (num_chains, length + 1)))
         for number, kind in enumerate(self.kinds):
-            mine = kind_B == number
-            if bool(mine.any()):
-                chain_RK = first_B[mine].unsqueeze(1) + torch.arange(kind.num_chains)
-                self._draw(kind, chain_RK, node_B[mine], tokens_CL, leads_CL, node_CX)
+            is_of_case = kind_B == number
+            if bool(is_of_case.any()):
+                chain_RK = first_B[is_of_case].unsqueeze(1) + torch.arange(kind.num_chains)
+                self._draw(kind, chain_RK, node_B[is_of_case], tokens_CL, leads_CL, node_CX)
         is_tree = any(count > 1 for kind in self.kinds for count in kind.fanout[1:])
         chains = Chains(
             tokens_CL,
@@ -340,15 +340,15 @@ class Fit:
 End = TypeVar("End")
 
 
-def fit(found: Sequence[End], law: Mapping[End, float]) -> Fit:
+def fit(draws: Sequence[End], law: Mapping[End, float]) -> Fit:
     """Compare independent draws with their law; the distance is infinite if something impossible was drawn."""
     counts: dict[End, int] = {}
-    for one in found:
-        counts[one] = counts.get(one, 0) + 1
-    if any(law.get(one, 0.0) < _IMPOSSIBLE for one in counts):
+    for end in draws:
+        counts[end] = counts.get(end, 0) + 1
+    if any(law.get(end, 0.0) < _IMPOSSIBLE for end in counts):
         return Fit(np.inf, 1)
-    total, mass = len(found), sum(law.values())
-    cells = [(total * law[one] / mass, counts.get(one, 0)) for one in sorted(law, key=law.__getitem__)]
+    total, mass = len(draws), sum(law.values())
+    cells = [(total * law[end] / mass, counts.get(end, 0)) for end in sorted(law, key=law.__getitem__)]
     merged = [[0.0, 0]]
     for expected, count in cells:
         if merged[-1][0] >= _RARE:

@@ -244,17 +244,17 @@ def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> End
             branches = Branches(script)
             with instead(node, "categorical", lambda _, *operands, branches=branches: branches(*operands)):
                 verdict = RULES[drafting.rule].verify(rest.chains, rest.target, rest.noise)
-            found = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), branches.chance, strict=True)
-            for (weight, _), (chain, accepted, chance) in zip(trees, found, strict=True):
+            verdicts = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), branches.chance, strict=True)
+            for (weight, _), (chain, accepted, chance) in zip(trees, verdicts, strict=True):
                 kept = leaves[rest.origin_C[chain]][len(path) :][:accepted]
                 law[(*path, *kept), script[accepted]] += probability * weight * chance
     return law
 
 
-def distance(found: Ends, drafting: Drafting) -> float:
+def distance(ends: Ends, drafting: Drafting) -> float:
     """Largest difference from the enumeration."""
     right = expected(drafting, SMALL.vocabulary)
-    return max(abs(found.get(end, 0.0) - right.get(end, 0.0)) for end in {*found, *right})
+    return max(abs(ends.get(end, 0.0) - right.get(end, 0.0)) for end in {*ends, *right})
 
 
 def in_gate(drafting: Drafting, cheap: bool) -> Any:
@@ -271,8 +271,8 @@ def test_rules_by_nodes_have_the_exact_law_below_text_drafts(drafting: Drafting)
 def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, part: str) -> None:
     """`nss` alone reads neither draft laws nor leaders."""
     is_read = drafting.rule != "nss" or part not in ("leads_CL", "draft")
-    found = distance(enumerated(drafting, unshifted(part)), drafting)
-    assert found > 1e-4 if is_read else found < 1e-12
+    difference = distance(enumerated(drafting, unshifted(part)), drafting)
+    assert difference > 1e-4 if is_read else difference < 1e-12
 
 
 def sampled(drafting: Drafting, kernels: Kernels = TORCH, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
@@ -283,14 +283,14 @@ def sampled(drafting: Drafting, kernels: Kernels = TORCH, seed: int = 0, num_row
 
 
 @pytest.mark.parametrize("drafting", [in_gate(one, one not in BY_NODES) for one in EVERY[:-1]], ids=str)
-def test_what_a_step_serves_is_the_enumerated_law(drafting: Drafting) -> None:
+def test_a_step_serves_the_enumerated_law(drafting: Drafting) -> None:
     assert sampled(drafting).p_value > ALPHA
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, WITHOUT_DECIDE], ids=["one kernel", "walk before the kernels"])
 @pytest.mark.parametrize("drafting", CHAINS, ids=str)
 def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) -> None:
-    """Those of the device: Numba's on a CPU."""
+    """The kernels are those of the device: of Numba on a CPU."""
     assert sampled(drafting, kernels, seed=NUM_ROWS).p_value > ALPHA
 
 

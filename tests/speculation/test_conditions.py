@@ -37,7 +37,7 @@ from engine.speculation.conditions import (
 )
 from engine.speculation.rule_facts import RULE_FACTS
 from engine.speculation.verification import RULES
-from tests.server.test_statistics import facts
+from tests.server.step_results import facts
 from tests.speculation.exact import ModelOf, from_prefix, outcomes_of, random_model, stream_distance
 from tests.speculation.test_chain_rules import TREES_THAT_BRANCH_LATER
 
@@ -79,7 +79,7 @@ def random_row(*names: object) -> np.ndarray:
     return np.random.default_rng(zlib.crc32(repr(names).encode())).dirichlet(np.ones(2))
 
 
-def of_every_other_length(world: TabularModel, prefix: Path, length: int, shifts: tuple) -> TabularModel:
+def short_after_odd_texts(world: TabularModel, prefix: Path, length: int, shifts: tuple) -> TabularModel:
     """Return models whose chains have one token after texts of an odd length."""
     return from_prefix(world, prefix, 1 if len(prefix) % 2 else length, shifts)
 
@@ -160,7 +160,7 @@ def test_a_rule_with_text_drafts_is_exact_or_refused(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_shapes_that_change_are_exact_or_never_chosen(rule: str) -> None:
     known = facts(MODEL, vocab_size=9)
-    distance = stream_distance(WORLD, step_of(rule), num_tokens=3, length=LENGTH, model_of=of_every_other_length)
+    distance = stream_distance(WORLD, step_of(rule), num_tokens=3, length=LENGTH, model_of=short_after_odd_texts)
     default = default_speculation(SpeculationConfig(rule=rule, adaptive=True), known)
     speculation = Speculation(rule=rule, num_drafts=1, draft_length=2, adaptive=True)
     assert default.adaptive == (unmet(RULES[rule], CHANGING_SHAPES) is None)

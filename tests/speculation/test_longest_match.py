@@ -60,7 +60,7 @@ def texts(chains: Chains, verdict: ChainVerdict) -> list[tuple[int, ...]]:
 
 def right(chains: Chains) -> list[tuple[int, ...]]:
     """The target's text, up to one token behind the longest draft that begins it."""
-    found = []
+    emitted = []
     for request in range(NUM_REQUESTS):
         text: tuple[int, ...] = ()
         own = [
@@ -71,17 +71,17 @@ def right(chains: Chains) -> list[tuple[int, ...]]:
             text = (*text, world(text))
             if not any(chain[: len(text)] == text for chain in own):
                 break
-        found.append(text)
-    return found
+        emitted.append(text)
+    return emitted
 
 
 def test_it_emits_the_targets_own_text() -> None:
     chains, target, noise = drawn()
-    found = texts(chains, verify_certain(chains, target, noise))
-    assert found == right(chains)
-    assert len({len(text) for text in found}) > 3
+    emitted = texts(chains, verify_certain(chains, target, noise))
+    assert emitted == right(chains)
+    assert len({len(text) for text in emitted}) > 3
     by_any_rule = RULES["nss"].verify(chains, target, noise)
-    assert texts(chains, by_any_rule) == found
+    assert texts(chains, by_any_rule) == emitted
 
 
 WRONG: dict[str, Callable[[Chains, ProbsTable], tuple[Chains, ProbsTable]]] = {
@@ -113,6 +113,6 @@ def test_kernels_choose_the_same() -> None:
     if tiny.DEVICE.type != "cpu":
         pytest.skip("the plain operations are compared with the interpreter's")
     plain = verify_certain(chains, target, noise)
-    found = verify_certain(chains, replace(target, kernels=TritonKernels()), noise)
+    verdict = verify_certain(chains, replace(target, kernels=TritonKernels()), noise)
     for name in ("chain_B", "accepted_B", "next_token_B"):
-        assert torch.equal(getattr(found, name), getattr(plain, name))
+        assert torch.equal(getattr(verdict, name), getattr(plain, name))

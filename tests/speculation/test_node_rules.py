@@ -69,11 +69,11 @@ def test_golden_conditional_laws(case: dict) -> None:
     for stored in case["conditional_laws_iid"]:
         for key, rule in rules.items():
             if key in stored:
-                found = conditional_laws(rule, p, q, {tuple(stored["drafts"]): 1.0}, case["n"])[0]
-                np.testing.assert_allclose(found, stored[key], atol=1e-9, err_msg=key)
+                law = conditional_laws(rule, p, q, {tuple(stored["drafts"]): 1.0}, case["n"])[0]
+                np.testing.assert_allclose(law, stored[key], atol=1e-9, err_msg=key)
     stored = case["conditional_law_swor"]
-    found = conditional_laws(rrs_without_replacement, p, q, {tuple(stored["drafts"]): 1.0}, case["n"])[0]
-    np.testing.assert_allclose(found, stored["rrswor"], atol=1e-9)
+    law = conditional_laws(rrs_without_replacement, p, q, {tuple(stored["drafts"]): 1.0}, case["n"])[0]
+    np.testing.assert_allclose(law, stored["rrswor"], atol=1e-9)
 
 
 @pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda c: f"V{c['V']}n{c['n']}-{c['kind']}")
@@ -221,6 +221,6 @@ def test_linear_program_of_rows_that_are_scaled_or_cannot_be() -> None:
     alone = ot_lp(p, q, drafted, present)
     torch.testing.assert_close(ot_lp(p / 4, q * 3, drafted, present), alone)
     rows = [torch.tensor([[1, 1]]), torch.tensor([[3, 3]]), drafted]
-    some = torch.tensor([[False, False], [True, True], [True, True]])
-    laws = ot_lp(p.expand(3, -1), q.expand(3, -1), torch.cat(rows), some)
+    presence = torch.tensor([[False, False], [True, True], [True, True]])
+    laws = ot_lp(p.expand(3, -1), q.expand(3, -1), torch.cat(rows), presence)
     torch.testing.assert_close(laws, torch.cat([p, p, alone]))

@@ -95,7 +95,7 @@ def fits(
 
 
 def fits_of(rule: str, method: str, shapes: str, turn: int, kernels: Kernels = KERNELS) -> tuple[Fit, Fit]:
-    """Those of one of CASES: laws as a serving engine has them, in float32, and as the enumeration has them."""
+    """Return the fits of a case: to laws as a serving engine has them, in float32, and as the enumeration has them."""
     kinds, dtype = kinds_of(rule, method, shapes, turn), torch.float64 if turn else torch.float32
     if RULES[rule].max_vocabulary is None:
         num_requests = NUM_REQUESTS // sum(case[:2] == (rule, method) for case in CASES)
@@ -109,9 +109,9 @@ IN_THE_GATE = [case for case in CASES if case[0] in FAMILIES and case[-1] == 0]
 
 @pytest.mark.parametrize(("rule", "method", "shapes", "turn"), grid(CASES, IN_THE_GATE))
 def test_served_rule_has_its_enumerated_law_and_the_target_s(rule: str, method: str, shapes: str, turn: int) -> None:
-    for found in fits_of(rule, method, shapes, turn):
-        assert found.freedom > 0
-        assert found.p_value > ALPHA
+    for served_fit in fits_of(rule, method, shapes, turn):
+        assert served_fit.freedom > 0
+        assert served_fit.p_value > ALPHA
 
 
 def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int) -> RequestCase:
@@ -144,9 +144,9 @@ def kinds_with_layers(rule: str) -> list[RequestCase]:
 
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_pending_layers_change_the_law_of_their_own_requests_only(rule: str) -> None:
-    """In the first step, and in those after it as far as they hold."""
-    for found in fits(rule, kinds_with_layers(rule)):
-        assert found.p_value > ALPHA
+    """In the first step, and in later steps as far as they hold."""
+    for served_fit in fits(rule, kinds_with_layers(rule)):
+        assert served_fit.p_value > ALPHA
 
 
 def engine_noise(chains: Chains, step: int) -> ChainNoise:
@@ -163,8 +163,8 @@ def engine_noise(chains: Chains, step: int) -> ChainNoise:
 @pytest.mark.parametrize("rule", ["bv_race", "traversal", "rrs"])
 def test_seeds_give_the_same_law(rule: str) -> None:
     """Numbers by name, as the engine makes them, in place of a generator's."""
-    for found in fits(rule, kinds_of(rule, "iid", "chains", 0), noise=engine_noise):
-        assert found.p_value > ALPHA
+    for served_fit in fits(rule, kinds_of(rule, "iid", "chains", 0), noise=engine_noise):
+        assert served_fit.p_value > ALPHA
 
 
 @pytest.mark.parametrize("rule", grid(["token", "block", "bv_race"], {"block"}))
@@ -205,10 +205,10 @@ def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float)
 
 def test_a_batch_in_which_nothing_is_drafted() -> None:
     """Then there are no depths at all. The race verifies such rows, and no other rule sees them (`verify._rule_of`)."""
-    for found in fits(
+    for served_fit in fits(
         "bv_race", [RequestCase(WORLDS[5][0], ()), RequestCase(WORLDS[5][1], ())], num_requests=4000, num_tokens=2
     ):
-        assert found.p_value > ALPHA
+        assert served_fit.p_value > ALPHA
 
 
 LOSSY: dict[str, Verify] = {residual: OverAcceptance(0.1, residual) for residual in ("optimal", "target")}
@@ -216,7 +216,7 @@ LOSSY: dict[str, Verify] = {residual: OverAcceptance(0.1, residual) for residual
 
 @pytest.mark.parametrize("rule", [*RULES, *LOSSY])
 def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
-    """Any that are made on the default device are without content here, and do not mix with the others."""
+    """Tensors on the default device are without content here, and do not mix with other tensors."""
     like = rule if rule in RULES else "token"
     for shapes in ("chains", "trees") if takes_trees(like) else ("chains",):
         batch = Batch(kinds_of(like, RULES[like].draft_methods[0], shapes, 0), 3, 1, torch.float32)
@@ -229,12 +229,12 @@ def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
 
 
 def test_a_chain_rule_is_what_its_node_rule_makes_it() -> None:
-    """Made again: those of RULES were made when the module was imported."""
+    """Made again: the rules in RULES were made when the module was imported."""
     batch = Batch(kinds_of("rrs", "iid", "trees", 0), 50, 1, torch.float32)
     chains, target = batch.drafted(torch.arange(len(batch.kind_B)))
     noise = batch.noise(chains)
-    found, again = (verify(chains, target, noise) for verify in (RULES["rrs"].verify, TopDown(rrs)))
-    assert torch.equal(found.next_token_B, again.next_token_B)
+    verdict, again = (verify(chains, target, noise) for verify in (RULES["rrs"].verify, TopDown(rrs)))
+    assert torch.equal(verdict.next_token_B, again.next_token_B)
 
 
 def test_a_chain_that_has_ended_leads_itself() -> None:

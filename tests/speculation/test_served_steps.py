@@ -77,6 +77,7 @@ class LookedUp:
 
     device: ClassVar[torch.device] = torch.device("cpu")
     kernels: ClassVar[Kernels] = TORCH
+    vocab_size: ClassVar[int] = VOCABULARY
     world: TabularModel
     paths: dict[int, list[Path]] = field(default_factory=dict)
     """Nodes that are in the cache, by sequence."""
@@ -156,7 +157,7 @@ def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int =
     rows = [row_of(seed + i, fields[names[i % count]]) for i in range(NUM_ROWS * count)]
     chance = np.random.default_rng(seed)
     emissions = step(rows, most_unmerged)[1]
-    found = {}
+    fit_by_row = {}
     for i, name in enumerate(names):
         sampling, num_tokens = ROWS[name].get("sampling", {}), 1 if name == "first token" else NUM_TOKENS
         laws: dict[Path, Law] = {}
@@ -170,8 +171,8 @@ def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int =
             while len(text) < num_tokens:
                 text = (*text, int(chance.choice(VOCABULARY, p=laws[text])))
             texts.append(text[:num_tokens])
-        found[name] = fit(texts, expected)
-    return found
+        fit_by_row[name] = fit(texts, expected)
+    return fit_by_row
 
 
 def test_rows_of_every_kind_have_the_target_s_law() -> None:
@@ -190,9 +191,9 @@ def test_tokens_of_other_nodes_are_rejected() -> None:
     """The target verifies, and the host accepts, what each node's own chain has drawn."""
     drafting_module.layout_of.cache_clear()
     with instead(drafting_module, "_places", lambda places, *operands: np.roll(places(*operands), 1)):
-        found = fits(("bv_race with text drafts", "without replacement"), 1, MANY)
+        fit_by_row = fits(("bv_race with text drafts", "without replacement"), 1, MANY)
     drafting_module.layout_of.cache_clear()
-    assert min(one.p_value for one in found.values()) < ALPHA
+    assert min(one.p_value for one in fit_by_row.values()) < ALPHA
 
 
 def shared_numbers(uniform: Any, seed: Any, position: Any, purpose: Any, chain: Any = 0, depth: Any = 0) -> Any:
@@ -208,11 +209,11 @@ def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
     """One variant verifies with the whole law after a refused text draft; another uses one number twice."""
     with instead(verifying, name, wrong):
         # Because of a rule that no kernel has, plain operations verify the step.
-        found = fits(("text drafts alone", "bv_race with text drafts", "block with text drafts", "one text draft"))
-    assert min(one.p_value for one in found.values()) < ALPHA
+        fit_by_row = fits(("text drafts alone", "bv_race with text drafts", "block with text drafts", "one text draft"))
+    assert min(one.p_value for one in fit_by_row.values()) < ALPHA
 
 
-def test_emissions_tell_what_was_followed() -> None:
+def test_emissions_follow_the_tree_of_their_row() -> None:
     """Accepted tokens are a path of the row's own tree, and counts of text drafts are of what is in it."""
     names = tuple(ROWS)
     rows = [row_of(i, {**ROWS[names[i % len(names)]], "reports_drafts": i < 100}) for i in range(300)]
@@ -234,7 +235,7 @@ def test_emissions_tell_what_was_followed() -> None:
 
 
 @pytest.mark.parametrize("residual", ["optimal", "target"])
-def test_over_acceptance_has_its_own_law_and_tells_its_bias(residual: str) -> None:
+def test_over_acceptance_has_its_own_law_and_reports_its_bias(residual: str) -> None:
     """Computed by hand along every path: b = min(1, (p + eps)/q), then norm (p - b q)+ or p."""
     epsilon, biases = 0.08, []
     world = small_world("generic", VOCABULARY, 5)
@@ -267,9 +268,9 @@ def test_over_acceptance_has_its_own_law_and_tells_its_bias(residual: str) -> No
 
         go_on((), 1.0, kind.length)
         assert fit(emitted.first, law).p_value > ALPHA
-        for (accepted, _), found in list(zip(emitted.first, biases[number :: len(kinds)], strict=True))[:500]:
+        for (accepted, _), reported in list(zip(emitted.first, biases[number :: len(kinds)], strict=True))[:500]:
             decided = accepted[: kind.length - 1] if len(accepted) == kind.length else accepted
-            assert found == pytest.approx(bias[decided] if kind.length else 0.0, abs=1e-6)
+            assert reported == pytest.approx(bias[decided] if kind.length else 0.0, abs=1e-6)
 
 
 def test_refused_tokens_leave_what_they_must() -> None:
@@ -326,10 +327,10 @@ def test_a_text_draft_that_cannot_follow_is_not_followed() -> None:
     tree = merge_chains([[1], [2, 0], [3]])
     assert walk(tree, 0, {1: 0.0, 2: 0.0, 3: 0.5, 4: 0.0}, [0.0, 0.0]).refused == [1, 2, 3]
     shares = {1: 0.25, 2: 0.25, 3: 0.0, 4: 0.25}
-    found = [walk(tree, 0, shares, [number, 0.0]) for number in (0.2, 0.25, 0.5, 0.75)]
-    assert [one.path for one in found] == [[0, 1], [0, 2], [0, 4], [0]]
-    assert [one.rank for one in found] == [0, 1, 2, 0]
-    assert [one.refused for one in found] == [[], [0], [], [1, 2, 3]]
+    walks = [walk(tree, 0, shares, [number, 0.0]) for number in (0.2, 0.25, 0.5, 0.75)]
+    assert [one.path for one in walks] == [[0, 1], [0, 2], [0, 4], [0]]
+    assert [one.rank for one in walks] == [0, 1, 2, 0]
+    assert [one.refused for one in walks] == [[], [0], [], [1, 2, 3]]
     deep = walk(merge_chains([[2, 0, 1], [2, 0, 3]]), 0, {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.5}, [0.5, 0.5, 0.5])
     assert (deep.path, deep.refused, deep.depth) == ([0, 1, 2], [1, 3], 2)
     # A drawn chain is not followed.

@@ -49,8 +49,8 @@ def test_rejection_and_bias_of_over_acceptance_are_the_stored_ones(case: dict) -
             np.testing.assert_allclose(law, stored[f"law_{name}"], atol=1e-9)
             # What the engine's rule reports for the position.
             mass = accepted_mass(target, draft, epsilon)
-            found = float(position_bias(target, mass, redraw_law(target, mass, residual)))  # type: ignore[arg-type]
-            assert found == pytest.approx(stored[f"TV_{name}"], abs=1e-9)
+            reported = float(position_bias(target, mass, redraw_law(target, mass, residual)))  # type: ignore[arg-type]
+            assert reported == pytest.approx(stored[f"TV_{name}"], abs=1e-9)
 
 
 def random_pair(seed: int, vocabulary: int = 4) -> tuple[np.ndarray, np.ndarray]:

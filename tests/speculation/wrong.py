@@ -1,4 +1,4 @@
-"""Rules that are nearly right, and by how much they are wrong: the tests must catch every one of them.
+"""Rules that are nearly right, and by how much they are wrong: the tests must catch every wrong rule.
 
 `python -m tests.speculation.wrong` prints the table of docs/speculation-rules.md.
 """
@@ -183,8 +183,8 @@ def main() -> None:
     models = [random_model(seed, kind="dense") for seed in range(40)]
     print("| wrong rule | mean bias | largest |\n| --- | --- | --- |")
     for name in WRONG:
-        found = [bias(name, model) for model in models]
-        print(f"| {name} | {np.mean(found):.3f} | {max(found):.3f} |")
+        biases = [bias(name, model) for model in models]
+        print(f"| {name} | {np.mean(biases):.3f} | {max(biases):.3f} |")
 
 
 if __name__ == "__main__":

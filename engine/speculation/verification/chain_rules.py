@@ -17,8 +17,8 @@ from engine.kernels.torch_block import longest_match
 
 
 def token_acceptance(chains: Chains, target: ProbsTable) -> Tensor:
-    """Return [C, L] the probability that each drafted token is accepted given that those before it are; 0 past the
-    end.
+    """Return [C, L] the probability that each drafted token is accepted given that the tokens before
+    it are; 0 past the end.
     """
     ratio_CL = (target.along(chains.tokens_CL) / chains.draft.along(chains.tokens_CL)).clamp(max=1.0)
     depth_L = torch.arange(chains.max_length, device=ratio_CL.device)

@@ -50,5 +50,7 @@ class Rule(RuleFacts, frozen=True):
         """Whether the acceptance of `count` drafts is known without drawing them."""
         if method == MOST_LIKELY:  # the drafts are known
             return False
-        of_several = self.acceptance is not None and (self.closed_form_of is None or method in self.closed_form_of)
-        return count == 1 or of_several
+        if count == 1:
+            return True
+        holds_for_method = self.closed_form_of is None or method in self.closed_form_of
+        return self.acceptance is not None and holds_for_method

@@ -6,7 +6,8 @@ supply (`a(H) <= 1 - (1 - q(H))^n` for all sets H). Every draft k, of token x, d
 with F = G (tight) ends one. The draft in the first segment and, in it, with the largest w_x U_k wins. It is accepted
 unless it lies beyond the point where all needs are met; then the token is drawn from norm (p - a). `w` solves the
 supply balance token by token: token i joins the race at s_i, the root of 1 - (1 - s)^n = c_i + d_i s, and until it
-joins the others' remaining supply decays by (t - s_{i+1})/(t - s_i). See `docs/speculation-rules.md`.
+joins, the remaining supply of the other tokens decays by (t - s_{i+1})/(t - s_i). See
+`docs/speculation-rules.md`.
 
 The code uses complements: u = 1 - t, y = 1 - G and z = 1 - s, the root of z^n = y + d (z - u). Only the weights from
 the first drafted token to the end of its segment matter. W is the largest number of tokens that race in a row: others,
@@ -114,8 +115,9 @@ def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tens
 def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | None, width: int) -> Tensor:
     """Return [N, W] the first W columns by q/(p + q), ascending; columns that do not race come last.
 
-    On a CPU all rows are sorted as one flat list of 32-bit integers; ties of these are then sorted by the other bits.
-    Tokens that share all bits differ by about 2^-50 of their masses' product wherever it matters.
+    On a CPU all rows are sorted as one flat list of 32-bit integers. Equal integers are then sorted
+    by the other bits. Tokens that share all bits differ by about 2^-50 of their masses' product
+    wherever it matters.
     """
     num_rows, vocab_size = target_NV.shape
     share_NV = (target_NV + draft_NV).clamp_(min=_TINY)
@@ -146,12 +148,14 @@ def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | Non
 def _where(mask_NW: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows and columns of the true entries; numpy finds a few of them several times faster than torch."""
     flat = mask_NW.reshape(-1)
-    found = torch.from_numpy(np.flatnonzero(flat.numpy()))
-    return found // mask_NW.shape[1], found % mask_NW.shape[1]
+    index_M = torch.from_numpy(np.flatnonzero(flat.numpy()))
+    return index_M // mask_NW.shape[1], index_M % mask_NW.shape[1]
 
 
 def _is_read(value: Tensor) -> bool:
-    """Whether the host reads numbers that save work. It would wait for those of a device, which does all the work."""
+    """Whether the host reads numbers that save work. A device does all the work instead, because the
+    host would wait for its numbers.
+    """
     return not value.is_cuda
 
 
@@ -205,8 +209,8 @@ def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
     place_R = torch.arange(low, width, device=place_NK.device)
     ends_NR = table.tight_NW[:, low:] if aligned else table.tight_NW[:, low:] & (place_R >= best_N1)
     end_N1 = ends_NR.view(torch.uint8).argmax(1, keepdim=True)
-    found_N1 = ends_NR.gather(1, end_N1)
-    end_N1 = torch.where(found_N1, end_N1 + low, width - 1)
+    has_end_N1 = ends_NR.gather(1, end_N1)
+    end_N1 = torch.where(has_end_N1, end_N1 + low, width - 1)
     high = _known(end_N1.max(), width - 1) + 1
     supply_NR = table.supply_NZ[:, low + 1 : high + 1]
     slope_NR = table.need_NW[:, low:high] / table.draft_NW[:, low:high]
@@ -225,7 +229,7 @@ def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
     chain_NR = decay_NR.cumprod(1)
     weight_NK = chain_NR.gather(1, (place_NK - low - 1).clamp(0, high - low - 1))
     weight_NK = torch.where(place_NK == best_N1, 1.0, weight_NK)
-    return weight_NK * (place_NK <= end_N1), torch.where(found_N1 | (unmet_N1 <= 1e-15), 0.0, chain_NR[:, -1:])
+    return weight_NK * (place_NK <= end_N1), torch.where(has_end_N1 | (unmet_N1 <= 1e-15), 0.0, chain_NR[:, -1:])
 
 
 def weighted_race(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
