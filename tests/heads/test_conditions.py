@@ -103,7 +103,7 @@ def test_output_has_the_target_s_distribution(
     assert p_value(pairs(kind), rule, output_distribution.SAMPLINGS[sampling]) > output_distribution.ALPHA
 
 
-@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp"}))
+@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3"}))
 def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Callable[[str], Pair], kind: str) -> None:
     prompt = tuple(np.random.default_rng(1).integers(0, 4, 21).tolist())
     with calls_of(Scheduler, "check_invariants") as checked:
@@ -173,7 +173,7 @@ def test_a_draft_model_s_distribution_after_a_text_is_fixed() -> None:
 WRONG = [(kind, sampling) for kind in KINDS for sampling in ("penalties", "grammar")]
 
 
-@pytest.mark.parametrize(("kind", "sampling"), grid(WRONG, {("mtp", "penalties"), ("mtp", "grammar")}))
+@pytest.mark.parametrize(("kind", "sampling"), grid(WRONG, {("eagle3", "penalties"), ("mtp", "grammar")}))
 def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
     pairs: Callable[[str], Pair], kind: str, sampling: str
 ) -> None:
@@ -182,7 +182,7 @@ def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
         assert p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS[sampling]) < output_distribution.ALPHA
 
 
-@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp", "dspark"}))
+@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "dspark"}))
 def test_drafts_of_another_distribution_are_rejected(pairs: Callable[[str], Pair], kind: str) -> None:
     """Drawn all at once and level by level."""
     with tiny.with_drafts_of_another_distribution():
