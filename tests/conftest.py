@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,9 +50,11 @@ LONG = (
     "analysis/test_arms",
     "analysis/test_papers",
     "server/daemon/test_faults",
+    "cuda/test_attention_kernel",
+    "cpu/test_decoder",
+    "cpu/test_compiling",
     "engine/test_output_distribution",
     "cuda/test_dry_run",
-    "cuda/test_attention_kernel",
     "heads/test_one_pass",
     "server/openai/test_tools",
     "speculation/test_served_rules",
@@ -62,7 +65,6 @@ LONG = (
     "engine/test_places",
     "speculation/test_below_text_drafts",
     "heads/test_eagle",
-    "cpu/test_decoder",
     "speculation/test_chain_rules",
     "speculation/test_served_mutants",
     "server/openai/test_trees_and_bias",
@@ -83,3 +85,17 @@ def pytest_collection_finish() -> None:
     """Everything imported by now stays: Python need not look through it for garbage again and again."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the seconds of each room of tests, if the slowest tests are printed, too."""
+    if not config.getoption("durations"):
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[Path(report.location[0]).parent.as_posix()] += report.duration
+    terminalreporter.section(f"{seconds.total():.0f} seconds by room")
+    for room, duration in seconds.most_common():
+        terminalreporter.write_line(f"{duration:7.1f} s  {room}")

@@ -40,6 +40,7 @@ from tests.attention.test_groups import passes
 from tests.cpu.small_weights import rows_rounded
 from tests.cuda.test_lean_decoder import LEAN, SIZES, randomised
 from tests.engine import tiny
+from tests.grid import grid
 from tests.wrong import instead
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
@@ -91,7 +92,7 @@ def test_models_have_the_numbers_of_transformers(name: str) -> None:
     assert isinstance(choose_backend(loaded, find_kv_shape(loaded)).backend, CpuDecoder)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", grid([torch.bfloat16, torch.float16], [torch.bfloat16]))
 @pytest.mark.parametrize("name", ["llama, tied, wide heads", "qwen2", "qwen3"])
 def test_small_types_have_the_numbers_of_float32(name: str, dtype: torch.dtype) -> None:
     """Weights alone have the small type, if rows may not be rounded: all arithmetic is float32."""
@@ -111,7 +112,7 @@ SMALL: dict[Form, tuple[Forms, float]] = {
 
 
 @pytest.mark.parametrize("form", SMALL)
-@pytest.mark.parametrize("name", ["llama", "llama, tied, wide heads", "qwen2", "llama, odd sizes"])
+@pytest.mark.parametrize("name", grid(["llama", "llama, tied, wide heads", "qwen2", "llama, odd sizes"], ["qwen2"]))
 def test_few_bits_have_the_numbers_that_they_stand_for(name: str, form: Form) -> None:
     """Those of a model with these weights whose layers round their rows, and not those of one whose layers do not."""
     if form == "pairs" and not HAS_PAIRS:
@@ -198,7 +199,7 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages of memory")
 @pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "llama, odd sizes"])
+@pytest.mark.parametrize("name", grid(["llama", "qwen2", "llama, odd sizes"], ["llama, odd sizes"]))
 @pytest.mark.parametrize("forms", [*(forms for forms, _ in SMALL.values()), Forms("bfloat16", "bfloat16"), None])
 def test_results_do_not_depend_on_memory(name: str, forms: Forms | None, shift: int) -> None:
     """Weights and working memory at any alignment, filled with NaN before, and next to memory that is not there."""

@@ -47,7 +47,7 @@ RUN = """
 import sys
 import pytest
 chosen = "not Triton and not wrong_filters and not teeth and not wrong_variants and not every_processor"
-status = pytest.main(["-q", "-n0", "-pno:cacheprovider", "-k", chosen, *sys.argv[1:]])
+status = pytest.main(["-q", "-n0", "-pno:cacheprovider", "-m", "not slow", "-k", chosen, *sys.argv[1:]])
 from engine.cpu.compiled.simd_vectors import BLOCK, MOST_ROWS
 print("blocks", BLOCK, MOST_ROWS)
 sys.exit(status)

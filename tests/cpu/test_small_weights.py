@@ -46,8 +46,13 @@ SPECULATIONS = {
 CASES = {
     f"{weights}, {name}, {sampling}": (weights, name, sampling)
     for weights in ("int8", "int4")
-    for name in SPECULATIONS
-    for sampling in ("plain", "filtered")
+    for name, sampling in (
+        ("off", "plain"),
+        ("token", "filtered"),
+        ("block", "plain"),
+        ("bv_race 3", "filtered"),
+        ("traversal tree", "plain"),
+    )
 }
 
 
@@ -72,7 +77,7 @@ def exact(forms: Forms, sampling: dict[str, Any]) -> dict[tuple[int, ...], float
         return exact_distribution(target, sampling)
 
 
-@pytest.mark.parametrize("case", grid(list(CASES), {"int8, block, plain", "int4, bv_race 3, filtered"}))
+@pytest.mark.parametrize("case", grid(list(CASES), {"int8, block, plain"}))
 def test_answers_have_the_distribution_of_the_target_in_few_bits(case: str) -> None:
     weights, name, sampling = CASES[case]
     expected = exact(forms_of(torch.float32, weights), SAMPLINGS[sampling])

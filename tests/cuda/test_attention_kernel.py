@@ -26,8 +26,8 @@ from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
 from engine.speculation.topology import merge_chains  # noqa: E402
 from engine.start.probe import find_kv_shape, probe  # noqa: E402
-from tests.attention import in_torch  # noqa: E402
 from tests.attention.test_groups import CONFIGS, passes  # noqa: E402
+from tests.cuda import in_torch  # noqa: E402
 from tests.cuda.test_lean_decoder import randomised  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
@@ -111,7 +111,7 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(window: int | None, 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_key_or_value_that_is_nan_is_not_hidden(parts: int, name: str) -> None:
     """Otherwise the request goes on with finite numbers that are wrong."""
-    values = operands(torch.float32, 300)
+    values = operands(torch.float32, 130, nodes=8)
     (first, _), storage = values[:2]
     getattr(storage, name)[:, first.block_ids[0] * PAGE + 3] = torch.nan
     with in_parts(parts):
@@ -329,11 +329,11 @@ def test_every_tile_of_many_sequences_is_computed() -> None:
         SequenceInput(list(range(n)), 3, [next(blocks) for _ in range(-(-(n + 3) // PAGE))], NO_NODES, slice(0))
         for n in counts
     ]
-    storage = KVTensors(KVShape(1, 2, 24, 40), 400 * PAGE, torch.float32, tiny.DEVICE)
+    storage = KVTensors(KVShape(1, 1, 24, 40), 400 * PAGE, torch.float32, tiny.DEVICE)
     generator = torch.Generator().manual_seed(4)
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    query = torch.randn((1, 6, sum(counts), 24), generator=generator).to(tiny.DEVICE)
+    query = torch.randn((1, 3, sum(counts), 24), generator=generator).to(tiny.DEVICE)
     case = parts, storage, query, None
     check(case, ScoreOptions(), 1e-5)
     wrong = instead(attention_kernel, "tiles_of", lambda right, *sizes: right(*sizes) - 25)

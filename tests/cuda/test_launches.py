@@ -54,6 +54,8 @@ from tests.heads.recording import VOCABULARY
 from tests.launches import counted_launches
 from tests.wrong import instead
 
+pytestmark = pytest.mark.slow  # test_dry_run.py counts the copies, reads and replays of recorded steps
+
 CHAIN = Speculation(rule="block", num_drafts=1, draft_length=5)
 CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 

@@ -25,6 +25,7 @@ from engine.start.loading import LoadedModel
 from engine.step.engine import Engine
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
+from tests.grid import grid
 from tests.wrong import instead
 
 VOCABULARY = 101
@@ -170,7 +171,7 @@ def test_taps_one_layer_off_are_found_out(pair: tuple[LoadedModel, LoadedModel])
     assert largest_error(engine, pair, texts) > 0.1
 
 
-@pytest.mark.parametrize("name", ["bv_race 4", "traversal tree"])
+@pytest.mark.parametrize("name", grid(["bv_race 4", "traversal tree"], {"bv_race 4"}))
 def test_output_has_the_target_s_distribution(name: str) -> None:
     target = tiny.llama(seed=21, vocabulary=output_distribution.VOCABULARY, layers=2, spread=0.25)
     models = target, tiny.llama(seed=22, vocabulary=output_distribution.VOCABULARY, layers=1, spread=0.25)

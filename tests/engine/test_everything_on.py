@@ -85,6 +85,7 @@ def test_answers_have_the_target_distribution_with_everything_on(
         assert g_test(found, distribution) > ALPHA, kind
 
 
+@pytest.mark.slow  # test_output_distribution.py and test_adaptive.py reject wrong drafts and choices in the gate
 def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: drafts are drawn at one temperature and verified as drawn at another."""
 

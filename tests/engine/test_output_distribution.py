@@ -238,7 +238,7 @@ CASES = [
     *((name, "filtered") for name in FILTERED),
     *((name, "edited") for name in EDITED),
     *((name, "grammar") for name in ("off", "token", "block", "bv_race 4", "traversal tree", "spectr_gbv 3")),
-    *((name, "thoughts") for name in ("off", "token", "block", "bv_race 4", "traversal tree", "spectr_gbv 3")),
+    *((name, "thoughts") for name in ("off", "spectr_gbv 3")),
     *((name, "thoughts, grammar") for name in ("off", "token", "bv_race 4", "traversal tree")),
     *((name, "seed-stable") for name in ("off", "token", "bv_race 4", "spectr_gbv 3", "traversal tree")),
     ("bv_race 4", "edited and filtered"),
@@ -248,7 +248,8 @@ CASES = [
 # `make test-all` has the others.
 FAMILIES = ("off", "block", "bv_race 4", "spectr_gbv 3", "traversal tree", "rrs 4", "weighted_race late")
 IN_THE_GATE = {(name, "plain") for name in FAMILIES}
-TOGETHER = SAMPLINGS.keys() - {"edited", "grammar", "thoughts"}
+# Penalties alone are sampled where a wrong variant forgets them, and filters where equal nodes stay apart.
+TOGETHER = SAMPLINGS.keys() - {"edited", "grammar", "thoughts", "penalties", "filtered"}
 IN_THE_GATE |= {("bv_race 4", sampling) for sampling in TOGETHER} | {("traversal tree", "edited and filtered")}
 
 
@@ -265,7 +266,7 @@ def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel
             *((name, "filtered") for name in ("block", "bv_race 4", "spectr_gbv 3", "traversal tree", "greedy late")),
             *((name, "penalties") for name in ("bv_race 4", "traversal tree")),
         ],
-        IN_THE_GATE,
+        {("bv_race 4", "filtered")},
     ),
 )
 def test_the_distribution_is_the_same_where_equal_nodes_stay_apart(

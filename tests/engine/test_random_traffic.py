@@ -310,12 +310,12 @@ def differing(pair: Pair, seed: int) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("seed", grid(range(8), {1, 2}))
+@pytest.mark.parametrize("seed", grid(range(4), {1, 2}))
 def test_company_changes_no_answer(pair: Pair, seed: int) -> None:
     assert differing(pair, seed) == []
 
 
-@pytest.mark.parametrize("seed", grid(range(8), {1}))
+@pytest.mark.parametrize("seed", grid(range(4), {1}))
 def test_a_draft_window_changes_no_certain_answer(tmp_path: Path, seed: int) -> None:
     """Drafts depend on the company then; answers that depend on no draft are those of plain decoding."""
     r = random.Random(seed)
@@ -351,7 +351,7 @@ class RandomShapes(Whims):
 @pytest.mark.usefixtures("attention_in_torch")
 @pytest.mark.parametrize(
     ("kind", "is_recorded", "seed"),
-    grid(product(["eagle3", "dspark", "mtp"], [False, True], range(6)), {("dspark", False, 0), ("eagle3", True, 1)}),
+    grid(product(["eagle3", "dspark", "mtp"], [False, True], range(3)), {("dspark", False, 0), ("eagle3", True, 1)}),
 )
 def test_changing_shapes_change_no_certain_answer(tmp_path: Path, kind: str, is_recorded: bool, seed: int) -> None:
     """Heads read what they have missed in passes of a few tokens when their requests draft again."""

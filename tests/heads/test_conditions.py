@@ -40,28 +40,31 @@ KINDS: dict[str, Callable[[Path], folders.Written]] = {
     "mtp": lambda folder: folders.write_mtp(folder, output_distribution.VOCABULARY, layers=2),
 }
 """Heads of targets whose output can be enumerated; all but two know three of the four tokens."""
+# All heads with chains and a tree. Rules only read the tables that these fill, so further rules have one head each.
 CASES = [
-    (kind, rule, sampling)
-    for kind in KINDS
-    for rule, sampling in (
-        ("bv_race 4", "plain"),
-        ("bv_race 4", "filtered"),
-        ("bv_race 4", "penalties"),
-        ("bv_race 4", "grammar"),
-        ("traversal tree", "plain"),
-        ("traversal tree", "filtered"),
-        ("traversal tree", "grammar"),
-        ("traversal iid", "plain"),
-        ("rrs 4", "plain"),
-    )
+    *(
+        (kind, rule, sampling)
+        for kind in KINDS
+        for rule, sampling in (
+            ("bv_race 4", "plain"),
+            ("bv_race 4", "filtered"),
+            ("bv_race 4", "penalties"),
+            ("bv_race 4", "grammar"),
+            ("traversal tree", "plain"),
+        )
+    ),
+    ("eagle3", "traversal tree", "filtered"),
+    ("dspark, recurrent", "traversal tree", "grammar"),
+    ("dspark", "traversal iid", "plain"),
+    ("eagle3", "rrs 4", "plain"),
+    ("dflash2", "rrs 4", "plain"),
 ]
 IN_THE_GATE = {
     *((kind, "bv_race 4", "grammar") for kind in ("mtp", "dspark, recurrent", "peagle")),
     ("dspark", "bv_race 4", "filtered"),
     ("dspark", "traversal iid", "plain"),
-    *((kind, "bv_race 4", "penalties") for kind in ("mtp", "dflash2")),
-    *((kind, "bv_race 4", "plain") for kind in ("eagle3", "mtp")),
-    ("eagle3", "bv_race 4", "filtered"),
+    ("dflash2", "bv_race 4", "penalties"),
+    ("eagle3", "bv_race 4", "plain"),
     ("dflash2", "bv_race 4", "filtered"),
 }
 
@@ -100,7 +103,7 @@ def test_output_has_the_target_s_distribution(
     assert p_value(pairs(kind), rule, output_distribution.SAMPLINGS[sampling]) > output_distribution.ALPHA
 
 
-@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp"}))
+@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3"}))
 def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Callable[[str], Pair], kind: str) -> None:
     prompt = tuple(np.random.default_rng(1).integers(0, 4, 21).tolist())
     with calls_of(Scheduler, "check_invariants") as checked:
@@ -170,7 +173,7 @@ def test_a_draft_model_s_distribution_after_a_text_is_fixed() -> None:
 WRONG = [(kind, sampling) for kind in KINDS for sampling in ("penalties", "grammar")]
 
 
-@pytest.mark.parametrize(("kind", "sampling"), grid(WRONG, {("mtp", "penalties"), ("mtp", "grammar")}))
+@pytest.mark.parametrize(("kind", "sampling"), grid(WRONG, {("eagle3", "penalties"), ("mtp", "grammar")}))
 def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
     pairs: Callable[[str], Pair], kind: str, sampling: str
 ) -> None:
@@ -179,7 +182,7 @@ def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
         assert p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS[sampling]) < output_distribution.ALPHA
 
 
-@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "mtp", "dspark"}))
+@pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "dspark"}))
 def test_drafts_of_another_distribution_are_rejected(pairs: Callable[[str], Pair], kind: str) -> None:
     """Drawn all at once and level by level."""
     with tiny.with_drafts_of_another_distribution():

@@ -168,6 +168,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Loaded
     return target, folders.load(written, target)
 
 
+@pytest.mark.slow  # test_tables.py has tables without filters in the gate
 def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
     """The table of draft distributions is filtered, and the tokens come from what it was before."""
 

@@ -313,7 +313,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", grid(WRONG, {"the distribution of another draft row", "no filters"}))
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, kind, sampling = WRONG[name]
     with instead(one_pass, "draw_from", wrong):

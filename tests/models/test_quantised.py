@@ -31,6 +31,7 @@ from engine.start.loading import LoadedModel, load
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, SPECULATIONS, exact_distribution, g_test, sample
+from tests.grid import grid
 from tests.heads import folders
 from tests.models.test_architectures import COMMON, generated
 from tests.start.test_probe import WITHOUT_COMPACTION
@@ -135,7 +136,7 @@ def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
     assert engine.facts.memory_plan["weights"] < 0.6 * plain.weight_bytes
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int4"])
+@pytest.mark.parametrize("weights", grid(["fp8", "int4"], {"int4"}))
 def test_answers_have_the_distribution_of_the_quantised_model(weights: str, tmp_path: Path) -> None:
     """Its continuations are enumerated in transformers; drafts of another distribution are found."""
     sizes = {"vocab_size": 4, "num_hidden_layers": 1, "initializer_range": 0.25}

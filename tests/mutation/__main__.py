@@ -1,6 +1,7 @@
-"""`python -m tests.mutation [MODULE ...] [--part 3/8] [--minutes 20] [--again] [--table]`.
+"""`python -m tests.mutation [MODULE ...] [--part 3/8] [--minutes 20] [--again] [--table] [--sample 150] [--seed 1]`.
 
-Runs the mutants of the modules (patterns; all without any) that have no result yet, and writes the table.
+Runs the mutants of the modules (patterns; all without any) that have no result yet, and writes the table. With
+`--sample` it runs some mutants of all modules that changed since their record, and writes one table by room.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import time
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tests.mutation import table
-from tests.mutation.changes import Module
+from tests.mutation import sample, table
+from tests.mutation.changes import Module, Mutant
 from tests.mutation.runs import NO_TESTS, NOT_RUN, SURVIVED, Runner, copy_tree, modules
 
 
@@ -23,14 +24,22 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--again", action="store_true", help="run again what no test has noticed")
     parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, of all modules without a record")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample")
     asked = parser.parse_args()
     part, parts = map(int, asked.part.split("/"))
     ends = time.monotonic() + 60 * asked.minutes
     paths = modules()
     results = table.load(paths)
-    for path in [] if asked.table else paths:
-        if not asked.patterns or any(fnmatch(str(path), pattern) for pattern in asked.patterns):
-            _run(path, results, part, parts, ends, asked.again)
+    chosen = [
+        path for path in paths if not asked.patterns or any(fnmatch(str(path), pattern) for pattern in asked.patterns)
+    ]
+    if asked.sample:
+        changed = [Module(path) for path in chosen if not results[str(path)].fingerprint]
+        _run_sample(sample.draw(changed, asked.sample, asked.seed), ends)
+        return
+    for path in [] if asked.table else chosen:
+        _run(path, results, part, parts, ends, asked.again)
     table.save(results)
     print(table.RESULTS.with_suffix(".md").read_text().partition("## Gaps")[0])
 
@@ -46,7 +55,7 @@ def _run(path: Path, results: dict[str, table.Result], part: int, parts: int, en
     if not left or time.monotonic() > ends:
         return
     copy_tree()
-    runner = Runner(module)
+    runner = Runner([module])
     for mutant in left:
         if time.monotonic() > ends:
             return
@@ -54,6 +63,36 @@ def _run(path: Path, results: dict[str, table.Result], part: int, parts: int, en
         result.add(mutant, status)
         table.save(results)
         print(f"{path}:{mutant.line} {mutant.number + 1}/{len(module.mutants)} {status}", flush=True)
+
+
+def _run_sample(drawn: sample.Sample, ends: float) -> None:
+    """Run the drawn mutants part by part, and write the page after each; parts whose tests fail are left out."""
+    copy_tree()
+    results: list[sample.Sampled] = []
+    failures: list[str] = []
+    for mutants in sample.by_part(drawn):
+        try:
+            _run_part(mutants, drawn, results, ends)
+        except SystemExit as failure:
+            print(failure, flush=True)
+            failures.append(str(failure))
+    print(sample.page(drawn, results))
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+def _run_part(mutants: list[Mutant], drawn: sample.Sample, results: list[sample.Sampled], ends: float) -> None:
+    """Run mutants of one part and append their results."""
+    if time.monotonic() > ends:
+        return
+    runner = Runner(list({mutant.module.name: mutant.module for mutant in mutants}.values()))
+    for mutant in mutants:
+        if time.monotonic() > ends:
+            return
+        status = runner.run(mutant)
+        results.append(sample.Sampled(mutant, status))
+        sample.PAGE.write_text(sample.page(drawn, results))
+        print(f"{mutant.module.name}:{mutant.line} {len(results)}/{len(drawn.mutants)} {status}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs tests on mutants: a process that has imported torch and other libraries is forked for each.
 
 The child imports the project from a copy of the tree in which one file is changed. Lines that a test reaches are found
-once for each module (coverage). A mutant of a compiled module starts with the compiled kernels of the right tree that
-do not depend on the module, and compiles the others.
+once for a module, or once for the modules of a part (coverage). A mutant of a compiled module starts with the compiled
+kernels of the right tree that do not depend on the module, and compiles the others.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def copy_tree() -> None:
 
 @dataclass
 class Reached:
-    """Which tests reach which lines of a module, and how long they take; a plugin of pytest."""
+    """Which tests reach which lines of some modules, and how long they take; a plugin of pytest."""
 
-    path: Path
-    passed: bool = False
+    names: Sequence[str]
     seconds: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, list[int]] = field(default_factory=dict)
-    """Lines reached, by test; by file for its shared fixtures; and under "" for imports."""
+    lines: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Lines reached, by module and by test; by file for its shared fixtures; and under "" for imports."""
 
     def __post_init__(self) -> None:
-        self.cover = coverage.Coverage(data_file=None, include=[str(self.path)], config_file=False)
+        paths = [str(TREE / name) for name in self.names]
+        self.cover = coverage.Coverage(data_file=None, include=paths, config_file=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
@@ -97,9 +97,10 @@ class Reached:
         """Report what was found to the process that forked this one."""
         data = self.cover.get_data()
         for measured in data.measured_files():
+            lines = self.lines.setdefault(str(Path(measured).relative_to(TREE)), {})
             for line, contexts in data.contexts_by_lineno(measured).items():
                 for context in contexts:
-                    self.lines.setdefault(context, []).append(line)
+                    lines.setdefault(context, []).append(line)
         names = [name for name in sys.modules if name.partition(".")[0] not in (*PROJECT, *_NOT_IMPORTED_BEFORE)]
         found = {"seconds": self.seconds, "lines": self.lines, "libraries": names, "kernels": str(_kernel_folder())}
         REPORT.write_text(json.dumps(found))
@@ -152,22 +153,23 @@ def _kill_group(leader: int) -> None:
 
 
 class Runner:
-    """The tests of one module."""
+    """The tests of modules of one part."""
 
-    def __init__(self, module: Module) -> None:
-        self.module, self.part = module, part_of(module.name) or {}
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self.modules, self.part = modules, part_of(modules[0].name) or {}
         self.is_compiled = bool(self.part.get("kernels"))
         self.kernels: Path | None = None
         os.environ["NUMBA_CACHE_DIR"] = str(KERNELS / "right")
         self.wall_s = time.monotonic()
         status = _forked(self._reach, 3600) if self.part.get("tests") else 0
         self.wall_s = time.monotonic() - self.wall_s
+        names = ", ".join(module.name for module in modules)
         if status != 0:
-            raise SystemExit(f"the tests of {module.name} do not pass as it is: see {LOG}")
+            raise SystemExit(f"the tests of {names} do not pass on the right code: see {LOG}")
         empty: dict[str, Any] = {"seconds": {}, "lines": {}, "libraries": []}
         report = json.loads(REPORT.read_text()) if self.part.get("tests") else empty
         self.seconds: dict[str, float] = report["seconds"]
-        self.lines: dict[str, set[int]] = {name: set(lines) for name, lines in report["lines"].items()}
+        self.lines: dict[str, dict[str, list[int]]] = report["lines"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name in report["libraries"]:
@@ -175,12 +177,12 @@ class Runner:
                     importlib.import_module(name)
         # With these libraries at hand everything must still pass; else each mutant would seem to be noticed.
         if self._test([*self.seconds, *self.part.get("daemons", [])], 3600) != 0:
-            raise SystemExit(f"the tests of {module.name} do not pass in a forked process: see {LOG}")
+            raise SystemExit(f"the tests of {names} do not pass in a forked process: see {LOG}")
         if self.is_compiled:
             self.kernels = Path(report["kernels"])
 
     def _reach(self) -> int:
-        reached = Reached(TREE / self.module.name)
+        reached = Reached([module.name for module in self.modules])
         with reached.cover.collect():
             status = pytest.main(_arguments(self.part, self.part.get("tests", [])), plugins=[reached])
         reached.save()
@@ -190,8 +192,9 @@ class Runner:
         """The tests that reach its statement, the quick ones first, then those of daemons; all of a compiled module."""
         if self.is_compiled:
             return list(self.part["tests"])
-        span = set(statement_lines(self.module.source, mutant.line))
-        hit = {name for name, lines in self.lines.items() if lines & span}
+        span = set(statement_lines(mutant.module.source, mutant.line))
+        reached = self.lines.get(mutant.module.name, {})
+        hit = {name for name, lines in reached.items() if not span.isdisjoint(lines)}
         reaching = [test for test in self.seconds if "" in hit or test in hit or test.partition("::")[0] in hit]
         return [*sorted(reaching, key=self.seconds.__getitem__), *self.part.get("daemons", [])]
 
@@ -209,7 +212,7 @@ class Runner:
             os.environ["NUMBA_CACHE_DIR"] = str(KERNELS / "mutant")
         try:
             path.write_text(mutant.source)
-            status = self._test(tests, limit_s)
+            status = self._test(tests, limit_s, mutant.module.name)
         finally:
             shutil.copy2(mutant.module.name, path)
         if status is None:
@@ -219,13 +222,13 @@ class Runner:
         # No test is left where a part's options deselect those that reach the line.
         return {0: SURVIVED, 5: NO_TESTS}.get(status, KILLED)
 
-    def _test(self, tests: list[str], limit_s: float) -> int | None:
-        return _forked(lambda: self._tested(tests), limit_s)
+    def _test(self, tests: list[str], limit_s: float, changed: str = "") -> int | None:
+        return _forked(lambda: self._tested(tests, changed), limit_s)
 
-    def _tested(self, tests: list[str]) -> int:
-        """Exit status of some tests, in a forked process."""
+    def _tested(self, tests: list[str], changed: str) -> int:
+        """Exit status of some tests, in a forked process; changed: the module that is changed."""
         if self.kernels:
-            stale = [f"{name}.*" for name in compiled_with(Path(self.module.name))]
+            stale = [f"{name}.*" for name in compiled_with(Path(changed))]
             shutil.copytree(self.kernels, _kernel_folder(), ignore=shutil.ignore_patterns(*stale), dirs_exist_ok=True)
         return int(pytest.main(_arguments(self.part, tests)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 
 pytest.importorskip("mutmut", reason="make mutants brings it")
 
-from tests.mutation import table
+from tests.mutation import sample, table
 from tests.mutation.changes import HARMLESS, Module, is_of, statement_lines
-from tests.mutation.runs import PARTS, compiled_with, modules, part_of
+from tests.mutation.runs import HARMLESS as IS_HARMLESS
+from tests.mutation.runs import KILLED, PARTS, SURVIVED, TIMEOUT, compiled_with, modules, part_of
 
 
 def test_every_part_names_modules_and_tests_that_exist() -> None:
@@ -76,7 +78,12 @@ def test_kernels_are_compiled_again_with_the_functions_in_them() -> None:
     assert compiled_with(Path("engine/cpu/compiled/draw_loop.py")) == {"draw_loop"}
     decoders = {"model_pass", "draw_loop"}
     assert compiled_with(Path("engine/cpu/compiled/model_pass.py")) == decoders, "imported by a package's name"
-    assert compiled_with(Path("engine/cpu/compiled/layer_loops.py")) == {"layer_loops", "head_phases", *decoders}
+    assert compiled_with(Path("engine/cpu/compiled/layer_loops.py")) == {
+        "layer_loops",
+        "product_phase",
+        "head_phases",
+        *decoders,
+    }
 
 
 @pytest.mark.slow
@@ -130,3 +137,64 @@ def test_the_table_is_of_the_modules_of_the_tree() -> None:
     """Else `python -m tests.mutation --table` writes it again."""
     known = {one["module"] for one in json.loads(table.RESULTS.read_text())["modules"]}
     assert known <= {str(path) for path in modules()}
+
+
+def small_modules(folder: Path) -> list[Module]:
+    """Modules of two rooms, with a few mutants each."""
+    rooms = {"engine/cpu/one.py": 3, "engine/cpu/compiled/two.py": 5, "server/text/three.py": 4}
+    modules = []
+    for name, num_functions in rooms.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(num_functions)))
+        module = Module(path)
+        module.name = name
+        modules.append(module)
+    return modules
+
+
+def test_sample_is_decided_by_its_seed_and_draws_every_mutant_alike(tmp_path: Path) -> None:
+    modules = small_modules(tmp_path)
+    num_mutants = sum(len(module.mutants) for module in modules)
+    drawn = sample.draw(modules, 5, seed=1)
+    assert drawn == sample.draw(modules, 5, seed=1)
+    assert drawn.mutants != sample.draw(modules, 5, seed=2).mutants
+    assert set(drawn.num_by_room) == {"engine/cpu", "server/text"}
+    assert sum(drawn.num_by_room.values()) == num_mutants
+    assert len(sample.draw(modules, 10**6, seed=1).mutants) == num_mutants
+    times = Counter(
+        (mutant.module.name, mutant.number) for seed in range(400) for mutant in sample.draw(modules, 5, seed).mutants
+    )
+    mean = 400 * 5 / num_mutants
+    assert len(times) == num_mutants
+    assert all(0.6 * mean < count < 1.5 * mean for count in times.values()), times
+    parts = [[mutant.module.name for mutant in mutants] for mutants in sample.by_part(drawn)]
+    assert [name for names in parts for name in names] == [mutant.module.name for mutant in drawn.mutants]
+
+
+def test_page_of_a_sample_counts_by_room_with_intervals(tmp_path: Path) -> None:
+    drawn = sample.draw(small_modules(tmp_path), 10**6, seed=3)
+    statuses = [KILLED, KILLED, TIMEOUT, SURVIVED, IS_HARMLESS]
+    of_cpu = [mutant for mutant in drawn.mutants if mutant.module.name.startswith("engine")]
+    results = [sample.Sampled(mutant, status) for mutant, status in zip(of_cpu, statuses, strict=False)]
+    page = sample.page(drawn, results)
+    num_cpu, num_all = drawn.num_by_room["engine/cpu"], len(drawn.mutants)
+    assert f"| engine/cpu | {num_cpu} | 5 | 3 | 1 | 1 | 75% | 30% to 95% |" in page
+    assert f"| server/text | {num_all - num_cpu} | 0 | 0 | 0 | 0 | - | - |" in page
+    assert f"| all | {num_all} | 5 | 3 | 1 | 1 | 75% | 30% to 95% |" in page
+    before, after = of_cpu[3].change
+    assert page.endswith(f"## Gaps\n\n- `{of_cpu[3].module.name}` {of_cpu[3].function}: `{before}` -> `{after}`\n")
+
+
+def test_wilsons_interval_has_the_published_values() -> None:
+    """Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    published = {
+        (81, 263): (0.2553, 0.3662),
+        (15, 148): (0.0624, 0.1605),
+        (0, 20): (0, 0.1611),
+        (1, 29): (0.0061, 0.1718),
+    }
+    for counts, interval in published.items():
+        assert sample.wilson(*counts) == pytest.approx(interval, abs=5e-5)
+    assert sample.wilson(20, 20)[1] == 1
+    assert sample.wilson(0, 0) == (0, 1)

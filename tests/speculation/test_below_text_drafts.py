@@ -299,7 +299,11 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) 
     ("right", "wrong"),
     [
         ("draft_rows[number, begin:]", "draft_rows[number]"),
-        ("verdict[2, request] = number, walked + stop, token", "verdict[2, request] = number, stop, token"),
+        pytest.param(
+            "verdict[2, request] = number, walked + stop, token",
+            "verdict[2, request] = number, stop, token",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["draft distributions from the root", "accepted tokens below the walk alone"],
 )

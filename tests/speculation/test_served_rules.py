@@ -142,7 +142,7 @@ def kinds_with_layers(rule: str) -> list[RequestCase]:
     ]
 
 
-@pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
+@pytest.mark.parametrize("rule", grid(["greedy_block", "spectr_gbv"], {"spectr_gbv"}))
 def test_pending_layers_change_the_law_of_their_own_requests_only(rule: str) -> None:
     """In the first step, and in later steps as far as they hold."""
     for served_fit in fits(rule, kinds_with_layers(rule)):
@@ -160,7 +160,7 @@ def engine_noise(chains: Chains, step: int) -> ChainNoise:
     return noise_of(numbers, chains.max_length)[1]
 
 
-@pytest.mark.parametrize("rule", ["bv_race", "traversal", "rrs"])
+@pytest.mark.parametrize("rule", grid(["bv_race", "traversal", "rrs"], {"bv_race"}))
 def test_seeds_give_the_same_law(rule: str) -> None:
     """Numbers by name, as the engine makes them, in place of a generator's."""
     for served_fit in fits(rule, kinds_of(rule, "iid", "chains", 0), noise=engine_noise):
