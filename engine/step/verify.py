@@ -42,7 +42,7 @@ _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 
 
 @dataclass(frozen=True)
-class _Task:
+class _RuleInputs:
     """Operands of the rules, and the accepted prefixes of text drafts, which come first."""
 
     chains: Chains
@@ -62,7 +62,7 @@ class _VerifiedPart(NamedTuple):
     numbers: Sequence[int]
     """Numbers of the rows."""
     chain_indices: Ints
-    """Indices of the rows' chains in the task."""
+    """Indices of the rows' chains in the inputs."""
     verdict: ChainVerdict
     """Results, by row."""
 
@@ -87,13 +87,13 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
     if not any(row.fanout or row.text_drafts for row in rows):
         tokens, largest_N = to_host([_next_tokens(target, draft.noise), largest])
         return draft, [Emission((), token, 0) for token in tokens.tolist()], largest_N
-    task = _verify_text_drafts(rows, draft, target)
-    parts = list(_verdicts(rows, draft, task))
+    inputs = _verify_text_drafts(rows, draft, target)
+    parts = list(_verdicts(rows, draft, inputs))
     verdicts_on_device = [part.verdict for part in parts]
     draft, verdicts, largest_N = read_verdicts(draft, verdicts_on_device, largest)
     emission_by_row: dict[int, Emission] = {}
     for part, verdict in zip(parts, verdicts, strict=True):
-        emissions = _emissions(rows, draft, task, verdict, part.chain_indices)
+        emissions = _emissions(rows, draft, inputs, verdict, part.chain_indices)
         emission_by_row.update(zip(part.numbers, emissions, strict=True))
     return draft, [emission_by_row[number] for number in range(len(rows))], largest_N
 
@@ -117,9 +117,10 @@ def emitted(
     tokens; next_tokens: the token after the accepted ones.
     """
     ranks = draft.layout.rank_C[chains].tolist()
+    decided = zip(rows, draft.trees, ranks, accepted, next_tokens, strict=True)
     return [
-        _emission(row, tree, rank, count, token, min(count, _most_compacted(row)))
-        for row, tree, rank, count, token in zip(rows, draft.trees, ranks, accepted, next_tokens, strict=True)
+        _emission(row, tree, rank, count, token, min(count, _most_draft_kept(row)))
+        for row, tree, rank, count, token in decided
     ]
 
 
@@ -128,23 +129,23 @@ def _next_tokens(target: ProbsTable, noise: ChainNoise) -> Tensor:
     return target.kernels.draw(target.probs_NV, target.row_CX[:, 0], noise.residual_C)
 
 
-def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_VerifiedPart]:
+def _verdicts(rows: Sequence[Row], draft: Draft, inputs: _RuleInputs) -> Iterator[_VerifiedPart]:
     """Apply every rule to the rows that ask for it."""
-    probs_NV = task.target.probs_NV
-    request_C = draft.layout.request_C[task.origin_C]
-    by_tiles = task.target.kernels.by_tiles
-    rules = list(verified_together(rows, task.goes_on_R, probs_NV.shape[1], by_tiles))
+    probs_NV = inputs.target.probs_NV
+    request_C = draft.layout.request_C[inputs.origin_C]
+    by_tiles = inputs.target.kernels.by_tiles
+    rules = list(verified_together(rows, inputs.goes_on_R, probs_NV.shape[1], by_tiles))
     if len(rules) == 1:
         verify, numbers = rules[0]
-        verdict = verify(task.chains, task.target, task.noise)
+        verdict = verify(inputs.chains, inputs.target, inputs.noise)
         yield _VerifiedPart(numbers, np.arange(len(request_C)), verdict)
         return
     for verify, numbers in rules:
         chain_indices = np.flatnonzero(np.isin(request_C, numbers))
         index = to_device(chain_indices, probs_NV.device)
         most_chains = int(np.bincount(request_C[chain_indices]).max())
-        chains = task.chains.select(index, (len(numbers), most_chains))
-        verdict = verify(chains, task.target.select(index), task.noise.select(index))
+        chains = inputs.chains.select(index, (len(numbers), most_chains))
+        verdict = verify(chains, inputs.target.select(index), inputs.noise.select(index))
         yield _VerifiedPart(numbers, chain_indices, verdict)
 
 
@@ -242,7 +243,7 @@ def _tokens_above(rows: Sequence[Row], draft: Draft, device: torch.device) -> Te
     return tokens_M[to_device(above_ND, device)]
 
 
-def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _Task:
+def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _RuleInputs:
     """Verify the text drafts; the rules continue below the walks.
 
     Trees with text drafts are always merged, so a drawn chain with the tokens of a walk contains
@@ -253,26 +254,27 @@ def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -
     goes_on_R = np.array([bool(row.fanout) for row in rows])
     if not any(row.text_drafts for row in rows):
         origin_C = np.arange(layout.num_chains)
-        return _Task(draft.chains, target, noise, origin_C, {}, goes_on_R)
+        return _RuleInputs(draft.chains, target, noise, origin_C, {}, goes_on_R)
     starts = draft.starts.tolist()
     walks = _walks(rows, draft, target.probs_NV)
     stops = {number: starts[number] + walked.path[-1] for number, walked in walks.items()}
     refused = [walked.refused for walked in walks.values()]
     refuse(target.probs_NV, list(stops.values()), refused)
     offset_C = np.zeros(layout.num_chains, dtype=np.int64)
-    lives_C = goes_on_R[layout.request_C]
+    goes_on_C = goes_on_R[layout.request_C]
     root_C = draft.starts[layout.request_C]
     for number, walked in walks.items():
         drawn = draft.trees[number].paths[: rows[number].first_text_draft]
         num_walked = walked.depth + 1  # with the root
-        lives = [path[:num_walked] == walked.path and len(path) > num_walked for path in drawn]
+        # A drawn chain is verified further if it has the walk's nodes and more.
+        goes_on = [path[:num_walked] == walked.path and len(path) > num_walked for path in drawn]
         row_chains = np.flatnonzero(layout.request_C == number)
-        lives_C[row_chains] = lives
+        goes_on_C[row_chains] = goes_on
         offset_C[row_chains] = walked.depth
         root_C[row_chains] = stops[number]
-        goes_on_R[number] = any(lives)
-    rest = below(draft.chains, target, noise, layout.request_C, offset_C, lives_C, root_C)
-    return _Task(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
+        goes_on_R[number] = any(goes_on)
+    rest = below(draft.chains, target, noise, layout.request_C, offset_C, goes_on_C, root_C)
+    return _RuleInputs(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
 
 
 def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor) -> dict[int, Walk]:
@@ -302,13 +304,13 @@ def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor) -> dict[int, Wal
 
 
 def _emissions(
-    rows: Sequence[Row], draft: Draft, task: _Task, verdict: HostVerdict, chain_indices: Ints
+    rows: Sequence[Row], draft: Draft, inputs: _RuleInputs, verdict: HostVerdict, chain_indices: Ints
 ) -> Iterator[Emission]:
     """Yield the emissions of a rule's verdict, after the tokens of text drafts.
 
     chain_indices: see `_VerifiedPart`.
     """
-    chain_B = task.origin_C[chain_indices[verdict.chains]]
+    chain_B = inputs.origin_C[chain_indices[verdict.chains]]
     numbers = draft.layout.request_C[chain_B].tolist()
     ranks = draft.layout.rank_C[chain_B].tolist()
     for index, (number, rank) in enumerate(zip(numbers, ranks, strict=True)):
@@ -316,19 +318,19 @@ def _emissions(
         tree = draft.trees[number]
         accepted = verdict.accepted[index]
         next_token = verdict.next_tokens[index]
-        walked = task.walks.get(number)
+        walked = inputs.walks.get(number)
         if walked is None:
-            num_draft_kept = min(accepted, _most_compacted(row))
+            num_draft_kept = min(accepted, _most_draft_kept(row))
             emission = _emission(row, tree, rank, accepted, next_token, num_draft_kept)
         else:
             accepted += walked.depth
-            goes_on = bool(task.goes_on_R[number])
+            goes_on = bool(inputs.goes_on_R[number])
             emission = emission_below(row, tree, walked, goes_on, rank, accepted, next_token)
         yield msgspec.structs.replace(emission, shifts=verdict.shifts[index], bias=verdict.bias[index])
 
 
-def _most_compacted(row: Row) -> int:
-    """Return the most accepted tokens with draft K/V.
+def _most_draft_kept(row: Row) -> int:
+    """Return the largest number of accepted tokens with draft K/V.
 
     The draft model never ran on the last token of a chain.
     """
@@ -351,7 +353,7 @@ def emission_below(
     """
     num_draft_kept = 0
     if goes_on:
-        num_draft_kept = min(accepted, _most_compacted(row))
+        num_draft_kept = min(accepted, _most_draft_kept(row))
     else:
         rank = walked.rank
     emission = _emission(row, tree, rank, accepted, next_token, num_draft_kept)
