@@ -1,7 +1,7 @@
 """The parts of a step, and the step whose operations are launched one by one.
 
-`Step` is the interface that an engine needs. `EagerStep` carries out every plan in plain operations.
-It is the specification of the steps of devices: `CpuStep` (`cpu/step.py`) also carries out every
+`Step` is the interface that an engine needs. `EagerStep` carries out every plan in plain torch. It
+is the specification of the steps of devices: `CpuStep` (`cpu/step.py`) also carries out every
 plan, and recorded steps (`cuda/recorded/steps.py`) carry out usual plans.
 """
 

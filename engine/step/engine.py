@@ -1,6 +1,7 @@
 """`Engine.step`: the table of contents of the project.
 
-It contains no algorithm. It connects the parts, and checks requests when they are submitted. One thread calls it.
+It contains no algorithm. It connects the parts, and checks requests when they are submitted. One
+thread calls it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Failures = Sequence[tuple[str, RequestError]]
 """Requests (by id) that have ended with an error."""
 
 _GRAMMARS_PER_SEAT = 2
-"""Grammars are followed for the requests that run, and for the same number of the next ones."""
+"""Grammars are followed for as many requests as may run, and for as many waiting requests."""
 
 
 @dataclass
@@ -214,7 +215,7 @@ class Engine:
         return is_known
 
     def _end_broken(self, verdict: StepVerdict) -> None:
-        """End the requests with non-finite numbers, and wipe their K/V before the blocks are reused.
+        """End the requests with non-finite numbers; wipe their K/V before the blocks are reused.
 
         A block that another request holds is not wiped: if its K/V were wrong, that request would
         end, too. No new request gets such a block from the prefix cache.
@@ -237,6 +238,7 @@ class Engine:
 
         The token is not sent. Grammars also check the emitted tokens.
         """
+        # A broken row has no outcome.
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
         for row, outcome in zip(rows, outcomes, strict=True):
             if row.text is None:

@@ -36,7 +36,7 @@ from engine.speculation.target_shift import apply_shifts
 Floats = npt.NDArray[np.float64]
 
 _STEPS = 1024
-"""Number of steps for which `_observed` decides at once."""
+"""Number of steps in a block, for which `_observed` decides at once."""
 BROKEN = RequestError(
     "the model returned numbers for this request that are not finite (NaN or an overflow), so it "
     "was ended; float32 or bfloat16 weights overflow less easily than float16 (--dtype)",
@@ -266,7 +266,7 @@ def token_logprobs(logits_NV: Tensor, tokens: Sequence[int], num_top: Sequence[i
 
 @lru_cache(maxsize=2)
 def _observed(block: int, share: float) -> dict[int, float]:
-    """Return the observed steps of a block, with the number in [0, 1) that chooses the row of each."""
+    """Return the observed steps of a block, each with a number in [0, 1) that chooses its row."""
     step_S = np.arange(block * _STEPS, (block + 1) * _STEPS)
     chance_S, choice_S = uniform(0, step_S[:, None], Purpose.OBSERVE, 0, np.arange(2)).T
     return {int(step_S[i]): float(choice_S[i]) for i in np.flatnonzero(chance_S < share)}

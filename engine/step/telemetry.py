@@ -1,4 +1,4 @@
-"""Measurements of a running engine: times of each step, and the time that plain decoding would have taken.
+"""Measurements of a running engine: times of each step, and times of plain decoding in its place.
 
 The engine reports when a step begins and ends, and which part runs. Nothing here changes what a
 step does. The model of step times learns from every step. Answers and dashboards get the figures.

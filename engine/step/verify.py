@@ -38,7 +38,7 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
-"""Rules that on CUDA store a sum for each tile of the vocabulary, instead of arrays [chains, vocabulary]."""
+"""Rules that on CUDA store a sum for each tile of the vocabulary, not [chains, vocabulary]."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,8 @@ def _emissions(
             accepted += walked.depth
             goes_on = bool(inputs.goes_on_R[number])
             emission = emission_below(row, tree, walked, goes_on, rank, accepted, next_token)
-        yield msgspec.structs.replace(emission, shifts=verdict.shifts[index], bias=verdict.bias[index])
+        shifts = verdict.shifts[index]
+        yield msgspec.structs.replace(emission, shifts=shifts, bias=verdict.bias[index])
 
 
 def _most_draft_kept(row: Row) -> int:

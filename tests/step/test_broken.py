@@ -170,7 +170,7 @@ def test_broken_keys_and_values_are_wiped(names: tuple[str, ...], draft_window: 
 
 
 @pytest.mark.parametrize("shape", ["plain", "bv_race"])
-def test_who_shares_a_beginning_with_a_broken_request_keeps_it(shape: str) -> None:
+def test_a_shared_beginning_of_a_broken_request_stays(shape: str) -> None:
     """Neighbours hold the same blocks, and who asks the same later finds them, or computes them again."""
     beginning = range(5, 45)
     asked = [tiny.request(str(i), [*beginning, 50 + i], SHAPES[shape], 20, seed=i, temperature=1.0) for i in range(3)]
