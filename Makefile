@@ -80,8 +80,8 @@ house: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.house $(ARGS)
 
 npm-check: $(VENV)/.dev
-	cd tests/server/npm && npm install --no-package-lock --no-audit --no-fund
-	$(BIN)/python -m pytest tests/server/test_npm_client.py
+	cd tests/server/clients/npm && npm install --no-package-lock --no-audit --no-fund
+	$(BIN)/python -m pytest tests/server/clients/test_npm_client.py
 
 $(VENV)/pyvenv.cfg:
 	@echo "creating $(VENV)"

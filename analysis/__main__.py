@@ -11,18 +11,12 @@ from typing import Any, NamedTuple
 
 from analysis import (
     arms,
-    around,
-    contexts,
     device_model,
     drafters,
     gguf_numbers,
     gguf_tokens,
-    growth,
-    heads,
     laws,
-    limits,
     pair,
-    prefixes,
     quality,
     reports,
     selfcheck,
@@ -42,11 +36,11 @@ name others. Tables for reading go to standard error, and the same figures as
 JSON to standard output."""
 _EPILOG = """\
 which command helps with what:
-  a pair of models that you want to serve  selfcheck, then pair; arms, shapes, contexts
-  a head in place of a draft model         drafters, heads, prefixes
+  a pair of models that you want to serve  selfcheck, then pair; arms, shapes
+  a head in place of a draft model         drafters; times --of heads
   smaller weights or a smaller K/V cache   quality; gguf-numbers for a GGUF file
   a GPU that you do not have yet           plan
-  what takes the time on this machine      around, growth, times
+  what takes the time on this machine      times
   the numbers that answers report          reports
   the tokens of a GGUF file                gguf-tokens
   rules of verification on paper           laws, blocks, papers
@@ -75,7 +69,7 @@ def _add_file(entry: str) -> Callable[[argparse.ArgumentParser], None]:
     return add
 
 
-def _of(module: Any, question: str) -> Analysis:
+def _analysis(module: Any, question: str) -> Analysis:
     """Return the command of a module with the functions `add_arguments`, which adds its own to a parser, `analyze`,
     which returns the document, and, for most, `markdown`.
     """
@@ -83,43 +77,39 @@ def _of(module: Any, question: str) -> Analysis:
 
 
 ANALYSES = {
-    "selfcheck": _of(
+    "selfcheck": _analysis(
         selfcheck,
         "Are the answers of this pair distributed as those of the target alone? Tests every rule; exit code 1 if not.",
     ),
-    "pair": _of(
+    "pair": _analysis(
         pair, "How well does this draft model guess for this target? Ends with the flags of `polydraft serve` to use."
     ),
-    "arms": _of(arms, "How much faster are answers with drafts on this machine than without?"),
-    "shapes": _of(
+    "arms": _analysis(arms, "How much faster are answers with drafts on this machine than without?"),
+    "shapes": _analysis(
         shapes, "Does one chain pay best, or several, and where should they part? Predicts every shape of this pair."
     ),
-    "quality": _of(
+    "quality": _analysis(
         quality,
         "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",
     ),
-    "gguf-numbers": _of(
+    "gguf-numbers": _analysis(
         gguf_numbers,
         "Does a GGUF file have the same numbers in transformers and llama.cpp? Compares answers and perplexities.",
     ),
-    "gguf-tokens": _of(
+    "gguf-tokens": _analysis(
         gguf_tokens, "Has a GGUF file the same tokens here as in llama.cpp? Needs llama-cpp-python, and no weights."
     ),
-    "reports": _of(reports, "Is the speedup that each answer reports true? Compares it with answers without drafts."),
-    "plan": _of(
+    "reports": _analysis(
+        reports, "Is the speedup that each answer reports true? Compares it with answers without drafts."
+    ),
+    "plan": _analysis(
         device_model, "How fast would a pair be on a GPU that you do not have? A calculation: nothing is measured."
     ),
-    "around": _of(around, "How much time does a step take besides the two models, and for what?"),
-    "contexts": _of(contexts, "How much of the speedup is left after a long text?"),
-    "limits": _of(limits, "What limits passes and steps after short and long texts: memory, arithmetic, or overhead?"),
-    "drafters": _of(drafters, "Which of several drafters of one target is fastest: a small model, or heads?"),
-    "growth": _of(growth, "What do more drafts for one request cost, in time and in memory?"),
-    "heads": _of(heads, "How much longer does a one-pass head draft for several chains than for one?"),
-    "prefixes": _of(
-        prefixes,
-        "Does the prefix cache find as much of a prompt with a head as without? How much memory does a token take?",
+    "drafters": _analysis(drafters, "Which of several drafters of one target is fastest: a small model, or heads?"),
+    "times": _analysis(
+        times,
+        "How long do steps, passes and rules take here: with more chains, after long texts, with heads?",
     ),
-    "times": _of(times, "How long does each rule take to verify drafts on this machine? Loads no model."),
     "laws": Analysis(
         "How likely is each rule to accept a draft, for the distributions in a file?",
         _add_file('{"p": [...], "q": [...], "n": drafts}'),
@@ -130,7 +120,7 @@ ANALYSES = {
         _add_file('{"V": tokens, "L": length, "K": drafts, "rows": {"0,1": {"p": [...], "q": [...]}}}'),
         lambda options: laws.analyze_blocks(options.file),
     ),
-    "papers": _of(
+    "papers": _analysis(
         papers,
         "What do the experiments of three papers on verification find for this pair? Takes half an hour on two cores.",
     ),

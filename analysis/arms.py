@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -36,7 +36,7 @@ from engine.request import Request, Speculation
 from engine.scheduling.outcome import Outcome, Timing
 from engine.scheduling.request_checks import with_fixed_shape
 from engine.start.calibration import measure_points
-from engine.step.engine import Engine, StepResult
+from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import document
@@ -47,6 +47,7 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 _ARM_BYTES = 1 << 29
 _GREEDY_ANSWERS = 8
 _LEAST_TURNS = 8
+_TURN_S = 0.25
 _LIMITS = SpeculationConfig()
 
 
@@ -75,11 +76,11 @@ class Arm:
     timing: Timing = field(default_factory=Timing)
     """Times of all answers' steps, as the answers report them."""
 
-    def take_turn(self, concurrency: int, aim: float, of_read: float) -> None:
+    def take_turn(self, concurrency: int, aim: float, prompt_weight: float) -> None:
         """Run steps until the arm has done this much work since the beginning (`Turn.work`)."""
         turn = Turn()
         self.engine.telemetry.pause()
-        while self.done.work(of_read) < aim:
+        while self.done.work(prompt_weight) < aim:
             step = self.step(concurrency)
             turn, self.done = turn.plus(step), self.done.plus(step)
         self.turns.append(turn)
@@ -94,7 +95,8 @@ class Arm:
     def _step(self, began: float) -> tuple[Turn, Sequence[Outcome]]:
         step = self.engine.run_step()
         seconds = time.perf_counter() - began
-        self._tell(step)
+        for outcome in step.outcomes:
+            self.timing.add(step.stats, outcome)
         plan = self.engine.scheduler.last_plan
         rows = plan.sampling_rows
         self.num_steps += 1
@@ -109,10 +111,6 @@ class Arm:
         # Tokens of a row besides its root belong to a prompt.
         num_read = sum(len(row.input_ids) for row in plan.rows) - len(rows)
         return Turn(seconds, num_tokens, num_read), step.outcomes
-
-    def _tell(self, step: StepResult) -> None:
-        for outcome in step.outcomes:
-            self.timing.add(step.stats, outcome)
 
     @property
     def reported_speedup(self) -> float | None:
@@ -170,26 +168,53 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
     shared = StepTimes(points, is_eager=recorded.is_eager)
     for number, name in enumerate(names):
         scheduler = engine.scheduler.portion(number, len(names))
-        own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammar_queue.source)
-        own.recorded = recorded
         speculation = speculation_of(name)
-        own.scheduler.times = StepTimes(points, is_eager=recorded.is_eager) if speculation.adaptive else shared
+        scheduler.times = shared
         if speculation.adaptive:
-            scheduler.controller = Controller(own.scheduler.times, _LIMITS.max_draft_length)
-        arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE), speculation)
+            scheduler.times = StepTimes(points, is_eager=recorded.is_eager)
+            scheduler.controller = Controller(scheduler.times, _LIMITS.max_draft_length)
+        source = engine.grammar_queue.source
+        arm_engine = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, source)
+        arm_engine.recorded = recorded
+        arms[name] = Arm(arm_engine, load.requests(speculation, name == SEED_STABLE), speculation)
     return arms
+
+
+class Durations(NamedTuple):
+    """Seconds of plain decoding in a cell, before its measured turns, and in a turn; other arms do the same work."""
+
+    cell_s: float
+    warm_up_s: float
+    turn_s: float = _TURN_S
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> Durations:
+        """Return the durations of the options of `add_turn_arguments`."""
+        return Durations(options.seconds, options.warm_up, options.turn)
+
+    def longer(self, most_s: float) -> Durations:
+        """Return longer turns if a step may take up to `most_s`, as far as enough turns remain."""
+        return self._replace(turn_s=max(self.turn_s, min(most_s, self.cell_s / (2 * _LEAST_TURNS))))
+
+    @property
+    def num_warm_up(self) -> int:
+        """Return the number of turns before the measured ones."""
+        return max(1, round(self.warm_up_s / self.turn_s))
+
+    @property
+    def num_measured(self) -> int:
+        """Return the number of measured turns."""
+        return max(_LEAST_TURNS, round(self.cell_s / self.turn_s))
 
 
 def measure(
     make: Callable[[], dict[str, Arm]],
     load: Load,
     concurrency: int,
-    seconds: float,
+    durations: Durations,
     progress: Any,
-    warm_up_s: float,
-    turn_s: float = 0.25,
 ) -> dict[str, Any]:
-    """Measure a cell: all arms at one concurrency, each doing the work of about `seconds` of plain decoding.
+    """Measure a cell: all arms at one concurrency.
 
     make: returns new arms, `off` among them.
     """
@@ -200,26 +225,31 @@ def measure(
     equal = same_greedy_answers(others, load, concurrency)
     if not all(equal.values()):
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
-    of_read = price(others[OFF].turns)
-    plain_rate = float(rate(works(others[OFF].turns, of_read).sum(0)))
-    # If a step does more than the work of one turn, use longer turns, as far as enough of them remain.
-    most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
-    turn_s = max(turn_s, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
+    prompt_weight = price(others[OFF].turns)
+    plain_rate = float(rate(works(others[OFF].turns, prompt_weight).sum(0)))
+    # A step may do more than the work of one turn.
+    most_work = max(step.work(prompt_weight) for arm in others.values() for step in arm.turns)
+    durations = durations.longer(most_work / plain_rate)
+    turn_s = durations.turn_s
     arms = make()
     names = list(arms)
     order = random.Random(concurrency)
-    num_warm_up = max(1, round(warm_up_s / turn_s))
-    for number in range(num_warm_up + max(_LEAST_TURNS, round(seconds / turn_s))):
-        if number == num_warm_up:
+    for number in range(durations.num_warm_up + durations.num_measured):
+        if number == durations.num_warm_up:
             for arm in arms.values():
                 arm.forget()
+        aim = (number + 1) * turn_s * plain_rate
         for name in order.sample(names, len(names)):
-            arms[name].take_turn(concurrency, (number + 1) * turn_s * plain_rate, of_read)
+            arms[name].take_turn(concurrency, aim, prompt_weight)
         progress.update(min(turn_s, progress.total - progress.n))
     if not all(any(turn.seconds for turn in arm.turns) for arm in arms.values()):
-        raise ConfigError(f"a step takes longer than the turns of {seconds:g} seconds: raise --seconds")
-    found = compared(arms, of_read)
-    return {"concurrency": concurrency, "greedy_answers_equal_off": equal, "turn_seconds": turn_s, **found}
+        raise ConfigError(f"a step takes longer than the turns of {durations.cell_s:g} seconds: raise --seconds")
+    return {
+        "concurrency": concurrency,
+        "greedy_answers_equal_off": equal,
+        "turn_seconds": turn_s,
+        **compared(arms, prompt_weight),
+    }
 
 
 def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:
@@ -253,11 +283,11 @@ def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> d
     return {name: answer == answers[OFF] for name, answer in answers.items() if name != OFF}
 
 
-def compared(arms: dict[str, Arm], of_read: float) -> dict[str, Any]:
-    """Compare every arm with plain decoding, and adaptive with the best fixed shape; of_read: as in `turns.price`."""
-    turns = {name: works(arm.turns, of_read) for name, arm in arms.items()}
+def compared(arms: dict[str, Arm], prompt_weight: float) -> dict[str, Any]:
+    """Compare every arm with plain decoding, and adaptive with the best fixed shape (`turns.price`: the weight)."""
+    turns = {name: works(arm.turns, prompt_weight) for name, arm in arms.items()}
     result: dict[str, Any] = {
-        "prompt_token_in_plain_tokens": of_read,
+        "prompt_token_in_plain_tokens": prompt_weight,
         "arms": {
             name: {
                 "tokens_per_second": _num_tokens(arm) / sum(turn.seconds for turn in arm.turns),
@@ -295,7 +325,9 @@ def add_turn_arguments(parser: argparse.ArgumentParser, seconds: float, warm_up_
         default=seconds,
         help=f"of plain decoding in a cell; the other arms do the same work (default {seconds:g})",
     )
-    parser.add_argument("--turn", type=float, default=0.25, help="seconds of plain decoding in a turn (default 0.25)")
+    parser.add_argument(
+        "--turn", type=float, default=_TURN_S, help="seconds of plain decoding in a turn (default 0.25)"
+    )
     parser.add_argument(
         "--warm-up", type=float, default=warm_up_s, help=f"seconds before the measured turns (default {warm_up_s:g})"
     )
@@ -337,7 +369,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
         for kind, load in loads.items():
             for concurrency in options.concurrency:
                 make = partial(make_arms, engine, names, points, load)
-                cell = measure(make, load, concurrency, options.seconds, progress, options.warm_up, options.turn)
+                cell = measure(make, load, concurrency, Durations.of(options), progress)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     options.prompts = kinds
     result = document(

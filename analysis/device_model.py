@@ -176,21 +176,24 @@ class ModelPair:
 
     def step_s(self, num_drafts: int, length: int, requests: int, context: int) -> float:
         """Return the time of a step of these requests, each after a text of `context` tokens."""
-        texts, nodes = requests * context, 1 + num_drafts * length
+        texts = requests * context
+        rows = requests * (1 + num_drafts * length)
+        is_recorded = rows <= MOST_ROWS
         idle_per_request_s = _IDLE_PER_DRAFTING_S if num_drafts else _IDLE_PER_ROW_S
         around_s = _IDLE_S + idle_per_request_s * requests + _HOST_READ_S
-        of_level, of_rest = LEVEL_LAUNCHES, VERDICT_LAUNCHES if num_drafts else PLAIN_LAUNCHES
-        is_recorded = requests * nodes <= MOST_ROWS
         if is_recorded:
-            of_level, of_rest = 0, RECORDED_LAUNCHES
+            num_launches = RECORDED_LAUNCHES
         elif num_drafts:
+            num_launches = LEVEL_LAUNCHES * length + VERDICT_LAUNCHES
             around_s += _HOST_READ_S  # equal nodes are merged
-        levels_s = sum(
-            self.draft.pass_s(self.device, requests * (num_drafts if level else 2), texts, is_recorded)
-            for level in range(length)
-        )
-        target_s = self.target.pass_s(self.device, requests * nodes, texts, is_recorded)
-        return levels_s + target_s + around_s + (of_level * length + of_rest) * _LAUNCH_S
+        else:
+            num_launches = PLAIN_LAUNCHES
+        levels_s = 0.0
+        for level in range(length):
+            level_rows = requests * (num_drafts if level else 2)
+            levels_s += self.draft.pass_s(self.device, level_rows, texts, is_recorded)
+        target_s = self.target.pass_s(self.device, rows, texts, is_recorded)
+        return levels_s + target_s + around_s + num_launches * _LAUNCH_S
 
     def speedup(self, num_drafts: int, length: int, requests: int, context: int) -> float:
         """Return the speedup over plain decoding."""
@@ -211,8 +214,8 @@ class ModelPair:
         # Recorded passes share logits of 256 MiB per model; a step's probabilities and sums take 16 bytes per token and
         # node.
         room = self.device.memory_bytes - weights - 2 * (256 << 20)
-        of_request = length * (self.target.token_bytes + self.draft.token_bytes) / _POOL_SHARE
-        return max(0, math.floor(room / (of_request + 16 * num_nodes * self.target.vocabulary)))
+        request_bytes = length * (self.target.token_bytes + self.draft.token_bytes) / _POOL_SHARE
+        return max(0, math.floor(room / (request_bytes + 16 * num_nodes * self.target.vocabulary)))
 
 
 def foretell(pair: ModelPair, requests: Sequence[int], contexts: Sequence[int]) -> list[dict[str, Any]]:

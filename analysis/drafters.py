@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analysis.arms import Arm, add_turn_arguments, make_arms, measure, speculation_of
+from analysis.arms import Arm, Durations, add_turn_arguments, make_arms, measure, speculation_of
 from analysis.load import LOAD_NAMES, Load, add_load_arguments
 from analysis.loading import add_device_arguments, config_of, load_engine, names_of, prompts_of
 from engine.config import SchedulerConfig, SpeculationConfig
@@ -66,7 +66,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=total, desc="drafters", unit="s") as progress:
         for concurrency in options.concurrency:
             make = partial(arms_of, engines, points, shapes, load)
-            cell = measure(make, load, concurrency, options.seconds, progress, options.warm_up, options.turn)
+            cell = measure(make, load, concurrency, Durations.of(options), progress)
             for arm in cell["arms"].values():
                 del arm["reported_speedup"]
             cells.append({"prompts": Path(options.prompts).stem, **cell})
@@ -94,6 +94,6 @@ def markdown(result: dict[str, Any]) -> str:
             if name != OFF:
                 accepted, per_pass = arm["accepted_per_drafting_pass"], arm["tokens_per_pass"]
                 share = f"{100 * arm['share_of_drafting']:.0f} %"
-                of_plain = shown_ratio(arm["ratio_to_off"])
-                rows.append([cell["concurrency"], name, f"{accepted:.2f}", f"{per_pass:.2f}", share, of_plain])
+                over_plain = shown_ratio(arm["ratio_to_off"])
+                rows.append([cell["concurrency"], name, f"{accepted:.2f}", f"{per_pass:.2f}", share, over_plain])
     return table(head, rows)

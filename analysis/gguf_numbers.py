@@ -22,11 +22,12 @@ from tqdm import tqdm
 from analysis import quality
 from analysis.llama_cpp_arm import AS_IT_IS, Context, gguf_of
 from analysis.loading import add_device_arguments, config_of, load_engine, models_of, prompts_of, say
-from analysis.peers import sampled
+from analysis.peer_arms import sampled
 from engine.errors import ConfigError
 from engine.models.gguf.folder import file_of
 from engine.models.importing import import_transformers
 from engine.request import Limits, Request, Sampling
+from engine.start.distribution_check import run_to_end
 from engine.step.engine import Engine
 from loadtest.results import document
 
@@ -59,12 +60,7 @@ def answer(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
         sampling=Sampling(temperature=0.0),
         limits=Limits(max_tokens=num_tokens, ignore_eos=True),
     )
-    engine.submit(request)
-    tokens: list[int] = []
-    while engine.scheduler.has_work:
-        for outcome in engine.run_step().outcomes:
-            tokens += outcome.token_ids
-    return tokens
+    return run_to_end(engine, [request])[request.request_id].tokens
 
 
 def by_transformers(file: Path) -> Any:

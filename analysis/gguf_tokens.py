@@ -103,7 +103,7 @@ class Comparison:
             "differences": {compared: len(found) for compared, found in self.differences.items()},
             "explained": dict(Counter(one["explanation"] for one in found if one["explanation"])),
             "unexplained": sum(one["explanation"] is None for one in found),
-            "examples": [one for of_kind in self.differences.values() for one in of_kind[:_MOST_SHOWN]],
+            "examples": [one for kind in self.differences.values() for one in kind[:_MOST_SHOWN]],
         }
 
 

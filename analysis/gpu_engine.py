@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -127,14 +127,14 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
     bandwidth = bytes_per_s(torch.cuda.get_device_name() if on_cuda else "", copied_bytes_per_s)
     shape = model_of(options.target, options.vocabulary)
     shares: dict[str, float] = {}
-    of_copy: dict[str, float] = {}
+    copy_shares: dict[str, float] = {}
     for num_rows in (1, 4, 16, 64) if on_cuda else (1, 2):
         plan = plan_of(engine, "off", num_rows, 300)
         needed = 2 * shape.weights + num_rows * 300 * shape.token_bytes
         reached = needed / _step_s(findings, engine, plan, options.scale / 3, on_cuda)
-        shares[str(num_rows)], of_copy[str(num_rows)] = reached / bandwidth, reached / copied_bytes_per_s
+        shares[str(num_rows)], copy_shares[str(num_rows)] = reached / bandwidth, reached / copied_bytes_per_s
         findings.add("plain_share_of_roofline", shares)
-        findings.add("plain_share_of_measured_copy", of_copy)
+        findings.add("plain_share_of_measured_copy", copy_shares)
     times: dict[str, float] = {}
     for context in (300, 1000):
         for name in ("off", "block:1x5", "bv_race:4x5", "bv_race:8x4"):
@@ -207,8 +207,8 @@ def check_output(
     prompt = load_of(options, 1, 2 * engine.facts.block_size + 1, seed=7).prompts[0]
     for name, sampling in cases:
         with steps_of(engine) as served:
-            of_case = {"temperature": 1.0, **sampling}
-            check = check_distribution(engine, name, arms.speculation_of(name), prompt, num_answers, **of_case)
+            fields = {"temperature": 1.0, **sampling}
+            check = check_distribution(engine, name, arms.speculation_of(name), prompt, num_answers, **fields)
         key = ", ".join([name, *sampling])
         findings.add(key, {**asdict(check), "recorded_steps": sum(served), "steps": len(served)})
         findings.require(not check.rejected, f"{key}: not the target's distribution (p = {check.p_value:.2g})")
@@ -226,12 +226,22 @@ def load_of(options: argparse.Namespace, count: int, length: int, seed: int) -> 
     return Load(prompts, 64 if options.device == "cuda" else 8, 1.0)
 
 
+class Candidates(NamedTuple):
+    """Arms that are compared, and the measured steps that they begin with."""
+
+    engine: Engine
+    points: Sequence[Point]
+    names: Sequence[str]
+
+    def make(self, load: Load) -> dict[str, arms.Arm]:
+        """Return new arms."""
+        return arms.make_arms(self.engine, self.names, self.points, load)
+
+
 def cells(
     options: argparse.Namespace,
     findings: SectionResults,
-    engine: Engine,
-    points: Sequence[Point],
-    names: Sequence[str],
+    candidates: Candidates,
     loads: Sequence[tuple[int, int]],
     seconds: float,
 ) -> None:
@@ -242,10 +252,10 @@ def cells(
     found = []
     for concurrency, length in loads:
         load = load_of(options, 2 * concurrency, length, seed=length)
-        arms.check_room(engine.facts, names, load, concurrency)
-        make = partial(arms.make_arms, engine, names, points, load)
+        arms.check_room(candidates.engine.facts, candidates.names, load, concurrency)
+        durations = arms.Durations(seconds * options.scale, seconds / 3 * options.scale)
         with tqdm(total=1, disable=True) as progress:
-            cell = arms.measure(make, load, concurrency, seconds * options.scale, progress, seconds / 3 * options.scale)
+            cell = arms.measure(partial(candidates.make, load), load, concurrency, durations, progress)
         found.append({"context": length, **cell})
         findings.add("cells", found, is_shown=False)
         for name, arm in cell["arms"].items():
@@ -265,15 +275,15 @@ def goals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     ratios: dict[int, dict[str, float]] = {}
     for cell in found:
-        of_arms = {name: arm["ratio_to_off"]["ratio"] for name, arm in cell["arms"].items()}
-        ratios.setdefault(cell["concurrency"], of_arms)
+        arm_ratios = {name: arm["ratio_to_off"]["ratio"] for name, arm in cell["arms"].items()}
+        ratios.setdefault(cell["concurrency"], arm_ratios)
     result = {}
     for concurrency, aim in ((1, 2.0), (4, 1.6), (16, 1.2), (64, 0.98)):
         if (ratio := ratios.get(concurrency, {}).get("adaptive")) is not None:
             result[f"adaptive over plain, {concurrency} requests"] = (ratio, aim, ratio >= aim)
-    of_shapes = {name: ratio for name, ratio in ratios.get(1, {}).items() if ":" in name}
-    single = [ratio for name, ratio in of_shapes.items() if ":1x" in name]
-    several = [ratio for name, ratio in of_shapes.items() if ":1x" not in name]
+    shape_ratios = {name: ratio for name, ratio in ratios.get(1, {}).items() if ":" in name}
+    single = [ratio for name, ratio in shape_ratios.items() if ":1x" in name]
+    several = [ratio for name, ratio in shape_ratios.items() if ":1x" not in name]
     if single and several:
         ratio = max(several) / max(single)
         result["several drafts over the best chain, one request"] = (ratio, 1.15, ratio >= 1.15)

@@ -35,7 +35,7 @@ _ROUNDING = 1e-3
 """Largest error of distributions: rounding may decide about a token at the edge of top-p."""
 
 
-def of_ceilings(group: KernelGroup) -> None:
+def add_ceilings(group: KernelGroup) -> None:
     """Measure copies and products."""
     group.add("ceilings", ceilings(group.device, 0.5 if group.on_cuda else 0.01))
 
@@ -124,8 +124,8 @@ def distributions(group: KernelGroup) -> None:
     for count in _ROWS if group.on_cuda else (2,):
         logits = 3 * group.randn(count, width, dtype=torch.float32)
         temperature, top_k, top_p = (torch.full((count,), value, device=group.device) for value in _SAMPLING)
-        of_all = Filters(torch.zeros_like(top_p), top_k, top_p, width)
-        for name, filters in (("", Filters()), (", all filters", of_all), (", top-p", Filters(top_p_N=top_p))):
+        all_filters = Filters(torch.zeros_like(top_p), top_k, top_p, width)
+        for name, filters in (("", Filters()), (", all filters", all_filters), (", top-p", Filters(top_p_N=top_p))):
             run = partial(kernels.distribution, logits, temperature, filters)
             known = filters._replace(most_k=_SAMPLING[1])
             error = error_of(run(), TORCH.distribution(logits, temperature, known))
@@ -205,18 +205,18 @@ def moves(group: KernelGroup) -> None:
         storage = torch.randn(shape, device=group.device).to(group.dtype)
         expected = storage.clone()
         # Each move of a sequence overwrites what the next one reads.
-        of_all = [[(64 * number + slot + 1, 64 * number + slot) for slot in range(5)] for number in range(count)]
-        TritonKernels().move([storage], of_all)
-        TORCH.move([expected], of_all)
+        moves = [[(64 * number + slot + 1, 64 * number + slot) for slot in range(5)] for number in range(count)]
+        TritonKernels().move([storage], moves)
+        TORCH.move([expected], moves)
         error = error_of(storage, expected)
-        operands = torch.tensor(of_all, device=group.device).repeat(1, 7, 1)[:, :32].contiguous()
+        operands = torch.tensor(moves, device=group.device).repeat(1, 7, 1)[:, :32].contiguous()
         operands[:, 5:] = -1
         num_bytes = 2 * 5 * count * shape[0] * shape[2] * shape[3] * storage.itemsize
         group.kernel(f"moves, {count} x 5", [partial(move_kernel.keep, storage, operands)], num_bytes, error, 0)
 
 
 GROUPS: Sequence[tuple[Callable[[KernelGroup], None], float]] = (
-    (of_ceilings, 25),
+    (add_ceilings, 25),
     (gpu_attention.tokens, 30),
     (gpu_attention.trees, 20),
     (distributions, 25),

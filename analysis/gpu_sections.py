@@ -24,6 +24,7 @@ import torch
 from analysis import arms
 from analysis.gpu_engine import (
     QWEN3_SAMPLING,
+    Candidates,
     NotRecorded,
     build,
     cells,
@@ -37,7 +38,7 @@ from analysis.gpu_engine import (
 from analysis.gpu_exactness import check_exactness
 from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
 from analysis.load import Load
-from analysis.peers import sampled
+from analysis.peer_arms import sampled
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
 from engine.control.step_time import Point
 from engine.models.quantising import FORMATS
@@ -75,7 +76,7 @@ def engine(options: argparse.Namespace, findings: SectionResults) -> None:
 
     def speeds() -> None:
         points = measure_points(built, arms.speculation_of("adaptive"))
-        cells(options, findings, built, points, _FEW_SHAPES, loads, 1.4)
+        cells(options, findings, Candidates(built, points, _FEW_SHAPES), loads, 1.4)
 
     findings.attempt("speeds", speeds)
     for name in ("off", "bv_race:4x5"):
@@ -130,13 +131,13 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
     built = build(options, findings, 48 << 30, options.eager)
     points = measure_points(built, arms.speculation_of("adaptive"))
     on_cuda = options.device == "cuda"
-    measure = partial(cells, options, findings, built, points, _SHAPES, seconds=4.0)
     loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
-    findings.attempt("speeds", partial(measure, loads))
+    candidates = Candidates(built, points, _SHAPES)
+    findings.attempt("speeds", partial(cells, options, findings, candidates, loads, 4.0))
     counts = (1, 16, 64) if on_cuda else (2,)
     findings.attempt("batches", partial(batches, options, findings, built, points, counts))
     target = built.target.model
-    del measure, built
+    del candidates, built
     _free(options)
     findings.attempt("transformers", partial(continuous, options, findings, target, counts))
 

@@ -49,12 +49,13 @@ def gguf_of(folder: Path, kind: str) -> Iterator[Path]:
 
     kind: `AS_IT_IS` for a file's folder, else one of `TYPES`, as which the checkpoint is written. Raises ConfigError.
     """
-    own = file_of(folder)
-    if (own is None) == (kind == AS_IT_IS):
-        known = ", ".join(TYPES) if own is None else AS_IT_IS
-        raise ConfigError(f"{folder.name}: llama.cpp reads this model as {known}, not {kind}; change --llama-cpp-types")
-    if own is not None:
-        yield own
+    file = file_of(folder)
+    known = TYPES if file is None else (AS_IT_IS,)
+    if kind not in known:
+        names = ", ".join(known)
+        raise ConfigError(f"{folder.name}: llama.cpp reads this model as {names}, not {kind}; change --llama-cpp-types")
+    if file is not None:
+        yield file
         return
     with tempfile.TemporaryDirectory() as place:
         write_gguf(folder, Path(place) / "model.gguf", kind)
@@ -75,7 +76,8 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "llama", "only checkpoints like Llama are supported"
     weights = load_file(folder / "model.safetensors")
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    num_heads = config["num_attention_heads"]
+    num_kv_heads = config["num_key_value_heads"]
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -90,15 +92,20 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    plain, matrix = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType[kind.upper()]
+
+    def add(name: str, weight: Tensor) -> None:
+        values = weight.float().numpy()
+        numbers = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else kind.upper()]
+        writer.add_tensor(name, gguf.quants.quantize(values, numbers), raw_dtype=numbers)
+
     for name, weight in weights.items():
-        heads = num_heads if "q_proj" in name else num_kv_heads if "k_proj" in name else 0
-        values = (_interleaved(weight, heads) if heads else weight).float().numpy()
-        stored = plain if values.ndim == 1 else matrix
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
+        if "q_proj" in name:
+            weight = _interleaved(weight, num_heads)
+        elif "k_proj" in name:
+            weight = _interleaved(weight, num_kv_heads)
+        add(_gguf_name(name), weight)
     if "lm_head.weight" not in weights:
-        values = weights["model.embed_tokens.weight"].float().numpy()
-        writer.add_tensor("output.weight", gguf.quants.quantize(values, matrix), raw_dtype=matrix)
+        add("output.weight", weights["model.embed_tokens.weight"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,8 +152,10 @@ class Context:
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), wanted)
         assert self._model, "llama.cpp cannot load the model"
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_seq_max = num_sequences * num_tokens, num_sequences
-        options.n_batch, options.n_ubatch = max(512, num_tokens), 512
+        options.n_ctx = num_sequences * num_tokens
+        options.n_seq_max = num_sequences
+        options.n_batch = max(512, num_tokens)
+        options.n_ubatch = 512
         options.n_threads = options.n_threads_batch = num_threads
         if is_precise:
             options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
@@ -168,8 +177,11 @@ class Context:
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, (token, position, sequence, wanted) in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, int(wanted)
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.logits[i] = int(wanted)
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
         status = self._api.llama_decode(self._context, batch)
         assert status == 0, f"llama_decode returned {status}"
 
@@ -213,7 +225,7 @@ class LlamaCpp:
                 self._draft = Context(file, 1, room, options.threads)
         self._seed = 0
 
-    def plain(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
+    def plain(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
         """Decode all prompts in one batch."""
         target = self._target
         target.forget()
@@ -231,18 +243,19 @@ class LlamaCpp:
                 answer.append(target.sample(samplers[number], number))
         return answers
 
-    def drafted(self, prompts: list[list[int]], temperature: float, num_drafts: int = 3) -> list[list[int]]:
+    def drafted(self, prompts: Sequence[Sequence[int]], temperature: float, num_drafts: int = 3) -> list[list[int]]:
         """Decode one prompt after the other, with the draft model's likeliest tokens as drafts; a draft is accepted
         if it is the sampled token.
         """
         return [self._drafted(prompt, temperature, num_drafts) for prompt in prompts]
 
-    def _drafted(self, prompt: list[int], temperature: float, num_drafts: int) -> list[int]:
+    def _drafted(self, prompt: Sequence[int], temperature: float, num_drafts: int) -> list[int]:
         target, draft = self._target, self._draft
         assert draft is not None
         target.forget()
         draft.forget()
-        sampler, likeliest = self._sampler(temperature), draft.sampler(0.0, 0)
+        sampler = self._sampler(temperature)
+        likeliest = draft.sampler(0.0, 0)
         last = len(prompt) - 1
         target.decode([(token, i, 0, i == last) for i, token in enumerate(prompt)])
         text = [*prompt, target.sample(sampler, last)]

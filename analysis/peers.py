@@ -1,9 +1,13 @@
-"""`python -m analysis.peers`: this engine compared with transformers and llama.cpp, in one process, interleaved.
+"""`python -m analysis.peers`: this engine, transformers and llama.cpp in one process, in turns.
 
-Same weights, same prompts of random tokens, same number of tokens and of threads, no end token. A GGUF file is read by
-llama.cpp as it is, and dequantised by transformers. At temperature 0 every arm's answers are first compared with those
-of `generate`. `--prompt-tokens` measures prompts: the time to an answer's
-only token. Writes one JSON document; ratios are those of paired runs.
+Same weights, same prompts, same number of tokens and of threads, no end token. A GGUF file is read
+by llama.cpp as it is, and dequantised by transformers. Arms take turns, in reversed order each
+time. Writes one JSON document; ratios are those of paired runs. Three kinds of prompts:
+
+- random tokens (the default). At temperature 0 every arm's answers are first compared with those of `generate`.
+- `--prompt-tokens` measures prompts of random tokens: the time to an answer's only token.
+- `--task-prompts FILE` has the prompts of several tasks, in the model's chat template. Times include the prompts. Text
+  drafts are used, and the tokens that a pass emits are reported by task.
 """
 
 from __future__ import annotations
@@ -15,230 +19,227 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
 
-from analysis.arms import make_arms, speculation_of
-from analysis.llama_cpp_arm import AS_IT_IS, NUM_CHECKED, TYPES, LlamaCpp, check_library
-from analysis.load import Load
-from analysis.loading import add_format_arguments, config_of, load_engine, models_of, random_prompts
+from analysis.llama_cpp_arm import AS_IT_IS, NUM_CHECKED, TYPES
+from analysis.loading import add_format_arguments, models_of, random_prompts
+from analysis.peer_arms import GENERATE, OFF, OWN, Arm, Own, Prompts, Transformers, llama_cpp_arms
 from engine.models.gguf.folder import file_of
-from engine.request import Limits, Request, Sampling, Speculation
-from engine.start.calibration import measure_points
-from engine.start.loading import arithmetic_dtype
-from loadtest.arguments import integers
-from loadtest.arms import ADAPTIVE
-from loadtest.arms import OFF as PLAIN
+from engine.models.importing import import_transformers
+from loadtest.arguments import integers, numbers
 from loadtest.checkpoints import lengthened
 from loadtest.results import add_output_argument, document, shown_ratio, table, write
 from loadtest.statistics import median_of_ratios
 
-Prompts = list[list[int]]
-Answers = list[list[int]]
-Arm = Callable[[Prompts, float], Answers]
-
-OWN, OFF, GENERATE = "polydraft", "polydraft off", "transformers generate"
 _RATIOS = {OWN: "polydraft_to_this", OFF: "off_to_this"}
 """Arms with which every arm is compared, and the names of the ratios."""
+_TASK_RATIOS = {OWN: "own_to_this", OFF: "off_to_this"}
+Cells = list[dict[str, Any]]
+Save = Callable[[Cells], None]
+"""Writes the cells measured so far: a run that is stopped leaves them."""
 
 
-class Own:
-    """This engine with adaptive speculation, a fixed shape, or none."""
+class TaskPrompt(NamedTuple):
+    """A prompt in the model's tokens."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        engine = load_engine(config_of(options, needs_draft=False))
-        name = PLAIN if options.draft is None else ADAPTIVE
-        points = measure_points(engine, speculation_of(name))
-        self.engine = make_arms(engine, [name], points, Load((), options.tokens, 0.0))[name].engine
-        self.num_tokens = options.tokens
-        self._threads = options.threads
-        self._number = 0
-
-    def arm(self, name: str) -> Arm:
-        """Return an arm by its name (`arms.speculation_of`)."""
-        return partial(self._run, speculation=speculation_of(name))
-
-    def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
-        torch.set_num_threads(self._threads)
-        answers: dict[str, list[int]] = {}
-        for prompt in prompts:
-            self._number += 1
-            answers[str(self._number)] = []
-            self.engine.submit(
-                Request(
-                    request_id=str(self._number),
-                    prompt_token_ids=tuple(prompt),
-                    sampling=Sampling(temperature=temperature, seed=self._number),
-                    limits=Limits(max_tokens=self.num_tokens, ignore_eos=True),
-                    speculation=speculation,
-                    cache_salt=str(self._number),
-                )
-            )
-        while self.engine.scheduler.has_work:
-            for outcome in self.engine.run_step().outcomes:
-                answers[outcome.request_id] += outcome.token_ids
-        return list(answers.values())
+    task: str
+    tokens: tuple[int, ...]
 
 
-class Transformers:
-    """Generation by transformers, with separate models."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        import transformers
-
-        device = torch.device(options.device)
-        dtype = arithmetic_dtype(options.dtype, device) or "auto"
-
-        def load(folder: str) -> Any:
-            config = transformers.AutoConfig.from_pretrained(folder)  # of a GGUF file as long as is asked for
-            own = file_of(Path(folder))
-            place = (folder, {}) if own is None else (str(own.parent), {"gguf_file": own.name})
-            model = transformers.AutoModelForCausalLM.from_pretrained(place[0], config=config, dtype=dtype, **place[1])
-            model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
-            return model.to(device).eval()
-
-        self.target = load(options.target)
-        self._threads = options.threads
-        self.num_tokens = options.tokens
-        if options.draft is None:
-            return
-        self.draft = load(options.draft)
-        self.draft.generation_config.num_assistant_tokens = 5
-        self.draft.generation_config.num_assistant_tokens_schedule = "constant"
-        self.draft.generation_config.assistant_confidence_threshold = 0.0
-
-    def generate(self, prompts: Prompts, temperature: float) -> Answers:
-        """Run one static batch."""
-        return self._generate(prompts, temperature)
-
-    def assisted(self, prompts: Prompts, temperature: float) -> Answers:
-        """Run assisted generation with five drafts, one prompt at a time."""
-        return [self._generate([prompt], temperature, assistant_model=self.draft)[0] for prompt in prompts]
-
-    def continuous(self, prompts: Prompts, temperature: float) -> Answers:
-        """Run continuous batching."""
-        torch.set_num_threads(self._threads)
-        outputs = self.target.generate_batch(prompts, generation_config=sampled(self.num_tokens, temperature))
-        return [
-            outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.rsplit("_", 1)[1]))
-        ]
-
-    def _generate(self, prompts: Prompts, temperature: float, **more: Any) -> Answers:
-        torch.set_num_threads(self._threads)
-        ids = torch.tensor(prompts, device=self.target.device)
-        with torch.inference_mode():
-            output = self.target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=sampled(self.num_tokens, temperature),
-                **more,
-            )
-        answers: Answers = output[:, ids.shape[1] :].tolist()
-        return answers
+def read_prompts(file: Path, folder: str, per_task: int) -> list[TaskPrompt]:
+    """Return some prompts of each task, as user messages in a model's chat template."""
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(folder)
+    by_task: dict[str, list[TaskPrompt]] = defaultdict(list)
+    for line in file.read_text(encoding="utf-8").strip().split("\n"):
+        record = json.loads(line)
+        task = record["task"]
+        if len(by_task[task]) == per_task:
+            continue
+        messages = [{"role": "user", "content": record["prompt"]}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        by_task[task].append(TaskPrompt(task, tuple(tokens)))
+    return [prompt for prompts in by_task.values() for prompt in prompts]
 
 
-def sampled(num_tokens: int, temperature: float) -> Any:
-    """Return transformers' configuration of answers of this many tokens, without an end."""
-    from transformers import GenerationConfig
-
-    # Omitted fields would come from the checkpoint's generation_config, which may sample.
-    filters = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    return GenerationConfig(
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        do_sample=temperature > 0,
-        **filters,
-    )
-
-
-def measure(
-    arms: dict[str, Arm], concurrency: int, length: int, options: argparse.Namespace, progress: Any
-) -> dict[str, Any]:
-    """Run all arms on the same prompts, in turn, in reversed order each time, after a warm-up.
-
-    length: tokens of a prompt.
-    """
+def seconds_in_turns(
+    arms: Mapping[str, Arm], batches: Sequence[Prompts], temperature: float, num_tokens: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each batch of prompts, by arm; num_tokens: of an answer."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    prompts = random_prompts(concurrency, length, 100 * concurrency)
-    for arm in arms.values():
-        deadline = time.perf_counter() + options.warm_up
-        arm(prompts, options.temperature)
-        while time.perf_counter() < deadline:
-            arm(prompts, options.temperature)
-        progress.update()
-    for repeat in range(1, options.repeats + 1):
-        prompts = random_prompts(concurrency, length, 100 * concurrency + repeat)
-        for name in list(arms) if repeat % 2 else list(arms)[::-1]:
+    names = list(arms)
+    for number, batch in enumerate(tqdm(batches, desc=f"temperature {temperature:g}", unit="batch")):
+        for name in names[::-1] if number % 2 else names:
             began = time.perf_counter()
-            answers = arms[name](prompts, options.temperature)  # on the host, so nothing is pending
-            elapsed = time.perf_counter() - began
-            assert sum(map(len, answers)) == concurrency * options.tokens, f"{name} stopped early"
-            seconds[name].append(elapsed)
-            progress.update()
-    num_tokens = concurrency * (length if options.prompt_tokens else options.tokens)
+            answers = arms[name](batch, temperature)  # on the host, so nothing is pending
+            seconds[name].append(time.perf_counter() - began)
+            assert sum(map(len, answers)) == len(batch) * num_tokens, f"{name} stopped early"
+    return seconds
+
+
+def warm_up(arms: Mapping[str, Arm], batch: Prompts, temperature: float, seconds: float) -> None:
+    """Run every arm at least once, and for some seconds."""
+    for arm in arms.values():
+        deadline = time.perf_counter() + seconds
+        arm(batch, temperature)
+        while time.perf_counter() < deadline:
+            arm(batch, temperature)
+
+
+def compared(seconds: Mapping[str, list[float]], rates: Mapping[str, float], ratios: Mapping[str, str]) -> Any:
+    """Return each arm's rate, seconds, and ratios with intervals to the arms that `ratios` names."""
     return {
-        "concurrency": concurrency,
-        "prompt": length,
-        "arms": {
-            name: {
-                "tokens_per_second": num_tokens / statistics.median(runs),
-                "seconds": runs,
-                **{key: median_of_ratios(runs, seconds[own])._asdict() for own, key in _RATIOS.items() if own in arms},
-            }
-            for name, runs in seconds.items()
-        },
+        name: {
+            "tokens_per_second": rates[name],
+            "seconds": runs,
+            **{key: median_of_ratios(runs, seconds[own])._asdict() for own, key in ratios.items() if own in seconds},
+        }
+        for name, runs in seconds.items()
     }
 
 
-def _about(options: argparse.Namespace) -> Any:
-    """Return the bench pair's description, or the names of another pair."""
-    about = Path(options.target).parent / "pair.json"
-    names = {name: Path(folder).name for name in ("target", "draft") if (folder := getattr(options, name))}
-    return json.loads(about.read_text()) if about.is_file() else names
+def measure_random(arms: Mapping[str, Arm], options: argparse.Namespace, save: Save) -> Cells:
+    """Return a cell for each temperature, number of requests and length of random prompts."""
+    lengths = options.prompt_tokens or [options.prompt]
+    cells = []
+    for temperature, count, length in itertools.product(options.temperature, options.concurrency, lengths):
+        first, *batches = [random_prompts(count, length, 100 * count + repeat) for repeat in range(options.repeats + 1)]
+        warm_up(arms, first, temperature, options.warm_up)
+        seconds = seconds_in_turns(arms, batches, temperature, options.tokens)
+        num_tokens = count * (length if options.prompt_tokens else options.tokens)
+        rates = {name: num_tokens / statistics.median(runs) for name, runs in seconds.items()}
+        cells.append(
+            {
+                "temperature": temperature,
+                "concurrency": count,
+                "prompt": length,
+                "arms": compared(seconds, rates, _RATIOS),
+            }
+        )
+        save(cells)
+    return cells
+
+
+def measure_tasks(
+    arms: Mapping[str, Arm],
+    own: Own,
+    prompts: Sequence[TaskPrompt],
+    options: argparse.Namespace,
+    save: Save,
+) -> Cells:
+    """Return a cell for each temperature and number of requests."""
+    cells = []
+    for temperature, count in itertools.product(options.temperature, options.concurrency):
+        # Batches of transformers have prompts of one length.
+        taking = {name: arm for name, arm in arms.items() if name != GENERATE or count == 1}
+        tokens = [prompt.tokens for prompt in prompts]
+        batches = [tokens[start : start + count] for start in range(0, len(tokens), count)]
+        warm_up(taking, batches[-1], temperature, options.warm_up)
+        own.emitted.clear()
+        seconds = seconds_in_turns(taking, batches, temperature, options.tokens)
+        num_tokens = len(prompts) * options.tokens
+        rates = {name: num_tokens / sum(runs) for name, runs in seconds.items()}
+        cells.append(
+            {
+                "temperature": temperature,
+                "concurrency": count,
+                "arms": compared(seconds, rates, _TASK_RATIOS),
+                "tokens_per_pass": tokens_per_pass(own, prompts),
+            }
+        )
+        save(cells)
+    return cells
+
+
+def tokens_per_pass(own: Own, prompts: Sequence[TaskPrompt]) -> dict[str, float]:
+    """Return the tokens that a pass with drafts emitted, by task."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for prompt in set(prompts):
+        for emitted in own.emitted[prompt.tokens]:
+            counts[prompt.task][0] += emitted.num_tokens
+            counts[prompt.task][1] += emitted.num_passes
+    tasks = dict.fromkeys(prompt.task for prompt in prompts)
+    return {task: counts[task][0] / max(1, counts[task][1]) for task in tasks}
 
 
 def markdown(result: dict[str, Any], own: str = OWN) -> str:
     """Return a table with a row per concurrency and arm; own: the arm of this engine that is compared with the
     others.
     """
-    of_prompts = result["options"].get("prompt_tokens") not in (None, "None")
+    is_of_prompts = result["options"].get("prompt_tokens") not in (None, "None")
     rows = []
     for cell in result["cells"]:
-        first = [f"{cell['prompt']:,}", cell["concurrency"]] if of_prompts else [cell["concurrency"]]
+        first = [f"{cell['prompt']:,}", cell["concurrency"]] if is_of_prompts else [cell["concurrency"]]
         for name, arm in cell["arms"].items():
-            compared = "-" if name == own else shown_ratio(arm[_RATIOS[own]])
-            rows.append([*first, name, f"{arm['tokens_per_second']:.0f}", compared])
-    return table([*(["prompt"] if of_prompts else []), "c", "arm", "tok/s", f"{own} is (95 % interval)"], rows)
+            ratio = "-" if name == own else shown_ratio(arm[_RATIOS[own]])
+            rows.append([*first, name, f"{arm['tokens_per_second']:.0f}", ratio])
+    head = ["prompt", "c"] if is_of_prompts else ["c"]
+    return table([*head, "arm", "tok/s", f"{own} is (95 % interval)"], rows)
+
+
+def tasks_markdown(result: dict[str, Any]) -> str:
+    """Return the table of speeds with prompts of tasks."""
+    rows = []
+    for cell in result["cells"]:
+        for name, arm in cell["arms"].items():
+            row = [
+                f"{cell['temperature']:g}",
+                cell["concurrency"],
+                name,
+                f"{arm['tokens_per_second']:.0f}",
+            ]
+            for own in (OFF, OWN):
+                row.append("-" if name == own else shown_ratio(arm[_TASK_RATIOS[own]]))
+            rows.append(row)
+    return table(["temperature", "c", "arm", "tok/s", "plain is", "with drafts is (95 % interval)"], rows)
+
+
+def passes_markdown(result: dict[str, Any]) -> str:
+    """Return the table of tokens per pass with drafts, by task."""
+    tasks = list(result["cells"][0]["tokens_per_pass"])
+    rows = []
+    for cell in result["cells"]:
+        counts = [f"{cell['tokens_per_pass'][task]:.2f}" for task in tasks]
+        rows.append([f"{cell['temperature']:g}", cell["concurrency"], *counts])
+    return table(["temperature", "c", *tasks], rows)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     result = argparse.ArgumentParser(prog="python -m analysis.peers", description=__doc__.splitlines()[0])
     result.add_argument("target", help="folder of the target (demo.bench_pair writes one), or a GGUF file")
-    result.add_argument("draft", nargs="?", help="the same of the draft model (default: none, so nothing is drafted)")
+    result.add_argument("draft", nargs="?", help="the same of the draft model (default: none)")
     result.add_argument("--concurrency", type=integers, default=[1, 8], help="prompts at once (default 1,8)")
-    result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
+    result.add_argument("--temperature", type=numbers, default=[1.0], help="temperatures, e.g. 0,0.8 (default 1)")
     result.add_argument("--dtype", default="auto", help="type of weights, as the daemon takes it (default auto)")
     add_format_arguments(result)
     result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all arms")
     result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
-    result.add_argument(
+    prompts = result.add_mutually_exclusive_group()
+    prompts.add_argument(
         "--prompt-tokens",
         type=integers,
         help="measure prompts of these lengths, e.g. 512,4096, in tokens of prompts a second; a checkpoint for shorter "
         "texts is used as if its positions reached that far",
     )
-    result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
+    prompts.add_argument(
+        "--task-prompts",
+        type=Path,
+        help="prompts by task, e.g. analysis/task_prompts/spec_bench.jsonl: JSON lines with task and prompt",
+    )
+    result.add_argument("--per-task", type=int, default=8, help="most prompts of a task (default 8)")
+    result.add_argument("--repeats", type=int, default=4, help="runs of every arm, with random prompts (default 4)")
     result.add_argument(
-        "--warm-up", type=float, default=2.0, help="seconds of warm-up of an arm, in which the controller tries shapes"
+        "--warm-up",
+        type=float,
+        default=2.0,
+        help="seconds of warm-up of an arm, in which the controller tries shapes",
     )
     result.add_argument("--threads", type=int, default=2, help="threads of all arms")
     result.add_argument("--shapes", nargs="*", default=[], help="also fixed shapes, e.g. block:1x5 bv_race:4x5")
@@ -251,7 +252,10 @@ def parser() -> argparse.ArgumentParser:
         "is, the default for such a target",
     )
     result.add_argument(
-        "--without", nargs="+", default=[], help="arms to omit, by a part of their names, e.g. assisted continuous"
+        "--without",
+        nargs="+",
+        default=[],
+        help="arms to omit, by a part of their names, e.g. assisted continuous",
     )
     add_output_argument(result)
     return result
@@ -263,58 +267,84 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.target, options.draft = models_of(options)
     if file_of(Path(options.target)) is not None:
         options.llama_cpp_types = options.llama_cpp_types or [AS_IT_IS]
-    about, lengths = _about(options), options.prompt_tokens or [options.prompt]
-    if options.prompt_tokens:
-        options.prompt, options.tokens = max(lengths), 1
-    with tempfile.TemporaryDirectory() as place:
-        room, folders = max(lengths) + options.tokens, (options.target, options.draft)
-        options.target, options.draft = (
-            folder and str(lengthened(Path(folder), room, Path(place) / str(number)))
-            for number, folder in enumerate(folders)
-        )
-        found = _compared(options, lengths)
-    names = vars(options).keys() - {"target", "draft", "output"}
-    what = "this engine and transformers, in one process; prompts of random tokens"
-    result = document(what, options, sorted(names), **found, pair=about)
-    write(result, options.output)
-    for name in _RATIOS:
-        if name in result["greedy_answers_equal_generate"]:
-            print(markdown(result, name))
-    print(json.dumps(result["greedy_answers_equal_generate"]))
+    pair = _about(options)
+    names = sorted(vars(options).keys() - {"target", "draft", "output", "task_prompts"})
+
+    def save(cells: Cells, **more: Any) -> None:
+        what = "this engine and its peers, in one process"
+        write(document(what, options, names, cells=cells, pair=pair, **more), options.output)
+
+    compare = _compare_tasks if options.task_prompts else _compare_random
+    save(**compare(options, save))
     return 0
 
 
-def _arms(options: argparse.Namespace, theirs: Transformers) -> dict[str, Arm]:
-    """Return the arms that the command line names."""
-    if options.llama_cpp_types and "llama.cpp" not in options.without:
-        check_library()
-    own, has_draft = Own(options), options.draft is not None
-    arms: dict[str, Arm] = {OWN: own.arm(ADAPTIVE)} if has_draft else {}
-    arms |= {OFF: own.arm(PLAIN), **{f"polydraft {shape}": own.arm(shape) for shape in options.shapes}}
-    arms[GENERATE] = theirs.generate
-    if has_draft:
-        arms["transformers assisted"] = theirs.assisted
-    arms["transformers continuous batching"] = theirs.continuous
-    for kind in options.llama_cpp_types if "llama.cpp" not in options.without else ():
-        llama_cpp = LlamaCpp(options, kind)
-        name = "llama.cpp" if kind == AS_IT_IS else f"llama.cpp {kind}"
-        arms[name] = llama_cpp.plain
-        if has_draft:
-            arms[f"{name} with 3 drafts"] = llama_cpp.drafted
-    omitted = {name for name in arms if name not in _RATIOS and any(part in name for part in options.without)}
-    return {name: arm for name, arm in arms.items() if name not in omitted}
+def _about(options: argparse.Namespace) -> Any:
+    """Return the bench pair's description, or the names of another pair."""
+    about = Path(options.target).parent / "pair.json"
+    if about.is_file():
+        return json.loads(about.read_text())
+    names = {}
+    for model in ("target", "draft"):
+        if folder := getattr(options, model):
+            file = file_of(Path(folder))
+            names[model] = file.name if file else Path(folder).name
+    return names
 
 
-def _compared(options: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
-    theirs = Transformers(options)
-    arms = _arms(options, theirs)
-    checked = random_prompts(NUM_CHECKED, min(lengths), 0)
-    expected = theirs.generate(checked, 0.0)
-    equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}
-    cells = list(itertools.product(options.concurrency, lengths))
-    with tqdm(total=len(cells) * (options.repeats + 1) * len(arms), desc="runs", unit="run") as progress:
-        measured = [measure(arms, count, length, options, progress) for count, length in cells]
-    return {"greedy_answers_equal_generate": equal, "cells": measured}
+def _compare_random(options: argparse.Namespace, save: Save) -> dict[str, Any]:
+    """Compare all arms with prompts of random tokens, and print the tables."""
+    lengths = options.prompt_tokens or [options.prompt]
+    if options.prompt_tokens:
+        options.prompt, options.tokens = max(lengths), 1
+    with tempfile.TemporaryDirectory() as place:
+        for model in ("target", "draft"):
+            if folder := getattr(options, model):
+                longer = lengthened(Path(folder), max(lengths) + options.tokens, Path(place) / model)
+                setattr(options, model, str(longer))
+        theirs = Transformers(options)
+        arms = Own(options, with_text_drafts=False).arms(options.shapes)
+        arms[GENERATE] = theirs.generate
+        if options.draft is not None:
+            arms["transformers assisted"] = theirs.assisted
+        arms["transformers continuous batching"] = theirs.continuous
+        arms = _without(arms | llama_cpp_arms(options), options.without)
+        checked = random_prompts(NUM_CHECKED, min(lengths), 0)
+        expected = theirs.generate(checked, 0.0)
+        equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}
+        cells = measure_random(arms, options, save)
+    result = {"greedy_answers_equal_generate": equal, "cells": cells}
+    for name in _RATIOS:
+        if name in arms:
+            print(markdown({"options": vars(options), **result}, name))
+    print(json.dumps(equal))
+    return result
+
+
+def _compare_tasks(options: argparse.Namespace, save: Save) -> dict[str, Any]:
+    """Compare all arms with the prompts of tasks, and print the tables."""
+    prompts = read_prompts(options.task_prompts, options.target, options.per_task)
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    options.prompt = max(lengths)
+    own = Own(options, with_text_drafts=True)
+    arms = own.arms(options.shapes)
+    if "transformers" not in options.without:
+        arms[GENERATE] = Transformers(options).generate
+    arms = _without(arms | llama_cpp_arms(options), options.without)
+    cells = measure_tasks(arms, own, prompts, options, save)
+    about = {
+        "prompts": len(prompts),
+        "prompt_tokens": {"median": statistics.median(lengths), "longest": max(lengths)},
+    }
+    result = {"cells": cells, "about": about}
+    print(tasks_markdown(result))
+    print(passes_markdown(result))
+    return result
+
+
+def _without(arms: Mapping[str, Arm], omitted: Sequence[str]) -> dict[str, Arm]:
+    """Return the arms whose names have none of the omitted parts; arms of `_RATIOS` stay."""
+    return {name: arm for name, arm in arms.items() if name in _RATIOS or not any(part in name for part in omitted)}
 
 
 if __name__ == "__main__":

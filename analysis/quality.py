@@ -147,17 +147,18 @@ def texts_of(options: argparse.Namespace) -> dict[str, Texts]:
     texts: dict[str, Texts] = {
         Path(kind).stem: [text for text in prompts_of(kind, options) if len(text) > 1] for kind in options.texts
     }
-    if empty := [kind for kind, of_kind in texts.items() if not of_kind]:
-        raise ConfigError(f"--texts {empty[0]}: no text has two tokens")
+    for kind, kind_texts in texts.items():
+        if not kind_texts:
+            raise ConfigError(f"--texts {kind}: no text has two tokens")
     return texts
 
 
 def cells_of(plain: Reader, others: Mapping[str, Reader], texts: Mapping[str, Texts]) -> list[dict[str, Any]]:
     """Return the comparisons of all formats with the plain one, by kind of texts and model."""
     cells = []
-    for kind, of_kind in texts.items():
-        num_tokens = [len(text) - 1 for text in of_kind]
-        for (name, model), loss in losses_of(plain, others, of_kind, kind).items():
+    for kind, kind_texts in texts.items():
+        num_tokens = [len(text) - 1 for text in kind_texts]
+        for (name, model), loss in losses_of(plain, others, kind_texts, kind).items():
             shares = {
                 "equal_tokens": sum(loss.num_equal) / sum(num_tokens),
                 "largest_logit_error": max(loss.largest),

@@ -95,8 +95,8 @@ def save_plots(report: Sequence[dict[str, Any]], content: dict[str, Any], folder
         files.append(folder / f"{name}.png")
         with drawn(files[-1], (7, 4.5)) as (axes,):
             for rule in dict.fromkeys(cell["rule"] for cell in cells):
-                of_rule = [cell for cell in cells if cell["rule"] == rule and cell["draft_length"] == length]
-                points = sorted((cell["num_drafts"], cell[name]) for cell in of_rule)
+                same_rule = [cell for cell in cells if cell["rule"] == rule and cell["draft_length"] == length]
+                points = sorted((cell["num_drafts"], cell[name]) for cell in same_rule)
                 axes.plot(*zip(*points, strict=True), marker="o", label=rule)
             if name == "acceptance":
                 optima = content["laws"][str(temperature)]["alpha_star"].items()

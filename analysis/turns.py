@@ -35,9 +35,9 @@ class Turn(NamedTuple):
         """Return the sum of both."""
         return Turn(self.seconds + other.seconds, self.num_tokens + other.num_tokens, self.num_read + other.num_read)
 
-    def work(self, of_read: float) -> float:
-        """Return the work in tokens of plain decoding; of_read: weight of a prompt token."""
-        return self.num_tokens + of_read * self.num_read
+    def work(self, prompt_weight: float) -> float:
+        """Return the work in tokens of plain decoding; prompt_weight: weight of a prompt token."""
+        return self.num_tokens + prompt_weight * self.num_read
 
 
 def price(plain: Sequence[Turn]) -> float:
@@ -53,9 +53,9 @@ def price(plain: Sequence[Turn]) -> float:
     return float(read_s / given_s) if min(given_s, read_s) > 0 else 0.0
 
 
-def works(turns: Sequence[Turn], of_read: float) -> Any:
+def works(turns: Sequence[Turn], prompt_weight: float) -> Any:
     """Return [turns, 2] seconds and work."""
-    return np.array([(turn.seconds, turn.work(of_read)) for turn in turns])
+    return np.array([(turn.seconds, turn.work(prompt_weight)) for turn in turns])
 
 
 def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,20 +78,23 @@ def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def ratio(one: Any, other: Any) -> dict[str, float]:
+def ratio(turns: Any, other: Any) -> dict[str, float]:
     """Return the ratio of two arms' rates, with its 95 % interval; [turns, 2] of each (`works`)."""
-    for num_parts in range(min(_NUM_PARTS, len(one)), 0, -1):
-        of_one, of_other = (
-            np.array([part.sum(0) for part in np.array_split(turns, num_parts)]) for turns in (one, other)
-        )
-        if min(of_one.min(), of_other.min()) > 0:
+    for num_parts in range(min(_NUM_PARTS, len(turns)), 0, -1):
+        parts, other_parts = _sums(turns, num_parts), _sums(other, num_parts)
+        if min(parts.min(), other_parts.min()) > 0:
             break  # a step may exceed a turn, and leave other turns without one
-    found = interval(_ratio_of_rates, *of_one.T, *of_other.T)
-    return {**found._asdict(), "ratio": float(rate(one.sum(0)) / rate(other.sum(0)))}
+    spread = interval(_ratio_of_rates, *parts.T, *other_parts.T)
+    return {**spread._asdict(), "ratio": float(rate(turns.sum(0)) / rate(other.sum(0)))}
 
 
-def _ratio_of_rates(own_s: Any, own_work: Any, other_s: Any, other_work: Any, axis: int) -> Any:
-    return own_work.sum(axis) / own_s.sum(axis) / (other_work.sum(axis) / other_s.sum(axis))
+def _sums(turns: Any, num_parts: int) -> Any:
+    """Return [parts, 2] sums of parts of consecutive turns."""
+    return np.array([part.sum(0) for part in np.array_split(turns, num_parts)])
+
+
+def _ratio_of_rates(seconds: Any, work: Any, other_s: Any, other_work: Any, axis: int) -> Any:
+    return work.sum(axis) / seconds.sum(axis) / (other_work.sum(axis) / other_s.sum(axis))
 
 
 def rate(turns: Any) -> Any:

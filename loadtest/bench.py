@@ -77,7 +77,7 @@ def _arm(name: str, num_drafts: int, draft_length: int) -> dict[str, Any]:
     return {"rule": arm.rule, "num_drafts": num_drafts, "draft_length": draft_length, **method}
 
 
-def of_both_versions(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def both_versions(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return every arm followed by the same arm of the version before."""
     return {name: arm for own, arm in arms.items() for name in (own, _BEFORE + own)}
 

@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace) -> int:
     import httpx
 
-    from loadtest.bench import BenchOptions, arms_of, of_both_versions, run
+    from loadtest.bench import BenchOptions, arms_of, both_versions, run
     from loadtest.daemon import in_folder, running_daemon
 
     for name, value in (_SHORT if options.short else _FULL).items():
@@ -150,13 +150,13 @@ def _measure(options: argparse.Namespace) -> int:
                 before_url = ""
                 if options.before is not None:
                     before_url = daemons.enter_context(running_daemon(words, in_folder(options.before)))
-                    wanted = replace(wanted, arms=of_both_versions(wanted.arms))
+                    wanted = replace(wanted, arms=both_versions(wanted.arms))
                 result = run(url, wanted, before_url)
                 if options.before is not None:
                     result["before"] = commit_of(options.before)
     except (RuntimeError, httpx.HTTPError) as error:
-        of_daemon = f" ({options.url})" if options.url and isinstance(error, httpx.HTTPError) else ""
-        print(f"polydraft bench: {error}{of_daemon}", file=sys.stderr)
+        place = f" ({options.url})" if options.url and isinstance(error, httpx.HTTPError) else ""
+        print(f"polydraft bench: {error}{place}", file=sys.stderr)
         return 1
     _publish(result, options.output, options.plot)
     return 0

@@ -6,17 +6,17 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from server import operation_routes, pages_route
 from server.anthropic import routes as messages_route
 from server.anthropic.messages import MessagesRequest
-from server.http import errors
+from server.http import error_responses
 from server.http.middleware import RequestEnvelope
 from server.http.openapi import Application
 from server.openai import routes as generate_routes
-from server.openai.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.openai.responses import ResponsesRequest
+from server.routes import operations, pages
 from server.state import Server
 from server.version import VERSION
+from server.wire.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest)
 """Bodies of all routes."""
@@ -33,9 +33,9 @@ def build_app(server: Server) -> FastAPI:
     app = Application(title="Polydraft", version=VERSION, middleware=middleware, docs_url=None, redoc_url=None)
     app.root_path = settings.root_path  # the argument of this name is deprecated
     app.allows_unknown_fields = not settings.strict_fields
-    errors.install(app)
+    error_responses.install(app)
     app.include_router(generate_routes.build_router(server))
     app.include_router(messages_route.build_router(server))
-    app.include_router(operation_routes.build_router(server))
-    pages_route.install(app, server)
+    app.include_router(operations.build_router(server))
+    pages.install(app, server)
     return app

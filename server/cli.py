@@ -39,7 +39,8 @@ _CLIENTS = {"bench": "loadtest.cli", "chat": "loadtest.chat"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command, rest = (words[0], words[1:]) if words else ("", [])
+    command = words[0] if words else ""
+    rest = words[1:]
     if command == "serve":
         gc.disable()  # no collection while modules are imported; the daemon enables it when it is ready
         try:
@@ -61,30 +62,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(USAGE, end="", file=sys.stderr)
     if command:
-        from server.suggest import did_you_mean
+        from server.wire.suggest import did_you_mean
 
         meant = did_you_mean(command, ("serve", "chat", "analyze", "distill", "bench", "version", "help"))
         print(f"\npolydraft: unknown command {command!r}{meant}", file=sys.stderr)
     return 2
 
 
-def _on_signals(handler: Callable[..., object]) -> None:
-    """Install signal handlers for the time before the event loop has its own: exit without a traceback, also as
-    process 1.
-    """
+def _on_signals(react: Callable[..., object]) -> None:
+    """React to signals before the event loop does: exit without a traceback, also as process 1."""
     import signal
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
+        signal.signal(number, react)
 
 
 def _held_back() -> MemoryHandler:
     """Buffer log lines until the settings define their destination and format."""
     from logging.handlers import MemoryHandler
 
-    handler = MemoryHandler(100, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-    log.addHandler(handler)
-    return handler
+    buffer = MemoryHandler(100, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    log.addHandler(buffer)
+    return buffer
 
 
 def _serve(arguments: list[str]) -> int:
@@ -108,8 +107,15 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
     from pydantic_settings import SettingsError
 
     from engine.api import ConfigError, LoadError, check_settings, set_up_log, show_given_names
-    from server.flags import faults, parse_flags
-    from server.start_checks import bind, bind_fault, check_pair, own_socket_file, with_quantization, with_sources
+    from server.settings.flags import faults, parse_flags
+    from server.settings.start_checks import (
+        bind,
+        bind_fault,
+        check_pair,
+        own_socket_file,
+        with_quantization,
+        with_sources,
+    )
 
     early = _held_back()
     try:
@@ -145,7 +151,9 @@ def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
             return run(settings, config, listener, process)
         except (ConfigError, LoadError) as error:
             print(f"polydraft serve: {config.model.shown(str(error))}", file=sys.stderr)
-            return 2 if isinstance(error, ConfigError) else 1
+            if isinstance(error, ConfigError):
+                return 2
+            return 1
 
 
 if __name__ == "__main__":

@@ -26,15 +26,13 @@ import uvloop
 from engine.api import ConfigError, EngineConfig, EngineFacts, StepResults
 from server.app import BODIES, build_app
 from server.http.connections import Connection, Seldom, Waiting
-from server.openai.foreign_fields import FOREIGN
 from server.openai.generation_defaults import generation_defaults
-from server.openai.unsupported_fields import UnknownFields
 from server.serving.engine_client import EngineClient
 from server.serving.load_log import LoadLog
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
 from server.serving.tracing import Tracing
-from server.settings import Serve
+from server.settings.settings import Serve
 from server.start_lines import start_lines
 from server.state import Server
 from server.text.dialogue import dialogue_of
@@ -42,6 +40,8 @@ from server.text.shipped_templates import SHIPPED
 from server.text.thought_marks import thought_marks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.text.turn_end import check_template, turn_remark
+from server.wire.foreign_fields import FOREIGN
+from server.wire.unsupported_fields import UnknownFields
 
 log = logging.getLogger("polydraft")
 
@@ -54,7 +54,8 @@ _RESERVED_FILES = 96
 """
 _ACCEPTED_AT_ONCE = 8
 """Connections accepted in a turn of the event loop. libuv accepts one per listening descriptor."""
-EXIT_OK, EXIT_FAILURE = 0, 1
+EXIT_OK = 0
+EXIT_FAILURE = 1
 
 
 class _Uvicorn(uvicorn.Server):
@@ -96,26 +97,46 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
 
 def build_server(settings: Serve, client: EngineClient) -> Server:
     """Build the state that the routes share. Raises ConfigError for a tokenizer or a template that cannot be read."""
+    model = client.config.model
+    tokenizer_source, revision = model.tokenizer_source
+    tokenizer = Tokenizer(
+        tokenizer_source,
+        _chat_template(settings),
+        revision,
+        has_plain_messages=settings.special_tokens_in_messages == "text",
+    )
+    check_template(tokenizer)
+    defaults = GenerationDefaults()
+    if settings.generation_config != "neutral":
+        defaults = generation_defaults(model.target, model.revision)
+    name = settings.served_name()
+    metrics = ServerMetrics(name, settings.metrics_compat == "vllm")
+    dialogue = dialogue_of(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+    tracing = None
+    if settings.otlp_traces_endpoint:
+        tracing = Tracing(settings.otlp_traces_endpoint, name)
+    return Server(
+        settings=settings,
+        client=client,
+        tokenizer=tokenizer,
+        defaults=defaults,
+        observer=Observer(metrics, settings.enable_log_requests, tracing),
+        model_name=name,
+        dialogue=dialogue,
+        thoughts=thought_marks(settings.reasoning_parser, tokenizer.chat_template),
+        unknown_fields=UnknownFields(settings.strict_fields, BODIES, FOREIGN),
+    )
+
+
+def _chat_template(settings: Serve) -> str | None:
+    """Return the text of the chat template of `--chat-template`. Raises ConfigError if it cannot be read."""
+    source = SHIPPED.get(settings.chat_template or "", settings.chat_template)
+    if not source:
+        return None
     try:
-        source = SHIPPED.get(settings.chat_template or "", settings.chat_template)
-        template = Path(source).read_text() if source else None
+        return Path(source).read_text()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {settings.chat_template}: cannot be read ({error})") from error
-    plain = settings.special_tokens_in_messages == "text"
-    model = client.config.model
-    words, revision = model.tokenizer_source
-    tokenizer = Tokenizer(words, template, revision, has_plain_messages=plain)
-    check_template(tokenizer)
-    neutral = settings.generation_config == "neutral"
-    defaults = GenerationDefaults() if neutral else generation_defaults(model.target, model.revision)
-    metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
-    dialogue = dialogue_of(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
-    unknown = UnknownFields(settings.strict_fields, BODIES, FOREIGN)
-    tracing = Tracing(endpoint, settings.served_name()) if (endpoint := settings.otlp_traces_endpoint) else None
-    observer = Observer(metrics, settings.enable_log_requests, tracing)
-    thoughts = thought_marks(settings.reasoning_parser, tokenizer.chat_template)
-    name = settings.served_name()
-    return Server(settings, client, tokenizer, defaults, observer, name, dialogue, thoughts, unknown)
 
 
 class _Daemon:
@@ -135,14 +156,17 @@ class _Daemon:
             loop.add_signal_handler(number, self._on_signal)
         client = self._server.client
         self._server.metrics.watch_engine(lambda: client.process.pid)
-        client.on_ready, client.on_step = self._on_ready, self._on_step
+        client.on_ready = self._on_ready
+        client.on_step = self._on_step
         await client.start()
         copies = [self._listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1)]
         listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener, *copies]))
         stopping = asyncio.create_task(self._stop_wanted.wait())
         dying = asyncio.create_task(client.ended.wait())
-        load = LoadLog(self._server.observer.live, lambda: client.facts.num_blocks if client.facts else 0)
-        reporting = asyncio.create_task(load.run()) if self._server.settings.enable_log_stats else None
+        reporting = None
+        if self._server.settings.enable_log_stats:
+            load = LoadLog(self._server.observer.live, self._num_blocks)
+            reporting = asyncio.create_task(load.run())
         await asyncio.wait({stopping, dying, listening}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             listening.result()
@@ -172,23 +196,32 @@ class _Daemon:
         self._server.metrics.step(step)
         self._server.observer.live.step(step)
 
+    def _num_blocks(self) -> int:
+        """Return the number of blocks of the K/V cache; 0 while the model loads."""
+        facts = self._server.client.facts
+        return facts.num_blocks if facts else 0
+
     def _address(self) -> str:
         settings = self._server.settings
         if settings.uds:
             return f"unix:{settings.uds}"
         scheme = "https" if settings.ssl_certfile else "http"
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        return f"{scheme}://{host}:{self._listener.getsockname()[1]}"
+        host = settings.host
+        if ":" in host:
+            host = f"[{host}]"
+        port = self._listener.getsockname()[1]
+        return f"{scheme}://{host}:{port}"
 
     async def _drain(self) -> None:
         client = self._server.client
         client.is_draining = True
-        log.info("draining %d requests, at most %.0f s", client.num_open, self._server.settings.shutdown_timeout)
-        deadline = asyncio.get_running_loop().time() + self._server.settings.shutdown_timeout
+        timeout_s = self._server.settings.shutdown_timeout
+        log.info("draining %d requests, at most %.0f s", client.num_open, timeout_s)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
         # Slow clients may still be reading answers that the engine has finished.
         answering = self._uvicorn.server_state.tasks
         while (client.num_open or answering) and client.is_alive and not self._abort_wanted.is_set():
-            if asyncio.get_running_loop().time() > deadline:
+            if asyncio.get_running_loop().time() > deadline_s:
                 open_requests = max(client.num_open, len(answering))
                 log.warning("the drain timed out with %d requests open; they are aborted", open_requests)
                 break
@@ -250,7 +283,9 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
 def raise_file_limit() -> int:
     """Raise the limit of open files to the system's maximum, and return the number of connections that this allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    wanted = _MOST_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, _MOST_FILES)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted

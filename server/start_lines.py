@@ -11,9 +11,10 @@ from server.state import Server
 def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
     """Return the log lines; address: without a slash at its end."""
     plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
+    drafters = drafting(facts, server.client.config.speculation)
     lines = [
         f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
-        f"speculation: {drafting(facts, server.client.config.speculation)}; context {facts.max_model_len} tokens; "
+        f"speculation: {drafters}; context {facts.max_model_len} tokens; "
         f"{facts.num_blocks} blocks of {facts.block_size} tokens",
         f"memory plan: {plan}",
     ]
@@ -21,8 +22,10 @@ def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
         lines.append(f"requests with tools are refused: {server.dialogue.tools_refusal}")
     if not server.settings.uds:
         here = reachable(address)
-        page = f"page: {here}/; " if server.settings.dashboard else ""
-        lines.append(f"{page}API: {here}/v1, described at {here}/docs")
+        line = f"API: {here}/v1, described at {here}/docs"
+        if server.settings.dashboard:
+            line = f"page: {here}/; {line}"
+        lines.append(line)
     return lines
 
 

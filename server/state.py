@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from server.openai.unsupported_fields import UnknownFields
+from server.serving.answering import Sender
 from server.serving.engine_client import EngineClient
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
-from server.settings import Serve
+from server.settings.settings import Serve
 from server.text.dialogue import Dialogue
 from server.text.thought_marks import ThoughtMarks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
+from server.wire.unsupported_fields import UnknownFields
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,8 @@ class Server:
     def metrics(self) -> ServerMetrics:
         """Prometheus metrics."""
         return self.observer.metrics
+
+    @property
+    def sender(self) -> Sender:
+        """Parts that generate an answer and send it."""
+        return Sender(self.client, self.observer, self.tokenizer, self.settings.sse_keep_alive_interval)

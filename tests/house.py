@@ -45,8 +45,7 @@ DEFINITIONS = """
   of which one condition tests two or more of the fields from which needs follow.
 - Rooms are the folders directly in engine/. A room has a compiler's code if a module of it imports
   the compiler or the decorator that wraps it.
-- Imports that go up: imports of modules, by the order of rooms in pyproject.toml if a contract
-  states it, else by the order in this script.
+- Imports that go up: imports of modules, by the order of rooms in pyproject.toml.
 - Files of a step: all files of engine/ that one step enters, which decodes two adaptive requests
   with torch's operations.
 - Parameters are counted without `self` and `cls`. `--places` lists what is counted."""
@@ -55,18 +54,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 COMPILERS = {"Numba": {"numba", "llvmlite"}, "Triton": {"triton"}}
-
-SERVER_ORDER = (
-    ("app", "daemon", "cli"),
-    ("routes", "operation_routes", "pages_route"),
-    ("anthropic",),
-    ("openai",),
-    ("serving",),
-    ("http", "text"),
-    ("settings", "setting_groups", "flags"),
-    ("wire",),
-)
-"""Rooms of the server, highest first, as long as no contract in pyproject.toml has their order."""
 
 
 class Place(NamedTuple):
@@ -257,13 +244,13 @@ def module_name(path: str) -> str:
 
 
 def server_order(pyproject: str) -> tuple[tuple[str, ...], ...]:
-    """Return the layers of the server in the contracts, else `SERVER_ORDER`; highest first."""
+    """Return the layers of the server in the contracts, highest first."""
     importlinter = tomllib.loads(pyproject)["tool"]["importlinter"]
     for contract in importlinter["contracts"]:
         if contract["type"] == "layers" and contract.get("containers") == ["server"]:
             layers = [re.split(r"[|:]", layer) for layer in contract["layers"]]
             return tuple(tuple(name.strip(" ()") for name in layer) for layer in layers)
-    return SERVER_ORDER
+    raise ValueError("no contract has the layers of the server")
 
 
 def arrows_up(imports: Sequence[tuple[str, str]], order: Sequence[Sequence[str]]) -> list[str]:

@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from analysis import growth, heads, peers, prefixes, quality, reports, shapes, tasks, turns
+from analysis import peers, quality, reports, shapes, turns
 from analysis.report import number
+from analysis.times import chains as steps_by_chains
+from analysis.times import heads
 from loadtest import clients, overhead
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import shown_ratio, table
@@ -116,7 +118,7 @@ def published_model() -> str:
     head += ["with drafts over plain", "plain over llama.cpp"]
     rows = []
     for cell in result("tasks-smollm2")["cells"]:
-        theirs, plain, drafted = (cell["arms"][name] for name in ("llama.cpp", tasks.OFF, tasks.OWN))
+        theirs, plain, drafted = (cell["arms"][name] for name in ("llama.cpp", peers.OFF, peers.OWN))
         row = [f"{cell['temperature']:g}", cell["concurrency"], rate(theirs), rate(plain), rate(drafted)]
         row += [shown_ratio(plain["own_to_this"]), shown_ratio(theirs["off_to_this"])]
         rows.append(row)
@@ -132,7 +134,7 @@ def published_summary() -> str:
         rows.append([f"plain over llama.cpp, {weights}", *_few_and_many(cells, theirs, "off_to_this")])
     for run, prompts_of_run in (("tasks-smollm2", "Spec-Bench's tasks"), ("tasks-copying", "tasks that copy")):
         cells = [cell for cell in result(run)["cells"] if cell["temperature"] == 0]
-        plain = [cell["arms"][tasks.OFF] for cell in cells]
+        plain = [cell["arms"][peers.OFF] for cell in cells]
         rows.append([f"text drafts over plain, {prompts_of_run}", *_few_and_many(cells, plain, "own_to_this")])
     return table(["speed of SmolLM2-135M", "1 request", "many requests"], rows)
 
@@ -145,7 +147,7 @@ def copying_tasks() -> str:
     """Return text drafts over plain decoding on tasks that copy."""
     rows = []
     for cell in result("tasks-copying")["cells"]:
-        plain, drafted = (cell["arms"][name] for name in (tasks.OFF, tasks.OWN))
+        plain, drafted = (cell["arms"][name] for name in (peers.OFF, peers.OWN))
         row = [f"{cell['temperature']:g}", cell["concurrency"], rate(plain), rate(drafted)]
         rows.append([*row, shown_ratio(plain["own_to_this"])])
     head = ["temperature", "requests", "plain, tokens/s", "with drafts, tokens/s", "with drafts over plain"]
@@ -273,6 +275,16 @@ def rules() -> str:
     return table([*head, "speed at 1, 4, 16 requests"], rows)
 
 
+def prefixes() -> str:
+    """Return the table of the prefix cache with heads (`tests/analysis/test_prefixes.py` counts)."""
+    rows = []
+    for cell in result("heads-prefix")["cells"]:
+        head, *counts = cell.values()
+        rows.append([head, *(f"{count:,}" for count in counts)])
+    titles = ["head", "cached prompt tokens", "of", "target's bytes per token", "head's bytes per token"]
+    return table(titles, rows)
+
+
 def tried_clients() -> str:
     """Return the table of client libraries."""
     return clients.markdown(json.loads((ROOT / "docs/results/clients.json").read_text()))
@@ -290,9 +302,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "fixed-shapes": fixed_shapes,
     "generate": generate,
     "gguf-numbers": _whole("gguf-numbers", quality.markdown),
-    "growth": _whole("growth", growth.markdown),
+    "growth": _whole("growth", steps_by_chains.markdown),
     "heads-chains": heads_chains,
-    "heads-prefix": _whole("heads-prefix", prefixes.markdown),
+    "heads-prefix": prefixes,
     "limits": limits,
     "llama-cpp": next_to_llama_cpp,
     "loads": partial(loads, LOADS),
@@ -309,7 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shapes-prose": _whole("shapes-prose", shapes.markdown),
     "steps": steps,
     "tasks-copying": copying_tasks,
-    "tasks-passes": _whole("tasks-smollm2", tasks.tasks_markdown),
+    "tasks-passes": _whole("tasks-smollm2", peers.passes_markdown),
 }
 """Tables by their names in the pages."""
 

@@ -10,13 +10,13 @@ import pytest
 
 from analysis.__main__ import ANALYSES
 from engine.start.loading import FITTING_MODEL_TYPES
-from server import foreign_flags
-from server.flags import parse_flags
-from server.openai import foreign_fields
-from server.openai.answers import Metrics, SpeculativeDecoding
-from server.openai.fields import ChatRequest, CompletionRequest, SpeculationFields
 from server.openai.responses import ResponsesRequest
-from server.settings import Serve
+from server.settings import foreign_flags
+from server.settings.flags import parse_flags
+from server.settings.settings import Serve
+from server.wire import foreign_fields
+from server.wire.answers import Metrics, SpeculativeDecoding
+from server.wire.fields import ChatRequest, CompletionRequest, SpeculationFields
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -26,34 +26,37 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), DOCS / "results" / "pape
 SHOWN_BY = {
     "temperature top_p top_k min_p seed": "engine/test_output_distribution engine/test_independence",
     "logit_bias presence_penalty frequency_penalty repetition_penalty bad_words allowed_token_ids": (
-        "engine/test_output_distribution server/test_edited_logits"
+        "engine/test_output_distribution server/openai/test_edited_logits"
     ),
-    "repeat_penalty": "server/test_unknown_fields",
+    "repeat_penalty": "server/wire/test_unknown_fields",
     "min_tokens stop_token_ids ignore_eos max_tokens max_completion_tokens": (
-        "engine/test_output_distribution engine/test_independence server/test_edited_logits server/test_bad_requests"
+        "engine/test_output_distribution engine/test_independence server/openai/test_edited_logits "
+        "server/wire/test_bad_requests"
     ),
-    "stop include_stop_str_in_output": "server/test_stop_cut server/test_stop_strings",
-    "skip_special_tokens": "server/test_logprobs",
-    "logprobs top_logprobs echo prompt_logprobs": "engine/test_logprobs server/test_logprobs",
-    "response_format structured_outputs": "server/test_structured",
-    "guided_json guided_regex guided_choice guided_grammar": "server/test_structured",
-    "n stream stream_options metrics": "server/test_openai_client server/test_speculation_answers",
+    "stop include_stop_str_in_output": "server/text/test_stop_cut server/openai/test_stop_strings",
+    "skip_special_tokens": "server/openai/test_logprobs",
+    "logprobs top_logprobs echo prompt_logprobs": "engine/test_logprobs server/openai/test_logprobs",
+    "response_format structured_outputs": "server/openai/test_structured",
+    "guided_json guided_regex guided_choice guided_grammar": "server/openai/test_structured",
+    "n stream stream_options metrics": "server/openai/test_openai_client server/openai/test_speculation_answers",
     "user metadata safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options client_metadata": (
-        "server/test_extra_fields"
+        "server/wire/test_extra_fields"
     ),
-    "store service_tier verbosity include max_tool_calls": "server/test_extra_fields server/test_unknown_fields",
-    "truncate_prompt_tokens truncation_side add_special_tokens return_token_ids": "server/test_extra_fields",
+    "store service_tier verbosity include max_tool_calls": (
+        "server/wire/test_extra_fields server/wire/test_unknown_fields"
+    ),
+    "truncate_prompt_tokens truncation_side add_special_tokens return_token_ids": "server/wire/test_extra_fields",
     "priority": "scheduling/test_scheduler engine/test_independence",
-    "seed_stable": "engine/test_seed_stable server/test_edited_logits",
+    "seed_stable": "engine/test_seed_stable server/openai/test_edited_logits",
     "cache_salt": "engine/test_prefix_cache",
-    "prediction": "engine/test_text_drafts server/test_predictions",
-    "tools tool_choice parallel_tool_calls": "server/test_tools server/test_tool_calls",
+    "prediction": "engine/test_text_drafts server/openai/test_predictions",
+    "tools tool_choice parallel_tool_calls": "server/openai/test_tools server/text/test_tool_calls",
     "chat_template_kwargs continue_final_message add_generation_prompt documents": (
-        "server/test_tokenizer server/test_openai_client server/test_extra_fields"
+        "server/text/test_tokenizer server/openai/test_openai_client server/wire/test_extra_fields"
     ),
-    "reasoning_effort reasoning enable_thinking thinking": "server/test_reasoning server/test_messages",
-    "thinking_token_budget": "server/test_thinking_budget",
-    "speculation": "server/test_trees_and_bias server/test_return_drafts",
+    "reasoning_effort reasoning enable_thinking thinking": "server/text/test_reasoning server/anthropic/test_messages",
+    "thinking_token_budget": "server/openai/test_thinking_budget",
+    "speculation": "server/openai/test_trees_and_bias server/openai/test_return_drafts",
 }
 # Names that mean where a request goes or what it says, not how it is answered.
 WHERE_AND_WHAT = frozenset({"model", "messages", "prompt", "input", "instructions", "text", "max_output_tokens"})

@@ -115,7 +115,7 @@ def test_proofs_have_laws() -> None:
 
 
 def test_rooms_are_folders_of_a_package() -> None:
-    paths = ("engine/plan.py", "engine/cuda/lean_decoder.py", "engine/models/gguf/file.py")
+    paths = ("engine/plan.py", "engine/models/rope.py", "engine/models/gguf/file.py")
     assert [room_of(path) for path in paths] == ["engine", "engine/models", "engine/models"]
 
 

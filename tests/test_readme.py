@@ -16,7 +16,7 @@ import yaml
 
 from loadtest import picture
 from loadtest.daemon import running_daemon
-from server.flags import parse_flags
+from server.settings.flags import parse_flags
 from tests.page_tables import PAGES, TABLES, tables_of
 
 ROOT = Path(__file__).parent.parent

@@ -68,7 +68,7 @@ class RacesGrid:
         "rrs_without_replacement/without_replacement:3x4", "greedy/greedy:3x4", "spechub/spechub:2x6",
     )  # fmt: skip
     """Shapes of twelve drafted tokens; equal tokens below the same parent are one node."""
-    of_blocks: tuple[tuple[str, Verification], ...] = (
+    block_shapes: tuple[tuple[str, Verification], ...] = (
         ("token:1x12", "token"),
         ("block:1x12", "block"),
         *((f"bv_race:{size}", "block") for size in ("2x6", "3x4", "4x3")),

@@ -19,7 +19,7 @@ from analysis.papers.cases import Progress, ServedPair, recorded_distributions, 
 from analysis.papers.grid import RacesGrid
 from loadtest.statistics import ratio_of_sums
 
-OF_TOKENS = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
+TOKEN_SHAPES = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
 LONGEST = 12
 """Tokens of the longest of these chains: all are evaluated at positions followed by that many tokens."""
 TIMES = 3
@@ -68,18 +68,18 @@ def recorded(
             np.stack([log_probs(rows, tokens) for rows in laws_along(pair.engine, prompt, tokens, temperature)])
             for prompt, tokens in texts
         ]
-        for shape_text, verification in grid.of_blocks:
+        for shape_text, verification in grid.block_shapes:
             shape = SpeculationSetup.parse(shape_text)
             lengths = []
-            for of_text in chances:
-                if of_text.shape[1] >= LONGEST:
-                    windows = np.lib.stride_tricks.sliding_window_view(of_text, LONGEST, axis=1)
+            for text in chances:
+                if text.shape[1] >= LONGEST:
+                    windows = np.lib.stride_tricks.sliding_window_view(text, LONGEST, axis=1)
                     log_p, log_q = windows[..., : shape.draft_length]
                     lengths.append(expected_block_length(log_p, log_q, shape.num_drafts, verification))
             if lengths:
                 rows.append(_row(shape, temperature, [(float(one.sum()), len(one)) for one in lengths]))
         accepted: dict[str, list[float]] = {}
-        shapes = [SpeculationSetup.parse(text) for text in OF_TOKENS]
+        shapes = [SpeculationSetup.parse(text) for text in TOKEN_SHAPES]
         for number, (p, q) in enumerate(recorded_distributions(pair, texts, temperature, positions)):
             measure_position(p, q, number, shapes, {}, accepted)
         for shape in shapes:

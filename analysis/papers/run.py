@@ -151,6 +151,6 @@ def _second_pair(options: argparse.Namespace, grid: RacesGrid) -> Iterator[Serve
         random_state = torch.get_rng_state()
         bench_pair.write(Path(folder), *grid.second_pair)
         torch.set_rng_state(random_state)
-        of_bench = argparse.Namespace(**vars(options))
-        of_bench.target, of_bench.draft = f"{folder}/target", f"{folder}/draft"
-        yield replace(served_pair(of_bench), name="synthetic laws")
+        bench_options = argparse.Namespace(**vars(options))
+        bench_options.target, bench_options.draft = f"{folder}/target", f"{folder}/draft"
+        yield replace(served_pair(bench_options), name="synthetic laws")

@@ -8,35 +8,47 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
-_BELIEF, _BELIEF_WEIGHT, _BELIEF_STD, _GROWTH = 0.7, 6.0, 0.15, 0.25
-"""Before any observation: acceptance of a token of one chain; the weight of this prior in observations; standard
-deviation of the logarithm of a step's tokens; exponent of K by which acceptance grows (`with_chains`)."""
+_BELIEF = 0.7
+"""Acceptance of a token of one chain before any observation."""
+_BELIEF_WEIGHT = 6.0
+"""Weight of this prior, in observations."""
+_BELIEF_STD = 0.15
+"""Standard deviation of the logarithm of a step's tokens before any observation."""
+_GROWTH = 0.25
+"""Exponent of K by which acceptance grows (`with_chains`)."""
 _KEEP = 0.998
 """Factor of the observations' weight after each step."""
 SUREST = 0.995
 """Upper bound of the acceptance estimates."""
-_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
-"""Tokens of an answer before any has ended; factor of the answers' weight after each further one."""
+_ANSWER = 128.0
+"""Tokens of an answer before any has ended."""
+_KEEP_ANSWERS = 0.95
+"""Factor of the earlier answers' weight after each further answer."""
 
 
 def with_chains(acceptance: float, num_drafts: int) -> float:
-    """Return the acceptance of a token by K chains, from that of one."""
+    """Return the acceptance of a token by K chains, given the acceptance by a single chain."""
     return 1.0 - float((1.0 - acceptance) ** (num_drafts**_GROWTH))
 
 
 class Acceptance:
-    """Acceptance of drafted tokens, by number of chains and position in the chain, given the tokens before; and the
-    lengths of prompts and answers.
+    """Acceptance of drafted tokens, by number of chains and position in the chain, given that the
+    tokens before were accepted; and the lengths of prompts and answers.
     """
 
     def __init__(self, longest: int) -> None:
+        """longest: most tokens of a chain."""
         self._counts: dict[int, Numbers] = {}
         """[2, longest] accepted and tried tokens of each position, by number of chains."""
         self._longest = longest
         self._new: dict[tuple[int, int, int], int] = {}
+        """Number of observations since the last `fade`, by the arguments of `observe`."""
         self._known: dict[int, tuple[Numbers, list[float]]] = {}
+        """Cached results of `_estimates` until the counts change, by number of chains."""
         self._answers = np.array([0.0, _ANSWER, 1.0])
-        """Faded sums over ended answers: prompt tokens that a draft model must read, answer tokens, and answers."""
+        """Faded sums over ended answers: prompt tokens that a draft model must read, answer tokens,
+        and answers.
+        """
 
     @property
     def usual_answer(self) -> float:
@@ -49,67 +61,82 @@ class Acceptance:
         return float(self._answers[0] / self._answers[1])
 
     def note_answer(self, num_prompt: int, num_emitted: int) -> None:
-        """Record the end of an answer: the number of its prompt's tokens that a draft model must read, and its own
-        tokens.
+        """Record the end of an answer.
+
+        num_prompt: tokens of its prompt that a draft model must read; num_emitted: its own tokens.
         """
-        self._answers = _KEEP_ANSWERS * self._answers + np.array([num_prompt, num_emitted, 1.0])
+        answer = np.array([num_prompt, num_emitted, 1.0])
+        self._answers = _KEEP_ANSWERS * self._answers + answer
 
     def fade(self, num_steps: int = 1) -> None:
         """Apply the observations of the last steps, and reduce the weight of older observations."""
         for counts in self._counts.values():
             counts *= _KEEP**num_steps
         for (num_drafts, num_tried, num_taken), count in self._new.items():
-            taken, tried = self._counts.setdefault(num_drafts, np.zeros((2, self._longest)))
-            taken[:num_taken] += count
-            tried[:num_tried] += count
+            counts = self._counts.setdefault(num_drafts, np.zeros((2, self._longest)))
+            counts[0, :num_taken] += count
+            counts[1, :num_tried] += count
         self._new.clear()
         self._known.clear()
 
     def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
-        """Record that of `num_tried` positions the first `num_taken` were accepted; applied by the next `fade`."""
+        """Record that the first `num_taken` of `num_tried` positions were accepted (see `fade`)."""
         seen = (num_drafts, num_tried, num_taken)
         self._new[seen] = self._new.get(seen, 0) + 1
 
     def expected(self, num_drafts: int, num_tried: int) -> float:
-        """Return the sum of the acceptances of the first `num_tried` positions, each given those before.
-
-        A chain of which exactly these positions were tried is expected to have this number of accepted tokens.
+        """Return the expected number of accepted tokens of a chain of which exactly the first
+        `num_tried` positions were tried: the sum of their acceptances.
         """
         return self._estimates(num_drafts)[1][num_tried]
 
     def log_std(self, num_drafts: int) -> float:
-        """Return the standard deviation of the logarithm of a step's tokens with this number of chains."""
-        tried = float(self._counts[num_drafts][1].sum()) if num_drafts in self._counts else 0.0
+        """Return the standard deviation of the logarithm of a step's tokens with these chains."""
+        num_tried = 0.0
+        if num_drafts in self._counts:
+            num_tried = float(self._counts[num_drafts][1].sum())
         # Drafts that are seldom accepted add little, whatever their acceptance is.
         share = min(1.0, float(self.by_position(num_drafts)[0]) / _BELIEF)
-        return share * _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + tried))
+        return share * _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + num_tried))
 
     def by_position(self, num_drafts: int) -> Numbers:
-        """Return [longest] the acceptance of each position, given the positions before; with few observations, from
-        other numbers of chains and the prior.
+        """Return [longest] the acceptance of each position, given the positions before. With few
+        observations it is estimated from other numbers of chains and the prior.
         """
         return self._estimates(num_drafts)[0]
 
     def _estimates(self, num_drafts: int) -> tuple[Numbers, list[float]]:
-        """Return (the acceptance of each position, sums of the first 0, 1, ... of them)."""
-        if num_drafts not in self._known:
-            belief = with_chains(self._of_one_chain(), num_drafts)
-            by_position = np.full(self._longest, min(SUREST, belief))
-            if num_drafts in self._counts:
-                for position, (taken, tried) in enumerate(self._counts[num_drafts].T.tolist()):
-                    # A rarely reached position is estimated like the one before it, because easy texts stay easy for a
-                    # while.
-                    belief = min(SUREST, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
-                    by_position[position] = belief
-            self._known[num_drafts] = by_position, [0.0, *by_position.cumsum().tolist()]
-        return self._known[num_drafts]
+        """Return (the acceptance of each position, sums of the first 0, 1, ... acceptances)."""
+        known = self._known.get(num_drafts)
+        if known is not None:
+            return known
+        by_position = self._estimated_by_position(num_drafts)
+        sums = [0.0, *by_position.cumsum().tolist()]
+        self._known[num_drafts] = by_position, sums
+        return by_position, sums
 
-    def _of_one_chain(self) -> float:
-        total, weight = _BELIEF * _BELIEF_WEIGHT, _BELIEF_WEIGHT
+    def _estimated_by_position(self, num_drafts: int) -> Numbers:
+        belief = with_chains(self._acceptance_of_single_chain(), num_drafts)
+        by_position = np.full(self._longest, min(SUREST, belief))
+        counts = self._counts.get(num_drafts)
+        if counts is None:
+            return by_position
+        for position, (num_taken, num_tried) in enumerate(counts.T.tolist()):
+            # A rarely reached position is estimated like the position before it, because easy texts
+            # stay easy for a while.
+            estimate = (num_taken + _BELIEF_WEIGHT * belief) / (num_tried + _BELIEF_WEIGHT)
+            belief = min(SUREST, estimate)
+            by_position[position] = belief
+        return by_position
+
+    def _acceptance_of_single_chain(self) -> float:
+        """Return the acceptance of a single chain's token, from all numbers of chains."""
+        total = _BELIEF * _BELIEF_WEIGHT
+        weight = _BELIEF_WEIGHT
         for num_drafts, counts in self._counts.items():
-            taken, count = counts.sum(1).tolist()
-            if count > 0:
-                mean = min(SUREST, taken / count)
-                total += count * (1.0 - (1.0 - mean) ** (num_drafts**-_GROWTH))
-                weight += count
+            num_taken, num_tried = counts.sum(1).tolist()
+            if num_tried > 0:
+                mean = min(SUREST, num_taken / num_tried)
+                total += num_tried * (1.0 - (1.0 - mean) ** (num_drafts**-_GROWTH))
+                weight += num_tried
         return total / weight

@@ -1,16 +1,17 @@
-"""Choose the drafts of each adaptive request: the shape with the most expected tokens per second, or plain decoding.
+"""Choose the drafts of each adaptive request: the shape with the most expected tokens per second,
+or plain decoding.
 
-The menu has shapes (K chains of L tokens) and plain decoding. The tokens of a step are predicted from the acceptance so
-far, by position over all requests and by request; its duration from the model of step times, which `step/telemetry.py`
-updates after every step. A request whose drafts are not worth their time decodes plainly, in the same step as the
-others.
+The menu has shapes (K chains of L tokens) and plain decoding. The tokens of a step are predicted
+from the acceptance so far, by position over all requests and by request. Its duration is predicted
+by the model of step times, which `step/telemetry.py` updates after every step. A request whose
+drafts are not worth their time decodes plainly, in the same step as the requests that draft.
 
-A few steps are trials, if the model of step times is uncertain: plain ones, needed to report the speedup, and steps of
-the shape that is best in a sample of the possible step times.
+A few steps are trials, if the model of step times is uncertain: plain steps, needed to report the
+speedup, and steps of the shape that is best in a sample of the possible step times.
 
-Non-anticipating: a choice depends on sizes, times and tokens of the past, never on tokens that are drafted or drawn
-next, so the output keeps the target's distribution. Not for requests that fix their shape, or whose seed must give the
-same answer under any load (`Speculation.adaptive`).
+Non-anticipating: a choice depends on sizes, times and tokens of the past, never on tokens that are
+drafted or drawn next, so the output keeps the target's distribution. Not for requests that fix
+their shape, or whose seed must give the same answer under any load (`Speculation.adaptive`).
 """
 
 from __future__ import annotations
@@ -34,28 +35,36 @@ from engine.needs import needs_of_drafts
 from engine.request import Request
 
 Numbers = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 _CLEAR_GAIN = 1.03
-"""Ratio by which another shape must be better than the current one."""
+"""Ratio by which another shape must be better than the current shape."""
 _HOLD = 0.7
-"""A request stops drafting if its drafts are worth less than this share of their time. It is below 1 because the
-worth is an estimate, and because the draft model must catch up on a request that has stopped.
+"""A request stops drafting if its drafts are worth less than this share of their time. The share is
+below 1 because the worth is an estimate, and because the draft model must catch up on a request
+that has stopped.
 """
-_CHOOSE_EVERY, _SELDOM_S = 8, 0.2
-"""Usual number of steps between choices for the same requests. While plain decoding stays the best the number doubles,
-up to the steps that take this many seconds: a choice takes half as long as a plain step of a small model, and plain
-steps show nothing about drafts.
+_CHOOSE_EVERY = 8
+"""Usual number of steps between choices for the same requests."""
+_SELDOM_S = 0.2
+"""Most seconds between choices. While plain decoding stays the best, the number of steps between
+choices doubles up to this time: a choice takes half as long as a plain step of a small model, and
+plain steps show nothing about drafts.
 """
 _FEW = 4
 """The controller chooses again if more than one in this many requests has arrived or left."""
-_TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
-"""Steps of a trial; steps of a plain trial after the first ones, which are less informative (`StepTimes.num_cold`);
-largest share of all steps for trials. Early the share is larger: the square root of the number of steps for samples,
-twice that for plain decoding after its first trial.
+_TRIAL_STEPS = 4
+"""Steps of a trial."""
+_PLAIN_TRIAL_STEPS = 8
+"""Steps of a plain trial after the first, less informative steps (`StepTimes.num_cold`)."""
+_TRIAL_SHARE = 1 / 32
+"""Largest share of all steps for trials. Early the share is larger: the square root of the number
+of steps for samples, and twice that for plain decoding after its first trial.
 """
 _PLAIN_STD = 0.03
-"""Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
+"""Plain trials end once the ratio of plain steps to the shape in use is known to this accuracy."""
 
 
 class Drafting(Protocol):
@@ -77,7 +86,7 @@ class ShapeChoice(NamedTuple):
 
     shape: Shape = PLAIN
     drafting: frozenset[int] = frozenset()
-    """Sequences that draft; the other adaptive ones decode plainly."""
+    """Sequences that draft; the other adaptive sequences decode plainly."""
 
 
 class _Load(NamedTuple):
@@ -89,27 +98,31 @@ class _Load(NamedTuple):
     text: int
     """Tokens of all texts."""
     catch_up_s: Numbers
-    """[adaptive] time of the draft model to catch up with each, per remaining token of its answer."""
+    """[adaptive] time of the draft model to catch up, per remaining token of the answer."""
     is_eager: bool
-    """Whether such steps are never recorded, whatever is drafted."""
+    """Whether the step is launched eagerly, whatever the adaptive requests draft."""
     draws_eagerly: bool
-    """Whether those in which the adaptive requests draft are not."""
+    """Whether steps in which adaptive requests draft are launched eagerly."""
 
     def work(self, num_drafting: int, shape: Shape) -> StepWork:
-        """Return the work of a step in which `num_drafting` of the adaptive requests draft this shape."""
-        drafting = [fanout for fanout in self.others if fanout]
-        other_shapes = tuple([level_widths(fanout) for fanout in drafting])
-        passes = draft_passes(other_shapes)
+        """Return the work of a step in which `num_drafting` adaptive requests draft this shape."""
+        num_drafts, length = shape
+        other_widths = tuple([level_widths(fanout) for fanout in self.others if fanout])
+        passes = draft_passes(other_widths)
+        shape_of_step = PLAIN
         if num_drafting:
-            own = (num_drafting, *(num_drafting * shape[0],) * (shape[1] - 1))
-            passes = tuple(map(sum, zip_longest(passes, own, fillvalue=0)))
+            adaptive_passes = (num_drafting, *(num_drafting * num_drafts,) * (length - 1))
+            passes = tuple(map(sum, zip_longest(passes, adaptive_passes, fillvalue=0)))
+            shape_of_step = shape
+        if other_widths:
+            shape_of_step = MIXED
         return StepWork(
             rows=len(self.adaptive) + len(self.others),
             text=self.text,
-            nodes=sum(map(sum, other_shapes)) + num_drafting * shape[0] * shape[1],
-            drafting=len(other_shapes) + num_drafting,
+            nodes=sum(map(sum, other_widths)) + num_drafting * num_drafts * length,
+            drafting=len(other_widths) + num_drafting,
             passes=passes,
-            shape=MIXED if other_shapes else shape if num_drafting else PLAIN,
+            shape=shape_of_step,
             is_eager=self.is_eager or (self.draws_eagerly and num_drafting > 0) or None,
         )
 
@@ -124,8 +137,14 @@ class _Options:
     """[shapes] tokens per second."""
     tokens: Numbers
     """[shapes] tokens of a step."""
-    drafting: npt.NDArray[np.bool_]
+    drafting: Bools
     """[shapes, adaptive] requests that would draft."""
+
+    def choice(self, number: int, adaptive: Sequence[Drafting]) -> ShapeChoice:
+        """Return the choice of an option, by its number."""
+        drafting = zip(adaptive, self.drafting[number], strict=True)
+        ids = frozenset(sequence.sequence_id for sequence, drafts in drafting if drafts)
+        return ShapeChoice(self.shapes[number], ids)
 
 
 class Controller:
@@ -137,28 +156,35 @@ class Controller:
         self.acceptance = Acceptance(longest)
         self.choice = ShapeChoice()
         self.reads = True
-        """Whether the draft model also computes texts from which nothing is drafted yet; False while all requests
-        decode plainly.
-        """
+        """Whether the draft model also reads texts without drafts; False if no request drafts."""
         self.spent_s = 0.0
         """Time spent on choices since the start."""
         self._longest = longest
         self._random = np.random.default_rng(0)
-        self._step = self._learned = self._next = self._num_tried = self._num_plain_tried = 0
+        self._step = 0
+        self._next_choice = 0
+        """Step of the next choice if the requests stay the same."""
         self._interval = _CHOOSE_EVERY
+        self._last_fade = 0
+        """Step at which the acceptance was last updated."""
+        self._best_shape = PLAIN
+        """Shape that was chosen as the best; a trial may replace it."""
         self._trial: Shape | None = None
         """Shape of the present trial."""
-        self._samples = False
-        """Whether the planned step is one of a trial of a drafting shape."""
-        self._in_use = PLAIN
-        """Shape that was chosen as the best; a trial may replace it."""
-        self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
+        self._is_sampling = False
+        """Whether the planned step is part of a trial of a drafting shape."""
+        self._num_tried = 0  # steps of such trials
+        self._num_plain_tried = 0  # steps of plain trials
+        self._chosen_ids: frozenset[int] = frozenset()
+        """Adaptive requests of the last choice."""
+        self._chosen_others: tuple[Fanout, ...] = ()
+        """Drafts of the other requests at the last choice."""
         self._not_drafting: frozenset[int] = frozenset()
         """Adaptive requests that do not draft at present."""
         self._drafting_now: tuple[_Options, int] | None = None
-        """Options of the last choice, and the number of the chosen one; None if it is plain decoding."""
+        """Options of the last choice and the number of the chosen option; None if it is plain."""
 
-    # -- choosing -----------------------------------------------------------------------------------------------------
+    # -- choosing ---------------------------------------------------------------------------------
 
     def choose(
         self,
@@ -168,91 +194,127 @@ class Controller:
         other_text: int = 0,
         is_eager: bool = False,
     ) -> None:
-        """Choose for the adaptive requests that emit in the next step, if a choice is due or the requests have changed;
-        otherwise the last choice stays. Called before each step.
+        """Choose the drafts of the adaptive requests that emit in the next step. Called before each
+        step. The last choice stays unless a choice is due or the requests have changed.
 
-        others: drafts of each of the other requests in the step (`Row.fanout`). lags: tokens that the draft model
-        must catch up on, by adaptive request. other_text: tokens of the other requests' texts. is_eager: whether the
-        step is not recorded, whatever the adaptive requests draft.
+        others: drafts of each of the other requests in the step (`Row.fanout`). lags: tokens that
+        the draft model must catch up on, by adaptive request. other_text: tokens of the other
+        requests' texts. is_eager: whether the step is not recorded, whatever the adaptive requests
+        draft.
         """
         began = time.perf_counter()
         self._step += 1
-        ids, other_shapes = frozenset(one.sequence_id for one in adaptive), tuple(others)
-        if adaptive and (self._step >= self._next or self._has_changed(ids, other_shapes)):
-            self.acceptance.fade(self._step - self._learned)
-            self._learned = self._step
-            text = other_text + sum(len(one.tokens) for one in adaptive)
-            draws_eagerly = any(needs_of_drafts(one.request.speculation, (1,)) for one in adaptive)
+        ids = frozenset(sequence.sequence_id for sequence in adaptive)
+        fanouts = tuple(others)
+        if adaptive and (self._step >= self._next_choice or self._has_changed(ids, fanouts)):
+            self.acceptance.fade(self._step - self._last_fade)
+            self._last_fade = self._step
+            text = other_text + sum(len(sequence.tokens) for sequence in adaptive)
+            limits = [sequence.request.speculation for sequence in adaptive]
+            draws_eagerly = any(needs_of_drafts(limit, (1,)) for limit in limits)
             catch_up_s = self._catch_up_s(adaptive, lags)
-            self._choose(_Load(adaptive, other_shapes, text, catch_up_s, is_eager, draws_eagerly), ids)
-            self._chosen_for = ids, other_shapes
-        self._samples = bool(adaptive) and self._trial not in (None, PLAIN)
-        self._num_tried += self._samples
+            load = _Load(adaptive, fanouts, text, catch_up_s, is_eager, draws_eagerly)
+            self._choose(load, ids)
+            self._chosen_ids = ids
+            self._chosen_others = fanouts
+        self._is_sampling = bool(adaptive) and self._trial not in (None, PLAIN)
+        self._num_tried += self._is_sampling
         self._num_plain_tried += bool(adaptive) and self._trial == PLAIN
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
-        """Whether the requests differ from those of the last choice."""
-        chosen_for, earlier_others = self._chosen_for
-        if (
-            self._trial == PLAIN
-        ):  # it continues until the caches are warm; requests that arrive meanwhile decode plainly, too
-            return others != earlier_others or len(ids) > 2 * len(chosen_for)
-        few = min(len(ids), len(chosen_for)) // _FEW
-        if self._trial is None and self._in_use == PLAIN:  # which requests they are matters to drafts only
-            return others != earlier_others or abs(len(ids) - len(chosen_for)) > few
-        return others != earlier_others or len(ids ^ chosen_for) > few
+        """Whether the requests differ from the requests of the last choice."""
+        if others != self._chosen_others:
+            return True
+        num_chosen = len(self._chosen_ids)
+        # A plain trial continues until the caches are warm; requests that arrive meanwhile decode
+        # plainly, too.
+        if self._trial == PLAIN:
+            return len(ids) > 2 * num_chosen
+        most_changed = min(len(ids), num_chosen) // _FEW
+        # Plain steps depend on the number of requests alone.
+        if self._trial is None and self._best_shape == PLAIN:
+            return abs(len(ids) - num_chosen) > most_changed
+        return len(ids ^ self._chosen_ids) > most_changed
 
     def _choose(self, load: _Load, ids: frozenset[int]) -> None:
         options = self._options(load)
-        handicap = np.full(len(options.shapes), 1 / _CLEAR_GAIN)
-        if ids & self._chosen_for[0] and self._in_use in options.shapes:
-            handicap[options.shapes.index(self._in_use)] = 1.0
-        best = int((options.rates * handicap).argmax())
-        stays_plain = not best and self._in_use == PLAIN
-        seldom = int(_SELDOM_S / float(self.times.step_s(options.works[:1])[0]))
-        self._interval = max(_CHOOSE_EVERY, min(2 * self._interval, seldom)) if stays_plain else _CHOOSE_EVERY
-        self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
+        best = self._best_option(options, ids)
+        self._interval = self._next_interval(options, best)
+        self._best_shape = options.shapes[best]
+        self.choice = options.choice(best, load.adaptive)
         self._not_drafting = ids - self.choice.drafting
-        if any(one.num_remaining > 1 for one in load.adaptive):  # else no request has room for a draft
+        has_room = any(sequence.num_remaining > 1 for sequence in load.adaptive)
+        if has_room:
             self.reads = self.choice.shape != PLAIN
-        self._next = self._step + self._interval
         tried, num_steps = self._next_trial(options, best)
-        self._trial = options.shapes[tried] if num_steps else None
         if num_steps:
-            self.choice, self._next = _choice(load.adaptive, options, tried), self._step + num_steps
+            self._trial = options.shapes[tried]
+            self.choice = options.choice(tried, load.adaptive)
+            self._next_choice = self._step + num_steps
+        else:
+            self._trial = None
+            self._next_choice = self._step + self._interval
         self._drafting_now = (options, tried) if tried else None
 
-    def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
-        """Return (a shape to try because its duration is uncertain, number of steps); 0 steps: no trial now.
-
-        Plain steps, needed to report the speedup, have half of the budget while they are uncertain; samples have the
-        rest (Thompson sampling).
+    def _best_option(self, options: _Options, ids: frozenset[int]) -> int:
+        """Return the number of the best option. While a request of the last choice is left, another
+        shape must be clearly better than the current shape.
         """
-        early, share = math.sqrt(self._step), self._step * _TRIAL_SHARE
-        room = max(early, share - min(self._num_plain_tried, share / 2)) - self._num_tried
-        room_for_plain = max(early * (2 if self._num_plain_tried else 1), share / 2) - self._num_plain_tried
-        if max(room, room_for_plain) < _TRIAL_STEPS:
+        handicap = np.full(len(options.shapes), 1 / _CLEAR_GAIN)
+        if ids & self._chosen_ids and self._best_shape in options.shapes:
+            handicap[options.shapes.index(self._best_shape)] = 1.0
+        return int((options.rates * handicap).argmax())
+
+    def _next_interval(self, options: _Options, best: int) -> int:
+        """Return the number of steps until the next choice for the same requests."""
+        stays_plain = not best and self._best_shape == PLAIN
+        if not stays_plain:
+            return _CHOOSE_EVERY
+        plain_s = float(self.times.step_s(options.works[:1])[0])
+        return max(_CHOOSE_EVERY, min(2 * self._interval, int(_SELDOM_S / plain_s)))
+
+    def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
+        """Return (option to try because its duration is uncertain, number of steps or 0).
+
+        Plain steps, needed to report the speedup, have half of the budget while they are uncertain;
+        samples have the rest (Thompson sampling).
+        """
+        early = math.sqrt(self._step)
+        plain_early = 2 * early if self._num_plain_tried else early
+        budget = self._step * _TRIAL_SHARE
+        plain_room = max(plain_early, budget / 2) - self._num_plain_tried
+        room = max(early, budget - min(self._num_plain_tried, budget / 2)) - self._num_tried
+        if max(room, plain_room) < _TRIAL_STEPS:
             return best, 0
         covariance = self.times.log_covariance(options.works)
+        # Variance of the logarithm of the ratio of plain steps to the best shape.
         doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
         if best and doubt > _PLAIN_STD**2 and not options.works[0].drafting:
             num_steps = _PLAIN_TRIAL_STEPS
-            if self._num_plain_tried:  # the first trial only detects plain steps that are much faster than measured
+            # The first trial only detects plain steps that are much faster than measured.
+            if self._num_plain_tried:
                 num_steps += self.times.num_cold(float(self.times.step_s(options.works[:1])[0]))
-            if num_steps <= room_for_plain:
+            if num_steps <= plain_room:
                 return 0, num_steps
-            room = max(early, share / 2) - self._num_tried
-        found = self._sampled(options, covariance, best) if room >= _TRIAL_STEPS else best
-        return found, _TRIAL_STEPS if found != best else 0
+            room = max(early, budget / 2) - self._num_tried
+        if room < _TRIAL_STEPS:
+            return best, 0
+        sampled = self._sampled(options, covariance, best)
+        return sampled, _TRIAL_STEPS if sampled != best else 0
 
     def _sampled(self, options: _Options, covariance: Numbers, best: int) -> int:
-        """Return the shape that is the best in a sample of the possible durations and worths of drafts."""
+        """Return the best option in a sample of the possible durations and worths of drafts."""
         variances, directions = np.linalg.eigh(covariance)
-        logs = directions @ (np.sqrt(variances.clip(min=0.0)) * self._random.standard_normal(len(variances)))
-        # The worth of drafts with this number of chains is uncertain too, equally for all their lengths.
-        by_chains = {k: self.acceptance.log_std(k) * self._random.standard_normal() for k, _ in options.shapes if k}
-        logs += [by_chains.get(k, 0.0) for k, _ in options.shapes]
+        stds = np.sqrt(variances.clip(min=0.0))
+        logs = directions @ (stds * self._random.standard_normal(len(variances)))
+        # The worth of a number of chains is uncertain too, equally for all lengths.
+        worth_by_chains = {0: 0.0}
+        for num_drafts, _ in options.shapes:
+            if num_drafts:
+                std = self.acceptance.log_std(num_drafts)
+                worth_by_chains[num_drafts] = std * self._random.standard_normal()
+        logs += [worth_by_chains[num_drafts] for num_drafts, _ in options.shapes]
         rates = options.rates * np.exp(logs)
         if best:  # plain decoding has separate trials
             rates[0] = 0.0
@@ -260,116 +322,152 @@ class Controller:
 
     def _options(self, load: _Load) -> _Options:
         """Return the predicted rates of every shape of the menu for these requests."""
-        limits = [one.request.speculation for one in load.adaptive]
-        most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
-        shapes = [PLAIN, *menu(most.num_drafts, most.draft_length, self._longest)]
-        acceptance_ratio = np.array([one.acceptance_ratio for one in load.adaptive])
-        room = np.array([one.num_remaining - 1 for one in load.adaptive])
-        by_chains = {k: self._expected(k, acceptance_ratio, room) for k in {k for k, _ in shapes} if k}
-        tokens = np.array([by_chains[k][length] if k else np.ones(len(acceptance_ratio)) for k, length in shapes])
-        other_tokens = sum(self._tokens_of(fanout) for fanout in load.others)
+        shapes = self._shapes(load.adaptive)
         num_adaptive = len(load.adaptive)
+        tokens = self._tokens(load.adaptive, shapes)
+        other_tokens = sum(self._tokens_of_other(fanout) for fanout in load.others)
 
+        # At first every shape is drafted by all adaptive requests.
         works = [load.work(num_adaptive if shape != PLAIN else 0, shape) for shape in shapes]
         seconds = self.times.step_s(works)
         plain_rate = (num_adaptive + other_tokens) / seconds[0]
-        price_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive + tokens * load.catch_up_s
-        least_gain = np.array([1.0 if one.sequence_id in self._not_drafting else _HOLD for one in load.adaptive])
-        drafting = tokens - 1 > least_gain * price_s * plain_rate
-        drafting[~drafting.any(1)] = True  # a shape that is worth its time for nobody may still be tried, with all
-        drafting[0] = False
+        drafts_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive
+        catch_up_s = tokens * load.catch_up_s
+        prices_s = drafts_s + catch_up_s
+        drafting = self._paying(load, tokens, prices_s, plain_rate)
         num_drafting = drafting.sum(1)
         if (num_drafting[1:] < num_adaptive).any():
-            works = [load.work(int(count), shape) for count, shape in zip(num_drafting, shapes, strict=True)]
+            counts = zip(num_drafting, shapes, strict=True)
+            works = [load.work(int(count), shape) for count, shape in counts]
             seconds = self.times.step_s(works)
 
         emitted = np.where(drafting, tokens, 1.0).sum(1)
-        # A drafting shape also pays for the draft model's reading, of lagging texts or of prompts to come.
+        # Drafting also costs the draft model's reading, of lagging texts or of prompts to come.
         prompt_s = self.times.read_s(1) * self.acceptance.prompt_share
-        reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * prompt_s)
-        rates = (emitted + other_tokens) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
-        return _Options(shapes, works, rates, emitted + other_tokens, drafting)
+        reading_s = np.maximum((catch_up_s * drafting).sum(1), emitted * prompt_s)
+        all_tokens = emitted + other_tokens
+        rates = all_tokens / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
+        return _Options(shapes, works, rates, all_tokens, drafting)
+
+    def _shapes(self, adaptive: Sequence[Drafting]) -> list[Shape]:
+        """Return plain decoding and the shapes within the widest limits of the requests."""
+        limits = [sequence.request.speculation for sequence in adaptive]
+        widest = max(limits, key=lambda limit: (limit.num_drafts, limit.draft_length))
+        return [PLAIN, *menu(widest.num_drafts, widest.draft_length, self._longest)]
+
+    def _paying(self, load: _Load, tokens: Numbers, prices_s: Numbers, plain_rate: float) -> Bools:
+        """Return [shapes, adaptive] the requests whose drafts are worth their time.
+
+        tokens, prices_s: [shapes, adaptive] expected tokens, and seconds that the drafts take;
+        plain_rate: tokens per second of plain decoding.
+        """
+        ids = [sequence.sequence_id for sequence in load.adaptive]
+        least_gain = np.array([1.0 if number in self._not_drafting else _HOLD for number in ids])
+        drafting: Bools = tokens - 1 > least_gain * prices_s * plain_rate
+        # A shape that is worth its time for no request may still be tried, with all requests.
+        drafting[~drafting.any(1)] = True
+        drafting[0] = False
+        return drafting
 
     def drafts_with_prompt(self, prompt: int) -> bool:
-        """Whether the chosen drafts are worth their time in a step that also reads this many tokens of prompts.
+        """Whether the chosen drafts are worth their time in a step that also reads `prompt` tokens.
 
-        If steps without a prompt are recorded, this one launches the draft model's passes one by one. The tokens that
-        the drafts add may then take longer here than in those. Otherwise a prompt changes nothing. A step
-        of a trial that does not draft shows nothing about the drafts, so it returns to the budget.
+        If steps without a prompt are recorded, this step launches the draft model's passes eagerly.
+        The tokens that the drafts add may then take longer here than in recorded steps. Otherwise a
+        prompt changes nothing. A step of a trial that does not draft returns to the budget, because
+        it shows nothing about the drafts.
         """
         if not prompt or self._drafting_now is None:
             return True
         options, number = self._drafting_now
-        reading = [replace(options.works[one], prompt=prompt, read=prompt) for one in (0, number)]
-        if self.times.is_eager(options.works[number]) or not self.times.is_eager(reading[1]):
+        plain = replace(options.works[0], prompt=prompt, read=prompt)
+        drafting = replace(options.works[number], prompt=prompt, read=prompt)
+        if self.times.is_eager(options.works[number]) or not self.times.is_eager(drafting):
             return True
-        plain_s, drafting_s = self.times.step_s(reading)
+        plain_s, drafting_s = self.times.step_s([plain, drafting])
         gain = options.tokens[number] - options.tokens[0]
-        drafts = bool(gain > options.rates[number] * (drafting_s - plain_s))
-        self._num_tried -= self._samples and not drafts
-        return drafts
+        is_worthwhile = bool(gain > options.rates[number] * (drafting_s - plain_s))
+        if self._is_sampling and not is_worthwhile:
+            self._num_tried -= 1
+        return is_worthwhile
 
     def fanout(self, sequence: Drafting) -> Fanout:
-        """Return the drafts of a sequence in the planned step; one that has arrived since the choice drafts like the
-        others.
-        """
+        """Return a sequence's drafts in the planned step; sequences new since the choice draft."""
         num_drafts, length = self.choice.shape
-        drafts = sequence.sequence_id in self.choice.drafting or sequence.sequence_id not in self._chosen_for[0]
+        sequence_id = sequence.sequence_id
+        drafts = sequence_id in self.choice.drafting or sequence_id not in self._chosen_ids
         if not length or not drafts:
             return ()
         # The common choice may exceed this request's limits.
-        own = sequence.request.speculation
-        num_drafts = min(num_drafts, own.num_drafts)
-        return (num_drafts, *(1,) * (min(length, own.num_drafts * own.draft_length // num_drafts) - 1))
+        limits = sequence.request.speculation
+        num_drafts = min(num_drafts, limits.num_drafts)
+        most_nodes = limits.num_drafts * limits.draft_length
+        length = min(length, most_nodes // num_drafts)
+        return (num_drafts, *(1,) * (length - 1))
 
-    # -- what is expected ---------------------------------------------------------------------------------------------
+    # -- expected tokens and costs ----------------------------------------------------------------
 
-    def _expected(self, num_drafts: int, acceptance_ratio: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
-        """Return [longest + 1, requests] tokens of a step, by the length of the chains.
+    def _tokens(self, adaptive: Sequence[Drafting], shapes: Sequence[Shape]) -> Numbers:
+        """Return [shapes, adaptive] the expected tokens of each request in a step of each shape."""
+        acceptance_ratio = np.array([sequence.acceptance_ratio for sequence in adaptive])
+        room = np.array([sequence.num_remaining - 1 for sequence in adaptive])
+        by_chains: dict[int, Numbers] = {0: np.ones((1, len(adaptive)))}
+        for num_drafts, _ in shapes:
+            if num_drafts not in by_chains:
+                by_chains[num_drafts] = self._expected(num_drafts, acceptance_ratio, room)
+        return np.array([by_chains[num_drafts][length] for num_drafts, length in shapes])
 
-        room: drafted tokens that still fit the answer, [requests].
-        """
-        by_position = self.acceptance.by_position(num_drafts)[:, None]
-        accepted = np.minimum(SUREST, acceptance_ratio * by_position) * (np.arange(self._longest)[:, None] < room)
-        expected = np.ones((self._longest + 1, len(acceptance_ratio)))
-        expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
-        return expected
-
-    def reached(self, sequence: Drafting, fanout: Fanout) -> Numbers:
-        """Return [depths] the probability that these drafts of a sequence are accepted to each depth and beyond."""
-        by_position = self.acceptance.by_position(fanout[0])[: len(fanout)]
-        result: Numbers = np.minimum(SUREST, sequence.acceptance_ratio * by_position).cumprod()
-        return result
-
-    def _tokens_of(self, fanout: Fanout) -> float:
+    def _tokens_of_other(self, fanout: Fanout) -> float:
         """Return the expected tokens per step of a request that is not adaptive."""
         if not fanout:
             return 1.0
         length = len(fanout)
         return float(self._expected(fanout[0], np.ones(1), np.array([length]))[length][0])
 
-    def _catch_up_s(self, adaptive: Sequence[Drafting], lags: Sequence[int] | None) -> Numbers:
-        """Return [adaptive] the cost of catching up per token that the answer may still get."""
-        left = [max(1.0, min(one.num_remaining, self.acceptance.usual_answer)) for one in adaptive]
-        result: Numbers = np.array([self.times.read_s(lag) for lag in lags or [0] * len(adaptive)]) / np.array(left)
+    def _expected(self, num_drafts: int, acceptance_ratio: Numbers, room: Ints) -> Numbers:
+        """Return [longest + 1, requests] tokens of a step, by the length of the chains.
+
+        room: drafted tokens that still fit the answer, [requests].
+        """
+        by_position = self.acceptance.by_position(num_drafts)[:, None]
+        fits = np.arange(self._longest)[:, None] < room
+        accepted = np.minimum(SUREST, acceptance_ratio * by_position) * fits
+        expected = np.ones((self._longest + 1, len(acceptance_ratio)))
+        expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
+        return expected
+
+    def reached(self, sequence: Drafting, fanout: Fanout) -> Numbers:
+        """Return [depths] the probability that a sequence's drafts are accepted to each depth."""
+        by_position = self.acceptance.by_position(fanout[0])[: len(fanout)]
+        result: Numbers = np.minimum(SUREST, sequence.acceptance_ratio * by_position).cumprod()
         return result
 
-    # -- learning -----------------------------------------------------------------------------------------------------
+    def _catch_up_s(self, adaptive: Sequence[Drafting], lags: Sequence[int] | None) -> Numbers:
+        """Return [adaptive] the cost of catching up per token that the answer may still get."""
+        usual_answer = self.acceptance.usual_answer
+        lags = lags or [0] * len(adaptive)
+        reading_s = np.array([self.times.read_s(lag) for lag in lags])
+        num_left = [max(1.0, min(sequence.num_remaining, usual_answer)) for sequence in adaptive]
+        result: Numbers = reading_s / np.array(num_left)
+        return result
 
-    def observe(self, sequence: Drafting, num_drafts: int, draft_length: int, num_accepted: int) -> None:
-        """Record the verification of a row's drafts."""
-        tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
-        self.acceptance.observe(num_drafts, tried, taken)
-        sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried))
+    # -- learning ---------------------------------------------------------------------------------
 
-
-def _choice(adaptive: Sequence[Drafting], options: _Options, number: int) -> ShapeChoice:
-    drafting = zip(adaptive, options.drafting[number], strict=True)
-    return ShapeChoice(options.shapes[number], frozenset(one.sequence_id for one, drafts in drafting if drafts))
+    def observe(self, sequence: Drafting, num_drafts: int, length: int, num_accepted: int) -> None:
+        """Record the verification of a row's drafts. length: tokens of each chain."""
+        num_tried = min(num_accepted + 1, length)
+        num_taken = min(num_accepted, length)
+        self.acceptance.observe(num_drafts, num_tried, num_taken)
+        sequence.note_drafts(num_taken, self.acceptance.expected(num_drafts, num_tried))
 
 
 def menu(num_drafts: int, draft_length: int, longest: int) -> list[Shape]:
     """Return the shapes within a request's limits of chains and nodes."""
-    shapes = [(k, n) for k, n in _MENU if k <= num_drafts and n <= longest and k * n <= num_drafts * draft_length]
-    own = (num_drafts, draft_length)
-    return shapes if own in shapes else [*shapes, own]
+    most_nodes = num_drafts * draft_length
+    shapes = [
+        (chains, length)
+        for chains, length in _MENU
+        if chains <= num_drafts and length <= longest and chains * length <= most_nodes
+    ]
+    largest = (num_drafts, draft_length)
+    return shapes if largest in shapes else [*shapes, largest]

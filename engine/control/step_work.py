@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -21,7 +21,7 @@ MIXED: Shape = (0, 1)
 
 
 class WorkRow(Protocol):
-    """Facts of a row, or of a planned part, on which the work of a step depends (`engine.plan.Row` explains them)."""
+    """Facts of a row, or of a planned row, on which the work of a step depends (`plan.Row`)."""
 
     @property
     def emits(self) -> bool: ...
@@ -55,18 +55,18 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 0
     """Drafted tokens that the target verifies."""
     drafting: int = 0
-    """Requests that have drafted tokens, drawn ones or text drafts."""
+    """Requests that have drafted tokens, drawn tokens or text drafts."""
     passes: tuple[int, ...] = ()
-    """Rows of each pass of the draft model, counted as if every drafter ran level by level (one-pass heads do not)."""
+    """Rows of each pass of the draft model, as if one-pass heads ran level by level, too."""
     prompt: int = 0
     """Known tokens that the target computes, without the last one of each request that emits."""
     prompt_text: int = 0
-    """Tokens before each prompt token, summed over them."""
+    """Tokens before each prompt token, summed over the prompt tokens."""
     read: int = 0
     """Tokens that the draft model computes, without the last one of each request that drafts."""
     shape: Shape = PLAIN
     is_eager: bool | None = None
-    """Whether its operations are launched one by one; None if that follows from the sizes (`StepTimes` predicts it)."""
+    """Whether its operations are launched one by one; None: `StepTimes` predicts it."""
 
     @staticmethod
     def of(plan: Plan) -> StepWork:
@@ -76,35 +76,37 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def from_rows(planned: Iterable[WorkRow]) -> StepWork:
         """Return the work of a step with these rows."""
-        rows = []
+        emitting = []
         prompt = prompt_text = read = 0
         for row in planned:
             if row.emits:
-                rows.append(row)
+                emitting.append(row)
             read += row.num_draft_known
-            if chunk := row.num_known - row.emits:
+            chunk = row.num_known - row.emits
+            if chunk:
                 prompt += chunk
                 prompt_text += chunk * (row.first_index + chunk // 2)
-        drafting = [row for row in rows if row.fanout or row.text_drafts]
-        fanouts = {() if row.text_drafts else row.fanout for row in drafting}
-        (fanout,) = fanouts if len(fanouts) == 1 else ((),)
-        if fanout:  # all draft alike
+        drafting = [row for row in emitting if row.fanout or row.text_drafts]
+        shape = MIXED if drafting else PLAIN
+        fanout = _common_fanout(drafting)
+        if fanout:
             widths: tuple[tuple[int, ...], ...] = (level_widths(fanout),) * len(drafting)
             nodes = sum(widths[0]) * len(drafting)
+            if set(fanout[1:]) <= {1}:
+                shape = (fanout[0], len(fanout))
         else:
             widths = tuple([row.widths for row in drafting if row.fanout])
             nodes = sum([row.num_nodes for row in drafting])
-        shape = (fanout[0], len(fanout)) if fanout and set(fanout[1:]) <= {1} else MIXED
         return StepWork(
-            rows=len(rows),
-            text=sum([row.first_index + row.num_known for row in rows]),
+            rows=len(emitting),
+            text=sum([row.first_index + row.num_known for row in emitting]),
             nodes=nodes,
             drafting=len(drafting),
             passes=draft_passes(widths),
             prompt=prompt,
             prompt_text=prompt_text,
             read=read - len(widths),
-            shape=shape if drafting else PLAIN,
+            shape=shape,
         )
 
     @property
@@ -114,22 +116,33 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def without_prompts(self) -> StepWork:
-        """Return the same work without prompts, which the draft model does not read either."""
+        """Return the same work without prompts; the draft model does not read them either."""
         read = min(self.read, self.drafting)
         return msgspec.structs.replace(self, prompt=0, prompt_text=0, read=read, is_eager=None)
 
     @property
     def without_drafts(self) -> StepWork:
         """Return the work of the same requests decoded plainly, with the same prompts."""
-        return StepWork(rows=self.rows, text=self.text, prompt=self.prompt, prompt_text=self.prompt_text)
+        prompt, prompt_text = self.prompt, self.prompt_text
+        return StepWork(rows=self.rows, text=self.text, prompt=prompt, prompt_text=prompt_text)
+
+
+def _common_fanout(drafting: Sequence[WorkRow]) -> Fanout:
+    """Return the fanout of all rows; () if they differ or have text drafts."""
+    fanouts = {() if row.text_drafts else row.fanout for row in drafting}
+    return fanouts.pop() if len(fanouts) == 1 else ()
 
 
 @lru_cache(maxsize=1024)
 def draft_passes(widths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Return the rows of each pass of the draft model, for requests with these nodes by depth: one row per request
-    first, then the nodes of each depth but the last, from which nothing is drawn.
+    """Return the rows of each pass of the draft model. widths: nodes by depth, of each request.
+
+    The first pass has a row per request. The later passes have the nodes of each depth but the
+    last, from which nothing is drawn.
     """
     if not widths:
         return ()
-    later = range(max(map(len, widths)) - 1)
-    return len(widths), *(sum(of_row[depth] for of_row in widths if depth + 1 < len(of_row)) for depth in later)
+    passes = [len(widths)]
+    for depth in range(max(map(len, widths)) - 1):
+        passes.append(sum(levels[depth] for levels in widths if depth + 1 < len(levels)))
+    return tuple(passes)

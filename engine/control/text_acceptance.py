@@ -7,18 +7,20 @@ from engine.config import PREDICTION
 _BOUNDS = (1, 2, 3, 4, 5, 7, 10, 14)
 """Least agreeing tokens of each class after the first."""
 _USUAL = (0.2, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.87, 0.94)
-"""Acceptance by class before any observation: that of SmolLM2-135M-Instruct on the tasks of Spec-Bench."""
+"""Acceptance by class at first: SmolLM2-135M-Instruct on the tasks of Spec-Bench."""
 _USUAL_OF_PREDICTIONS = 0.9
-_WEIGHT, _KEEP = 10.0, 0.998
-"""Weight of the usual acceptance in observations; factor of the earlier observations' weight with each one."""
+_WEIGHT = 10.0
+"""Weight of the usual acceptance, in observations."""
+_KEEP = 0.998
+"""Factor of the earlier observations' weight with each further observation."""
 _SUREST = 0.97
 
 
-def _class_of(num_agreeing: int) -> int:
+def _class_by_bounds(num_agreeing: int) -> int:
     return sum(num_agreeing >= bound for bound in _BOUNDS)
 
 
-_CLASSES = tuple(map(_class_of, range(_BOUNDS[-1] + 1)))
+_CLASSES = tuple(map(_class_by_bounds, range(_BOUNDS[-1] + 1)))
 
 
 def _class(num_agreeing: int) -> int:
@@ -31,7 +33,9 @@ def usual_acceptance(source: str, num_agreeing: int) -> float:
     source: name of the drafter; num_agreeing: last tokens in which both texts agree.
     """
     usual = _USUAL[_class(num_agreeing)]
-    return max(usual, _USUAL_OF_PREDICTIONS) if source == PREDICTION else usual
+    if source == PREDICTION:
+        return max(usual, _USUAL_OF_PREDICTIONS)
+    return usual
 
 
 class TextAcceptance:
@@ -39,13 +43,13 @@ class TextAcceptance:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], list[float]] = {}
-        """Right ones and all, by drafter and class."""
+        """Faded numbers of right continuations and of all, by drafter and class."""
 
     def estimate(self, source: str, num_agreeing: int) -> float:
-        """Return the acceptance of a text draft's next token; arguments as of `usual_acceptance`."""
+        """Return the acceptance of a text draft's next token. Arguments: `usual_acceptance`."""
         usual = usual_acceptance(source, num_agreeing)
-        right, count = self._seen.get((source, _class(num_agreeing)), (0.0, 0.0))
-        return min(_SUREST, (right + _WEIGHT * usual) / (count + _WEIGHT))
+        num_right, num_seen = self._seen.get((source, _class(num_agreeing)), (0.0, 0.0))
+        return min(_SUREST, (num_right + _WEIGHT * usual) / (num_seen + _WEIGHT))
 
     def observe(self, source: str, num_agreeing: int, is_right: bool) -> None:
         """Record whether the token that followed was among the drafts of this kind."""

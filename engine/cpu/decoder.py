@@ -75,7 +75,7 @@ class CpuDecoder(Backend):
 
         forms: of the weights; None is the type of the model's. shared: products of another decoder by their field, in
         place of the model's. A first layer with a `hidden_norm` is that of an EAGLE
-        head (`heads/decoder.py`): it reads hidden states in addition to embeddings.
+        head (`head_decoder.py`): it reads hidden states in addition to embeddings.
         """
         self.kv_dtype = kv_dtype
         self.forms = forms = forms or forms_of(model.lm_head.weight.dtype)

@@ -5,8 +5,8 @@ a layer there are norms (two), the operations on q, k and v (norm, rotation, wri
 (`attention_kernel.py`), and the gate; a residual sum belongs to its product. Numbers are rounded to the model's dtype
 no more often than by transformers.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean.py` decides where; its plain operations are
-the oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean_decoder.py` decides where; its plain
+operations are the oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.

@@ -40,6 +40,7 @@ from engine.grammar.grammar_tokens import Vocabulary
 from engine.request import GRAMMAR
 
 Bools = npt.NDArray[np.bool_]
+Paths = Sequence[Sequence[int]]
 
 _LONGEST_MESSAGE = 1 << 20
 _LEAST_WAIT_S = 0.001
@@ -56,7 +57,7 @@ class GrammarClient:
         limits: GrammarConfig,
         kill: Callable[[int], None],
     ) -> None:
-        """connection: to the process that follows it; kill: ends that process, by its number."""
+        """connection: to the process that follows the grammar; kill: ends a process, by number."""
         self.failure: RequestError | None = None
         """Reason why the answer cannot continue."""
         self._connection = connection
@@ -65,7 +66,8 @@ class GrammarClient:
         self._kill = kill
         self.process_id = 0
         """Process that follows the grammar; 0 until it has begun."""
-        self._num_told = -1
+        self._num_sent = -1
+        """Tokens of the answer that the process knows; -1 before the first question."""
         self._dead_ends: set[tuple[int, ...]] = set()
         """Paths below the answer after which the grammar allows no token."""
         self._is_ready = False
@@ -73,10 +75,12 @@ class GrammarClient:
         self._send(Start(grammar))
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Set `failure` if a step has emitted a token after a dead end, which the grammar does not allow. emitted: the
-        step's tokens after the answer for which masks were requested.
+        """Set `failure` if a step has emitted a token after a dead end, which the grammar does not
+        allow. emitted: the step's tokens after the answer for which masks were requested.
         """
-        if self.failure is None and any(tuple(emitted[:count]) in self._dead_ends for count in range(len(emitted))):
+        if self.failure is not None:
+            return
+        if any(tuple(emitted[:count]) in self._dead_ends for count in range(len(emitted))):
             self.failure = RequestError(
                 "the grammar was accepted, but after the answer so far it allows no token of this model's vocabulary",
                 GRAMMAR,
@@ -84,7 +88,7 @@ class GrammarClient:
             )
 
     def is_ready(self) -> bool:
-        """Whether masks can be requested; does not wait. Raise RequestError for a grammar that cannot be followed."""
+        """Whether masks can be requested. Raise RequestError if the grammar cannot be followed."""
         while not self._is_ready and self.failure is None and self._connection.poll():
             self._receive()
         if not self._is_ready and self.failure is None:
@@ -97,23 +101,27 @@ class GrammarClient:
         """Return the CPU time that reading the grammar has taken; 0 before its process runs."""
         return self._computed_s() if self.process_id else 0.0
 
-    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
-        """Ask which tokens may follow each path below an answer: [V], None if a path has ended before.
+    def masks(self, answer: Sequence[int], paths: Paths) -> Callable[[], list[Bools | None]]:
+        """Ask which tokens may follow each path below an answer: [V], None if a path has ended
+        before.
 
-        answer: the request's tokens so far; it only grows from step to step. The returned function waits for the masks,
-        so ask all grammars first. If the grammar fails, all masks are None and `failure` is set.
+        answer: the request's tokens so far; it only grows from step to step. The returned function
+        waits for the masks, so ask all grammars first. If the grammar fails, all masks are None and
+        `failure` is set.
         """
-        if len(answer) != self._num_told:
+        has_grown = len(answer) != self._num_sent
+        if has_grown:
             self._dead_ends.clear()
-        more = list(answer[max(0, self._num_told) :])
-        if len(answer) != self._num_told or not answer:
-            self._begin_clock()  # a step may ask several times about one answer, or about none after thoughts
-        self._num_told = len(answer)
+        # A step may ask several times about an answer; after thoughts the answer may be empty.
+        if has_grown or not answer:
+            self._begin_clock()
+        new_tokens = list(answer[max(0, self._num_sent) :])
+        self._num_sent = len(answer)
         if self.failure is None:
-            self._send(Ask(more, [list(path) for path in paths]))
-        return lambda: self._take(paths)
+            self._send(Ask(new_tokens, [list(path) for path in paths]))
+        return lambda: self._wait_for_masks(paths)
 
-    def _take(self, paths: Sequence[Sequence[int]]) -> list[Bools | None]:
+    def _wait_for_masks(self, paths: Paths) -> list[Bools | None]:
         limit_s = self._limits.mask_timeout_s
         while self.failure is None:
             if not self._connection.poll(max(_LEAST_WAIT_S, limit_s - self._computed_s())):
@@ -122,14 +130,16 @@ class GrammarClient:
             message = self._receive()
             if isinstance(message, Masks):
                 self._check_time(limit_s)
-                masks = [None if mask is None else self._unpacked(mask) for mask in message.masks]
+                masks = [self._unpacked(mask) for mask in message.masks]
                 for path, mask in zip(paths, masks, strict=True):
                     if mask is not None and not mask.any():
                         self._dead_ends.add(tuple(path))
                 return masks
         return [None] * len(paths)
 
-    def _unpacked(self, mask: bytes) -> Bools:
+    def _unpacked(self, mask: bytes | None) -> Bools | None:
+        if mask is None:
+            return None
         bits = np.frombuffer(mask, dtype=np.uint8)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
@@ -142,7 +152,8 @@ class GrammarClient:
         try:
             message = from_child.decode(self._connection.recv_bytes())
         except (EOFError, OSError):
-            self._fail("the process that follows it has ended, or cannot start; try again", GRAMMAR_UNAVAILABLE)
+            reason = "the process that follows it has ended, or cannot start; try again"
+            self._fail(reason, GRAMMAR_UNAVAILABLE)
             return None
         if isinstance(message, Begun):
             self.process_id = message.process_id
@@ -151,20 +162,25 @@ class GrammarClient:
             self._is_ready = True
         elif isinstance(message, GaveUp):
             self._fail(message.reason, message.code)
-        elif isinstance(message, Ended) and message.exit_code == -signal.SIGKILL:
-            # The engine kills only processes that it no longer asks.
-            self._fail(
-                "its process has ended: the system killed it, probably because memory ran out; try again",
-                GRAMMAR_UNAVAILABLE,
-            )
-        elif isinstance(message, Ended) and message.exit_code == -signal.SIGXCPU:
-            self._fail_for_time(self._limits.start_timeout_s)
         elif isinstance(message, Ended):
-            self._fail("its process has ended: it needs more memory than allowed, or crashes; make it simpler")
+            self._fail_for_end(message.exit_code)
         return message
 
+    def _fail_for_end(self, exit_code: int) -> None:
+        """Set the failure after the process has ended."""
+        ended = "its process has ended: "
+        if exit_code == -signal.SIGKILL:
+            # The engine kills only processes that it no longer asks.
+            reason = "the system killed it, probably because memory ran out; try again"
+            self._fail(ended + reason, GRAMMAR_UNAVAILABLE)
+        elif exit_code == -signal.SIGXCPU:
+            self._fail_for_time(self._limits.start_timeout_s)
+        else:
+            self._fail(ended + "it needs more memory than allowed, or crashes; make it simpler")
+
     def _begin_clock(self) -> None:
-        self._asked_s, self._asked_cpu_s = time.monotonic(), self._cpu_s()
+        self._asked_s = time.monotonic()
+        self._asked_cpu_s = self._cpu_s()
 
     def _computed_s(self) -> float:
         """Return the CPU time since the clock was started."""
@@ -175,14 +191,16 @@ class GrammarClient:
         waited_s = time.monotonic() - self._asked_s
         if not self.process_id:
             if waited_s >= self._limits.patience_s:
-                self._fail("the process that follows grammars does not answer; try again", GRAMMAR_UNAVAILABLE)
+                reason = "the process that follows grammars does not answer; try again"
+                self._fail(reason, GRAMMAR_UNAVAILABLE)
         elif self._computed_s() >= limit_s:
             self._fail_for_time(limit_s)
         elif waited_s >= limit_s + self._limits.patience_s:
             self._fail("the machine is too busy to follow it; try again", GRAMMAR_UNAVAILABLE)
 
     def _fail_for_time(self, limit_s: float) -> None:
-        self._fail(f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow; make it simpler")
+        taken = f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow"
+        self._fail(f"{taken}; make it simpler")
 
     def _cpu_s(self) -> float:
         """Return the CPU time of the process from clock_getcpuclockid(3); 0 while its number is unknown."""
@@ -194,8 +212,10 @@ class GrammarClient:
             return 0.0  # it has ended, as its connection will report
 
     def _fail(self, reason: str, code: str | None = None) -> None:
-        """Set the failure. code: None if the grammar is the cause."""
-        self.failure = self.failure or RequestError(f"the grammar cannot be used: {reason}", GRAMMAR, code)
+        """Set the failure if there is none. code: None if the grammar is the cause."""
+        if self.failure is None:
+            reason = f"the grammar cannot be used: {reason}"
+            self.failure = RequestError(reason, GRAMMAR, code)
 
     def end(self) -> None:
         """Stop following the grammar and end the process, even while it computes."""
@@ -211,7 +231,7 @@ class GrammarPool:
         """vocabulary: read when the first grammar is started."""
         self._vocabulary = vocabulary
         self.process: subprocess.Popen[bytes] | None = None
-        """Process that starts the others; None until the first grammar."""
+        """Process that starts a process for each grammar; None until the first grammar."""
         self._control: socket.socket | None = None
 
     def start(self, grammar: str) -> GrammarClient:
@@ -222,7 +242,8 @@ class GrammarPool:
             socket.send_fds(control, [START], [theirs.fileno()])
         # The child reads the grammar after the fork; the engine does not wait for it.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_MESSAGE)
-        size, limits = self._vocabulary.vocab_size, self._vocabulary.limits
+        size = self._vocabulary.vocab_size
+        limits = self._vocabulary.limits
         return GrammarClient(Connection(ours.detach()), grammar, size, limits, self._kill)
 
     def _kill(self, process_id: int) -> None:
@@ -238,14 +259,15 @@ class GrammarPool:
         self._control = self.process = None
 
     def _running(self) -> socket.socket:
-        """Return the socket of the process that starts the others; start it if it does not run."""
+        """Return the socket of `process`, which is started if it does not run."""
         if self._control is not None and self.process is not None and self.process.poll() is None:
             return self._control
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-P", "-m", "engine.grammar.grammar_process", str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            number = theirs.fileno()
+            command = [sys.executable, "-P", "-m", "engine.grammar.grammar_process", str(number)]
+            self.process = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
         ours.send(encode(self._vocabulary))
         self._control = ours
         return ours

@@ -109,7 +109,7 @@ class GrammarMatcher:
         self._ends = frozenset(tokenizer.eos_tokens)
         only_ends = bytearray(-(-tokenizer.vocab_size // 8))
         for token in self._ends:
-            only_ends[token // 8] |= 1 << token % 8
+            only_ends[token // 8] |= _bit(token)
         self._has_begun = False
         self._only_ends = bytes(only_ends)
         self._all_but_ends = bytes(~byte & 0xFF for byte in only_ends)
@@ -118,10 +118,12 @@ class GrammarMatcher:
 
     @property
     def fault(self) -> str:
-        """Return why the grammar cannot be followed; "" while it can, or after a dead end that its masks show."""
+        """Return why the grammar cannot be followed; "" if it can, or if masks show a dead end."""
         if _is_dead_end(self._matcher):
             return "" if self._has_begun else "it allows no answer at all"
-        return _brief(self._matcher.get_error()) if self._matcher.is_error() else ""
+        if self._matcher.is_error():
+            return _brief(self._matcher.get_error())
+        return ""
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes | None]:
         """Extend the answer by these tokens, and return a mask after each path below it."""
@@ -139,35 +141,44 @@ class GrammarMatcher:
         if _is_dead_end(matcher):
             return bytes(len(mask))
         if path and matcher.is_error():
-            # A limit of the library: an answer that reaches it fails when its tokens arrive, and must not end before.
+            # A limit of the library: an answer that reaches it fails when its tokens arrive, and
+            # must not end before.
             return self._all_but_ends
-        return mask if matcher.is_accepting() or matcher.is_error() else self._without_ends(mask)
+        if matcher.is_accepting() or matcher.is_error():
+            return mask
+        return self._without_ends(mask)
 
     def _without_ends(self, mask: bytes) -> bytes:
         """Return a mask without ends, which a grammar may name as a part of its text."""
-        if not any(mask[token // 8] >> token % 8 & 1 for token in self._ends):
+        if not any(mask[token // 8] & _bit(token) for token in self._ends):
             return mask
         cleared = bytearray(mask)
         for token in self._ends:
-            cleared[token // 8] &= ~(1 << token % 8)
+            cleared[token // 8] &= ~_bit(token)
         return bytes(cleared)
 
     def _beyond(self, path: Sequence[int]) -> bytes:
         """Return the mask below a path that cannot be followed.
 
-        If the grammar has no such path, only ends are allowed, because an empty mask would mean a dead end. If a limit
-        of the library ends the path, an answer may still go there, and all but ends are allowed.
+        If the grammar has no such path, only ends are allowed, because an empty mask would mean a
+        dead end. If a limit of the library ends the path, an answer may still go there, and all but
+        ends are allowed.
         """
         matcher = self._matcher.deep_copy()
         for token in path:
             mask = matcher.compute_bitmask()
             if matcher.is_error():
                 break
-            if not mask[token // 8] >> token % 8 & 1:
+            if not mask[token // 8] & _bit(token):
                 return self._only_ends
             if not matcher.consume_tokens([token]):
                 break
         return self._all_but_ends
+
+
+def _bit(token: int) -> int:
+    """Return the bit of a token in its byte of a mask."""
+    return 1 << token % 8
 
 
 def _is_dead_end(matcher: LLMatcher) -> bool:
@@ -176,8 +187,9 @@ def _is_dead_end(matcher: LLMatcher) -> bool:
 
 def _brief(text: str) -> str:
     """Return an error's first line, with the cause that the library names below a picture of the place."""
-    first, *others = (text.strip() or "unknown error").splitlines()
-    cause = next((line.removeprefix("error:") for line in others if line.startswith("error: ")), "")
+    first, *lines = (text.strip() or "unknown error").splitlines()
+    causes = [line.removeprefix("error:") for line in lines if line.startswith("error: ")]
+    cause = causes[0] if causes else ""
     return first[:400] + cause[:400]
 
 
@@ -198,8 +210,10 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
             masks = matcher.masks(message.answer, message.paths)
         if matcher.fault:
             connection.send_bytes(encode(GaveUp(matcher.fault)))
+        elif isinstance(message, Start):
+            connection.send_bytes(encode(GrammarReady()))
         else:
-            connection.send_bytes(encode(GrammarReady() if isinstance(message, Start) else Masks(masks)))
+            connection.send_bytes(encode(Masks(masks)))
 
 
 def _go_first() -> None:
@@ -212,18 +226,25 @@ def _go_first() -> None:
 def _limit_memory(more_bytes: int) -> None:
     """Limit this process to its present memory plus `more_bytes`."""
     with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + more_bytes, taken + more_bytes))
+        taken_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    most_bytes = taken_bytes + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _limit_time(seconds: float | None) -> None:
     """Limit the CPU time of this process, counted from its start; None removes the limit."""
     soft = resource.RLIM_INFINITY if seconds is None else math.ceil(seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str, vocabulary: Vocabulary) -> None:
+def _run_child(
+    number: int,
+    control: socket.socket,
+    tokenizer: LLTokenizer | str,
+    vocabulary: Vocabulary,
+) -> None:
     """Run a child from its start to its end; never returns.
 
     number: file descriptor of its socket; tokenizer: the reason if it could not be read.
@@ -236,7 +257,8 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
         if isinstance(tokenizer, str):
             connection.send_bytes(encode(GaveUp(tokenizer, NO_VOCABULARY)))
         else:
-            # Steps have priority over grammars that are being read; a step that waits for masks leaves its core free.
+            # Steps have priority over grammars that are being read; a step that waits for masks
+            # leaves its core free.
             os.nice(_NICENESS)
             _go_first()
             _limit_memory(vocabulary.limits.memory_bytes)
@@ -256,12 +278,13 @@ def serve(control: socket.socket) -> None:
     try:
         tokenizer = read_vocabulary(vocabulary)
     except BaseException as error:  # llguidance raises exceptions of many types, including panics
-        tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_brief(str(error))}"
+        needed = "structured output needs the model's tokenizer.json"
+        tokenizer = f"{needed}; it cannot be read: {_brief(str(error))}"
     children: dict[int, int] = {}
     """File descriptor of each child's own socket, by process id."""
     woken, wake = socket.socketpair()
-    for one in (woken, wake):
-        one.setblocking(False)
+    woken.setblocking(False)
+    wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:

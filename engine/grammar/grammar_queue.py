@@ -1,7 +1,8 @@
 """Requests whose answers follow a grammar, from their arrival until they end.
 
-Requests wait here until a separate process has read their grammar; the engine does not wait for that. Clients take
-turns: a client that sends many costly grammars delays another client by one of them, and its own requests by all.
+Requests wait here until a separate process has read their grammar; the engine does not wait for it.
+Clients take turns: a client that sends many costly grammars delays another client by a single
+grammar, and its own requests by all.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from engine.request import GRAMMAR, Request
 
 # Reading a grammar may occupy a core for seconds, and one call may need many grammars.
 _READ_AT_ONCE = 4
-# A grammar that takes longer than its first slice starts again after all others, and few such grammars are read at
-# once, so costly grammars leave room for ordinary ones, which take milliseconds. New grammars leave room for a costly
-# one, too.
+# A grammar that takes longer than its first slice starts again after all waiting grammars, and few
+# such slow grammars are read at once: they leave room for ordinary grammars, which take
+# milliseconds. New grammars leave room for a slow grammar, too.
 _FIRST_SLICE_S = 0.25
-_SLOW_AT_ONCE, _SLOW_AMONG_OTHERS = 2, 1
+_SLOW_AT_ONCE = 2
+_SLOW_AMONG_OTHERS = 1
+
+Ready = list[tuple[Request, GrammarClient]]
+Failed = list[tuple[str, RequestError]]
 
 
 class FairQueue:
@@ -41,21 +46,21 @@ class FairQueue:
         return self._waiting[self._turn()][0]
 
     def take(self) -> Request:
-        """Remove and return the next request; its client's next turn comes after all others'."""
+        """Remove and return the next request; its client gets the last turn."""
         turn = self._turn()
-        own = self._waiting.pop(turn)
-        request = own.popleft()
-        if own:
-            self._waiting[turn] = own
+        requests = self._waiting.pop(turn)
+        request = requests.popleft()
+        if requests:
+            self._waiting[turn] = requests
         return request
 
     def remove(self, request_id: str) -> bool:
         """Remove a request; return whether it was here."""
-        for turn, own in self._waiting.items():
-            for request in own:
+        for turn, requests in self._waiting.items():
+            for request in requests:
                 if request.request_id == request_id:
-                    own.remove(request)
-                    if not own:
+                    requests.remove(request)
+                    if not requests:
                         del self._waiting[turn]
                     return True
         return False
@@ -87,10 +92,10 @@ class GrammarQueue:
         """Start a request's grammar as soon as there is room."""
         self._waiting.add(request)
 
-    def ready(self) -> tuple[list[tuple[Request, GrammarClient]], list[tuple[str, RequestError]]]:
+    def ready(self) -> tuple[Ready, Failed]:
         """Return (requests that can run from now on, requests that failed and why); does not wait."""
-        ready: list[tuple[Request, GrammarClient]] = []
-        failed: list[tuple[str, RequestError]] = []
+        ready: Ready = []
+        failed: Failed = []
         num_ready = -1
         while len(ready) > num_ready:  # a ready grammar makes room for another one
             num_ready = len(ready)
@@ -98,7 +103,7 @@ class GrammarQueue:
             self._collect(ready, failed)
         return ready, failed
 
-    def _begin(self, failed: list[tuple[str, RequestError]]) -> None:
+    def _begin(self, failed: Failed) -> None:
         """Start the grammars of waiting requests while there is room."""
         while (queue := self._next_queue()) and self._has_room:
             request = queue.first
@@ -107,7 +112,8 @@ class GrammarQueue:
             except OSError as error:  # no more processes or files: wait until others end
                 if self._starting or self._followed:
                     break
-                refusal = RequestError(f"no grammar can be followed ({error})", GRAMMAR, GRAMMAR_UNAVAILABLE)
+                message = f"no grammar can be followed ({error})"
+                refusal = RequestError(message, GRAMMAR, GRAMMAR_UNAVAILABLE)
                 failed.append((request.request_id, refusal))
             else:
                 self._starting[request.request_id] = request, state
@@ -117,10 +123,12 @@ class GrammarQueue:
 
     def _next_queue(self) -> FairQueue:
         """Return the queue of the next grammar; it is empty if none can start."""
-        return self._slow if self._slow and self._slow_has_room else self._waiting
+        if self._slow and self._slow_has_room:
+            return self._slow
+        return self._waiting
 
-    def _collect(self, ready: list[tuple[Request, GrammarClient]], failed: list[tuple[str, RequestError]]) -> None:
-        """Move started grammars to those that are ready or have failed."""
+    def _collect(self, ready: Ready, failed: Failed) -> None:
+        """Move started grammars to the ready or the failed requests."""
         for request_id, (request, state) in list(self._starting.items()):
             try:
                 if state.is_ready():
@@ -139,28 +147,34 @@ class GrammarQueue:
                 self.end(request_id)
 
     def _is_over(self, request_id: str, state: GrammarClient) -> bool:
-        """Whether a grammar's first slice is over and others wait for its place."""
-        others_wait = bool(self._waiting or self._slow) and not self._has_room
-        return others_wait and request_id not in self._starting_slow and state.seconds_read() > _FIRST_SLICE_S
+        """Whether a grammar's first slice is over and other grammars wait for its place."""
+        if request_id in self._starting_slow or self._has_room:
+            return False
+        if not self._waiting and not self._slow:
+            return False
+        return state.seconds_read() > _FIRST_SLICE_S
 
     @property
     def _slow_has_room(self) -> bool:
-        return len(self._starting_slow) < (_SLOW_AMONG_OTHERS if self._waiting else _SLOW_AT_ONCE)
+        most = _SLOW_AMONG_OTHERS if self._waiting else _SLOW_AT_ONCE
+        return len(self._starting_slow) < most
 
     @property
     def _has_room(self) -> bool:
-        return len(self._starting) < _READ_AT_ONCE and len(self._starting) + len(self._followed) < self._most
+        num_starting = len(self._starting)
+        return num_starting < _READ_AT_ONCE and num_starting + len(self._followed) < self._most
 
-    def failed(self) -> list[tuple[str, RequestError]]:
+    def failed(self) -> Failed:
         """Return running requests whose grammar cannot be followed any further."""
-        return [(name, state.failure) for name, state in self._followed.items() if state.failure is not None]
+        failures = [(name, state.failure) for name, state in self._followed.items()]
+        return [(name, failure) for name, failure in failures if failure is not None]
 
     def end(self, request_id: str) -> bool:
-        """Remove a request that has ended or will not start; return whether it had not started yet."""
-        is_new = self._waiting.remove(request_id) or self._slow.remove(request_id)
-        _, state = self._starting.pop(request_id, (None, None))
+        """Remove a request that has ended or will not start; return whether it had not started."""
+        is_waiting = self._waiting.remove(request_id) or self._slow.remove(request_id)
+        _, starting = self._starting.pop(request_id, (None, None))
         self._starting_slow.discard(request_id)
-        is_new = is_new or state is not None
-        if (state := state or self._followed.pop(request_id, None)) is not None:
+        state = starting or self._followed.pop(request_id, None)
+        if state is not None:
             state.end()
-        return is_new
+        return is_waiting or starting is not None

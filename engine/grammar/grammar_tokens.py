@@ -32,9 +32,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: list[int]
     limits: GrammarConfig
-    """Limits of each child. One that still reads its grammar after the CPU time for this exits, even if the engine no
-    longer waits for it.
-    """
+    """Limits of each child, which exits if it reads its grammar for longer."""
 
 
 def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
@@ -47,53 +45,61 @@ def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
         raise FileNotFoundError("there is none")
     description = file.read_text(encoding="utf-8")
     size = max(vocabulary.vocab_size, LLTokenizer(description).vocab_size)
-    # The library takes all added tokens of the form <...> for special ones.
+    # The library takes all added tokens of the form <...> for special tokens.
     named = LLTokenizer(description, n_vocab=size, eos_token=vocabulary.eos_token_ids or None)
     tokens = GrammarTokens(description, named)
     return LLTokenizer(TokenizerWrapper(tokens), n_vocab=size, eos_token=named.eos_tokens)
 
 
 class GrammarTokens:
-    """Tokens of a vocabulary in the form that llguidance reads: bytes, special ones, and a function that encodes."""
+    """Tokens of a vocabulary as llguidance reads them: bytes, special tokens, and an encoder."""
 
     def __init__(self, description: str, named: LLTokenizer) -> None:
         """description: contents of tokenizer.json; named: the same file as read by the library."""
         from tokenizers import Tokenizer
 
         self._named = named
-        self._encoder: Any = Tokenizer.from_str(json.dumps(_without_prefix_space(json.loads(description))))
+        without_space = _without_prefix_space(json.loads(description))
+        self._encoder: Any = Tokenizer.from_str(json.dumps(without_space))
         self._encoder.encode_special_tokens = True
         added = self._encoder.get_added_tokens_decoder()
-        text_tokens = {token for token, content in added.items() if not content.special} - {*named.eos_tokens}
+        added_text = {token for token, content in added.items() if not content.special}
+        text_tokens = added_text - {*named.eos_tokens}
         self.eos_token_id = named.eos_token
         self.bos_token_id = None
-        self.tokens = [named.decode_bytes([token]) for token in range(named.vocab_size)]
-        self.special_token_ids = [
-            token for token in range(named.vocab_size) if named.is_special_token(token) and token not in text_tokens
-        ]
+        vocabulary = range(named.vocab_size)
+        self.tokens = [named.decode_bytes([token]) for token in vocabulary]
+        special = [token for token in vocabulary if named.is_special_token(token)]
+        self.special_token_ids = [token for token in special if token not in text_tokens]
         self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the text tokens of a text as the model's tokenizer would choose them, without a space before it.
+        """Return the text tokens of a text as the model's tokenizer would choose them, without a
+        space before it.
 
         Raises TypeError for bytes, which the library tries.
         """
-        found: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        is_same = b"".join(self.tokens[token] for token in found) == text.encode()
-        return found if is_same and self._special.isdisjoint(found) else self._named.greedy_tokenize(text)
+        tokens: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        is_same = b"".join(self.tokens[token] for token in tokens) == text.encode()
+        if is_same and self._special.isdisjoint(tokens):
+            return tokens
+        return self._named.greedy_tokenize(text)
 
 
 def _without_prefix_space(part: Any) -> Any:
     """Return the description of a tokenizer that inserts no space before a text."""
     if isinstance(part, list):
-        return [_without_prefix_space(one) for one in part]
+        return [_without_prefix_space(element) for element in part]
     if not isinstance(part, dict):
         return part
-    changed = {key: _without_prefix_space(value) for key, value in part.items() if key not in ("model", "added_tokens")}
     if part.get("type") == "Prepend":
         return {"type": "Sequence", "normalizers": []}
+    changed = dict(part)
+    for key, value in part.items():
+        if key not in ("model", "added_tokens"):
+            changed[key] = _without_prefix_space(value)
     if "add_prefix_space" in part:
         changed["add_prefix_space"] = False
     if "prepend_scheme" in part:
         changed["prepend_scheme"] = "never"
-    return {**part, **changed}
+    return changed

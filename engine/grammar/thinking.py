@@ -1,8 +1,8 @@
 """Thoughts at the beginning of an answer: their budget, and a grammar that holds only after them.
 
-Thoughts stand between two marks. In formats in which the rest of the answer begins with a mark, too (its lead), there
-may be several thoughts. All masks are masks of single nodes: the allowed tokens depend on the answer and the drafted
-path alone.
+Thoughts stand between two marks. In formats in which the rest of the answer begins with a mark, too
+(its lead), there may be several thoughts. All masks are masks of single nodes: the allowed tokens
+depend on the answer and the drafted path alone.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ class ThinkingGrammar:
         return place
 
     def _next(self, place: _Place, token: int) -> _Place:
-        num_tokens, num_thought = place.num_tokens + 1, place.num_thought
         if place.at is _At.BETWEEN:
             return self._along(place, token)
+        num_tokens = place.num_tokens + 1
+        num_thought = place.num_thought
         if token == self._thinking.closes:
             if not self._thinking.lead:
                 return _Place(_At.OVER, num_tokens, num_thought, end=num_tokens)
@@ -109,25 +110,33 @@ class ThinkingGrammar:
     def _other(self, place: _Place, token: int) -> _Place:
         """Return the place after a token of text without marks, in which thoughts may begin."""
         opens = self._thinking.opens
-        route = _beyond(place.to_thoughts, token)
-        route = _beyond(opens, token) if route is None else route
-        at = _At.INSIDE if route == () else _At.OTHER
-        return _Place(at, place.num_tokens + 1, place.num_thought, opens if route is None else route)
+        num_tokens = place.num_tokens + 1
+        for to_thoughts in (place.to_thoughts, opens):
+            route = _beyond(to_thoughts, token)
+            if route == ():
+                return _Place(_At.INSIDE, num_tokens, place.num_thought, route)
+            if route is not None:
+                return _Place(_At.OTHER, num_tokens, place.num_thought, route)
+        return _Place(_At.OTHER, num_tokens, place.num_thought, opens)
 
     def _along(self, place: _Place, token: int) -> _Place:
         """Return the place after a token before thoughts or the rest of the answer."""
-        num_tokens, num_thought = place.num_tokens + 1, place.num_thought
-        to_thoughts, to_answer = (_beyond(route, token) for route in (place.to_thoughts, place.to_answer))
+        num_tokens = place.num_tokens + 1
+        num_thought = place.num_thought
+        to_thoughts = _beyond(place.to_thoughts, token)
+        to_answer = _beyond(place.to_answer, token)
         if to_thoughts == ():
             return _Place(_At.INSIDE, num_tokens, num_thought)
         if to_answer == ():
             return _Place(_At.OVER, num_tokens, num_thought, end=num_tokens)
         if to_thoughts is not None or to_answer is not None:
             return _Place(_At.BETWEEN, num_tokens, num_thought, to_thoughts, to_answer)
-        return self._other(place, token) if self._thinking.lead else _Place(_At.OVER, num_tokens, num_thought)
+        if self._thinking.lead:
+            return self._other(place, token)
+        return _Place(_At.OVER, num_tokens, num_thought)
 
     def _asks(self, place: _Place) -> bool:
-        """Return whether the client's grammar may begin at a place, or has begun before it."""
+        """Whether the client's grammar may begin at a place, or has begun before it."""
         return self._grammar is not None and (place.at is _At.OVER or place.to_answer == ())
 
     def check_answer(self, emitted: Sequence[int]) -> None:
@@ -137,8 +146,9 @@ class ThinkingGrammar:
             self._grammar.check_answer(emitted[max(0, place.end - len(self._answer)) :])
 
     def allows(self, emitted: Sequence[int]) -> bool:
-        """Whether the masks of thoughts allow the tokens that a step has emitted. If they do not, all masks of the
-        request together left no token. `check_answer` checks a first token that may belong to the grammar.
+        """Whether the masks of thoughts allow the tokens that a step has emitted. If they do not,
+        all masks of the request together left no token. `check_answer` checks a first token that
+        may belong to the grammar.
         """
         place = self._place
         for token in emitted:
@@ -153,41 +163,46 @@ class ThinkingGrammar:
         self._begin(answer)
         places = [self._after(self._place, path) for path in paths]
         masks = [self._mask(place) for place in places]
-        asked = [n for n, place in enumerate(places) if self._asks(place)]
         if self._grammar is None:
             return lambda: masks
         begun = answer[self._place.end :] if self._place.at is _At.OVER else ()
-        rests = [paths[n][max(0, places[n].end - len(answer)) :] for n in asked]
-        wait = self._grammar.masks(begun, rests)
+        asked = [number for number, place in enumerate(places) if self._asks(place)]
+        rests = [paths[number][max(0, places[number].end - len(answer)) :] for number in asked]
+        wait_for_grammar = self._grammar.masks(begun, rests)
 
-        def found() -> list[Bools | None]:
-            for n, mask in zip(asked, wait(), strict=True):
-                if mask is not None and places[n].at is _At.BETWEEN:
+        def wait_for_masks() -> list[Bools | None]:
+            for number, mask in zip(asked, wait_for_grammar(), strict=True):
+                if mask is not None and places[number].at is _At.BETWEEN:
                     # Thoughts are optional: the grammar may begin instead.
                     mask = mask.copy()
                     mask[self._thinking.opens[0]] = True
-                masks[n] = mask
+                masks[number] = mask
             return masks
 
-        return found
+        return wait_for_masks
 
     def _mask(self, place: _Place) -> Bools | None:
         """Return the mask of the thoughts and marks at a place; None if all tokens may follow."""
-        budget, lead = self._thinking.budget, self._thinking.lead
+        budget = self._thinking.budget
         is_spent = budget is not None and place.num_thought >= budget
         if place.at is _At.INSIDE:
             return self._only_close if is_spent else self._any
         if place.at is _At.OVER or (place.at is _At.BETWEEN and place.to_answer == ()):
             return None
-        to_thoughts, to_answer = (route[0] if route else None for route in (place.to_thoughts, place.to_answer))
-        may_think = to_thoughts is not None and not (is_spent and lead and to_answer != to_thoughts)
+        to_thoughts = place.to_thoughts[0] if place.to_thoughts else None
+        to_answer = place.to_answer[0] if place.to_answer else None
+        must_answer = is_spent and bool(self._thinking.lead) and to_answer != to_thoughts
         if self._grammar is None:
             has_begun = place.to_thoughts != self._thinking.opens
-            return ~self._only(to_thoughts) if to_thoughts is not None and has_begun and not may_think else None
-        routes = [to_thoughts if may_think else None, to_answer]
-        return self._only(*(token for token in routes if token is not None))
+            if to_thoughts is not None and has_begun and must_answer:
+                return ~self._only(to_thoughts)
+            return None
+        allowed = [to_answer] if must_answer else [to_thoughts, to_answer]
+        return self._only(*(token for token in allowed if token is not None))
 
 
 def _beyond(route: Route, token: int) -> Route:
     """Return the rest of a mark after a token; None if the token does not belong to it."""
-    return route[1:] if route and route[0] == token else None
+    if route and route[0] == token:
+        return route[1:]
+    return None

@@ -208,7 +208,7 @@ def rounds_rows(module: nn.Module) -> bool:
 
 @contextmanager
 def rounding_off(model: nn.Module) -> Iterator[None]:
-    """Let layers of compressed-tensors, and joined products (`products.py`), not round their rows, temporarily."""
+    """Let layers of compressed-tensors, and joined products (`layer_products.py`), not round rows, temporarily."""
     changed: list[Any] = [module for module in model.modules() if has_scheme(module) or has_float8_rows(module)]
     before = [rounds_rows(module) for module in changed]
     try:

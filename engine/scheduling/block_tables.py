@@ -1,8 +1,8 @@
 """Block tables of sequences: which K/V blocks they take, share through the prefix cache, and release.
 
-Target and draft model share one table, and their storage has the same blocks. With a draft window the draft model has
-a separate table and pool: it never reads a token again once the window has passed it, so a sequence holds the blocks of
-its window only, and none if it drafts nothing.
+Target and draft model share a table, and their storage has the same blocks. With a draft window the
+draft model has a separate table and pool. It never reads a token again once the window has passed
+it, so a sequence holds the draft blocks of its window only, and none if it drafts nothing.
 
 Not for: when sequences take and release blocks (`scheduler.py`), or what is in them (`store.py`).
 """
@@ -15,19 +15,21 @@ from engine.scheduling.rows import PlannedRow
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.store import BlockStore
 
+BlockTable = tuple[int, ...]
+
 
 class BlockTables:
     """Blocks of the K/V of all sequences."""
 
     def __init__(self, target: BlockStore, draft: BlockStore | None = None) -> None:
-        """draft: of the draft model's K/V; None if it is in the blocks of the target's."""
+        """target, draft: blocks of their K/V; draft is None if the models share blocks."""
         self.target = target
         self.draft = draft
         self._size = target.block_size
 
     def take_known(self, sequence: Sequence) -> int:
-        """Hold the cached blocks of a text; return how many blocks from its beginning the draft model can leave out:
-        their K/V is cached, or before its window.
+        """Hold the cached blocks of a text. Return the number of leading blocks that the draft
+        model need not compute: their K/V is cached, or before its window.
         """
         keys = sequence.block_keys(sequence.num_shared // self._size, self._size)
         blocks, num_drafted = self.target.take_known(keys)
@@ -37,59 +39,66 @@ class BlockTables:
         if not sequence.request.speculation.num_drafts:
             return 0
         first = self._first_in_window(sequence)
-        known, _ = self.draft.take_known(keys[first : len(blocks)])
-        if not known:
+        draft_blocks, _ = self.draft.take_known(keys[first : len(blocks)])
+        if not draft_blocks:
             return 0
-        sequence.draft_block_ids = (0,) * first + tuple(known)
-        sequence.first_draft_block, sequence.draft_start = first, first * self._size
-        return first + len(known)
+        sequence.draft_block_ids = (0,) * first + tuple(draft_blocks)
+        sequence.first_draft_block = first
+        sequence.draft_start = first * self._size
+        return first + len(draft_blocks)
 
     def publish(self, sequence: Sequence, num_target: int, draft_start: int, num_draft: int) -> None:
         """Let other requests use the full blocks of a text.
 
-        num_target: tokens with target K/V; draft_start, num_draft: first token with draft K/V, and end of these.
+        num_target: tokens with target K/V. Tokens from index `draft_start` up to `num_draft` have
+        draft K/V.
         """
         if not sequence.shares_blocks:
             return
         if self.draft is None and draft_start:
             num_draft = 0
-        full, drafted = num_target // self._size, min(num_target, num_draft) // self._size
-        if full <= sequence.num_published_blocks and drafted <= sequence.num_drafted_blocks:
+        num_full = num_target // self._size
+        num_drafted = min(num_target, num_draft) // self._size
+        num_published = sequence.num_published_blocks
+        if num_full <= num_published and num_drafted <= sequence.num_drafted_blocks:
             return
-        keys, fresh = sequence.block_keys(full, self._size), range(sequence.num_published_blocks, full)
-        draft_numbers = range(sequence.num_drafted_blocks, drafted)
+        keys = sequence.block_keys(num_full, self._size)
+        new_target = range(num_published, num_full)
+        new_draft = range(sequence.num_drafted_blocks, num_drafted)
         if self.draft is None:
-            for number in {*fresh, *draft_numbers}:
-                self.target.publish(sequence.block_ids[number], keys[number], number < drafted)
+            for number in {*new_target, *new_draft}:
+                is_drafted = number < num_drafted
+                self.target.publish(sequence.block_ids[number], keys[number], is_drafted)
         else:
-            for number in fresh:
+            for number in new_target:
                 self.target.publish(sequence.block_ids[number], keys[number], False)
             first = max(-(-draft_start // self._size), sequence.first_draft_block)
-            for number in range(max(draft_numbers.start, first), drafted):
+            for number in range(max(new_draft.start, first), num_drafted):
                 self.draft.publish(sequence.draft_block_ids[number], keys[number], True)
-        sequence.num_published_blocks = max(full, sequence.num_published_blocks)
-        sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
+        sequence.num_published_blocks = max(num_full, num_published)
+        sequence.num_drafted_blocks = max(num_drafted, sequence.num_drafted_blocks)
 
-    def find(self, part: PlannedRow) -> bool:
-        """Allocate the blocks of a part; False if too few are free."""
-        if self.draft is not None and not self._find_draft(part, self.draft):
+    def find(self, row: PlannedRow) -> bool:
+        """Allocate the blocks of a row; return False if too few are free."""
+        if self.draft is not None and not self._find_draft(row, self.draft):
             return False
-        return self._extend_target(part.sequence, part.end + part.num_nodes)
+        return self._extend_target(row.sequence, row.end + row.num_nodes)
 
-    def frees(self, sequence: Sequence, part: PlannedRow) -> bool:
-        """Whether a sequence holds blocks of the pool in which a part finds too few."""
-        if self.draft is not None and not self._find_draft(part, self.draft):
+    def frees(self, sequence: Sequence, row: PlannedRow) -> bool:
+        """Whether a sequence holds blocks of the pool in which a row finds too few."""
+        if self.draft is not None and not self._find_draft(row, self.draft):
             return bool(sequence.held_draft_blocks)
         return bool(sequence.block_ids)
 
-    def admit(self, part: PlannedRow, stop: int) -> bool:
-        """Allocate the target's blocks of a text up to index `stop`, and the draft model's of this part; False if too
-        few are free for all of the text.
+    def admit(self, row: PlannedRow, stop: int) -> bool:
+        """Allocate the target's blocks of a text up to index `stop`, and the draft model's of this
+        row; return False if too few are free for the whole text.
         """
-        sequence = part.sequence
+        sequence = row.sequence
         if self.draft is not None and sequence.request.speculation.num_drafts:
             first = max(self._first_in_window(sequence), len(sequence.draft_block_ids))
-            if -(-stop // self._size) - first > self.draft.num_free or not self._find_draft(part, self.draft):
+            num_missing = -(-stop // self._size) - first
+            if num_missing > self.draft.num_free or not self._find_draft(row, self.draft):
                 return False
         return self._extend_target(sequence, stop)
 
@@ -98,23 +107,30 @@ class BlockTables:
         self.target.release(sequence.block_ids)
         if self.draft is not None:
             self.draft.release(sequence.held_draft_blocks)
-        sequence.block_ids, sequence.draft_block_ids, sequence.first_draft_block = (), (), 0
+        sequence.block_ids = ()
+        sequence.draft_block_ids = ()
+        sequence.first_draft_block = 0
 
     def portion(self, number: int, count: int) -> tuple[BlockStore, BlockStore | None]:
         """Return stores of one of `count` equal portions of the blocks (`BlockStore.portion`)."""
-        return self.target.portion(number, count), None if self.draft is None else self.draft.portion(number, count)
+        target = self.target.portion(number, count)
+        if self.draft is None:
+            return target, None
+        return target, self.draft.portion(number, count)
 
     def blocks_of(self, sequences: list[Sequence]) -> tuple[set[int], set[int]]:
         """Return the blocks that sequences hold, of the target and of the draft model."""
-        blocks = {block for one in sequences for block in one.block_ids}
+        blocks = {block for sequence in sequences for block in sequence.block_ids}
         if self.draft is None:
             return blocks, blocks
-        return blocks, {block for one in sequences for block in one.held_draft_blocks}
+        return blocks, {block for sequence in sequences for block in sequence.held_draft_blocks}
 
     def forget(self, blocks: Iterable[int], draft_blocks: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Remove blocks from the prefix cache; return those without holders, of the target and of the draft model."""
+        """Remove blocks from the prefix cache; return the blocks without holders, by model."""
         free = self.target.forget(blocks)
-        return free, free if self.draft is None else self.draft.forget(draft_blocks)
+        if self.draft is None:
+            return free, free
+        return free, self.draft.forget(draft_blocks)
 
     def forget_all(self) -> None:
         """Remove all blocks from the prefix cache."""
@@ -123,23 +139,24 @@ class BlockTables:
                 store.forget_all()
 
     def check_invariants(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless the blocks of the running sequences agree with the accounting."""
+        """Raise AssertionError unless the blocks of running sequences agree with the accounting."""
         running = list(running)
         self.target.check_invariants(block for s in running for block in s.block_ids)
         if self.draft is not None:
             self.draft.check_invariants(block for s in running for block in s.held_draft_blocks)
 
-    def _find_draft(self, part: PlannedRow, store: BlockStore) -> bool:
-        """Release the blocks before the draft model's window, and allocate those of the part."""
-        if not part.draft_stop:
+    def _find_draft(self, row: PlannedRow, store: BlockStore) -> bool:
+        """Release draft blocks before the window, and allocate the row's draft blocks."""
+        if not row.draft_stop:
             return True
-        sequence, first = part.sequence, part.first_draft_key // self._size
+        sequence = row.sequence
+        first = row.first_draft_key // self._size
         table = sequence.draft_block_ids
         store.release(table[sequence.first_draft_block : first])
         sequence.first_draft_block = first
         if first > len(table):
             table += (0,) * (first - len(table))
-        extended = self._extended(store, table, part.draft_stop)
+        extended = self._extended(store, table, row.draft_stop)
         sequence.draft_block_ids = table if extended is None else extended
         return extended is not None
 
@@ -151,18 +168,17 @@ class BlockTables:
         sequence.block_ids = extended
         return True
 
-    def _extended(self, store: BlockStore, table: tuple[int, ...], stop: int) -> tuple[int, ...] | None:
-        """Return a table with the blocks for tokens up to index `stop`, the same one if it has them; None if too few
-        are free.
-        """
-        missing = -(-stop // self._size) - len(table)
-        if missing <= 0:
+    def _extended(self, store: BlockStore, table: BlockTable, stop: int) -> BlockTable | None:
+        """Return a table with blocks up to index `stop`; None if too few blocks are free."""
+        num_missing = -(-stop // self._size) - len(table)
+        if num_missing <= 0:
             return table
-        if missing > store.num_free:
+        if num_missing > store.num_free:
             return None
-        return (*table, *store.allocate(missing, table[-1] if table else None))
+        return (*table, *store.allocate(num_missing, table[-1] if table else None))
 
     def _first_in_window(self, sequence: Sequence) -> int:
         """Return the number of the first block of its text that the draft model will read."""
-        window = sequence.draft_window
-        return max(0, len(sequence.tokens) - window) // self._size if window else 0
+        if not sequence.draft_window:
+            return 0
+        return max(0, len(sequence.tokens) - sequence.draft_window) // self._size

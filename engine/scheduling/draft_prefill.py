@@ -29,26 +29,22 @@ class DraftPrefill:
     def __init__(self, config: SchedulerConfig, draft_window: int, by_head: bool = False) -> None:
         """by_head: whether a head drafts, whose lag never matters."""
         budget = config.max_num_batched_tokens
-        sure = min(budget // 4, config.max_prompt_tokens or budget) - 1
+        guaranteed = min(budget // 4, config.max_prompt_tokens or budget)
         self.draft_window = draft_window
         self.by_head = by_head
-        self.most_lag = max(0, min(max(budget // 8, draft_window), sure))
-        """Most tokens of lag that one step can catch up. It is one less than a prompt's guaranteed tokens, so that
+        self.most_lag = max(0, min(max(budget // 8, draft_window), guaranteed - 1))
+        """Most tokens of lag that a step makes up: less than a prompt's guaranteed tokens, so that
         the target advances, too.
         """
         self._share = self.most_lag
 
     @property
     def chunk(self) -> int:
-        """Return the number of tokens that the draft model catches up on in a step in which a request drafts
-        nothing.
-        """
+        """Return how much of a lag the draft model makes up in a step without drafts."""
         return max(_LEAST_READ, self._share)
 
     def lag(self, sequence: Sequence) -> int:
-        """Return the number of known tokens that it must catch up on before the target's next; 0 if nothing is
-        drafted.
-        """
+        """Return how many tokens the draft model is behind the target; 0 if nothing is drafted."""
         if not sequence.request.speculation.num_drafts:
             return 0
         return max(0, sequence.num_target_computed - draft_from(sequence))
@@ -58,29 +54,36 @@ class DraftPrefill:
         if self.by_head:
             return False
         # A decoding row always has room for a lag of a chain's length.
-        fitting = sequence.request.speculation.draft_length if sequence.num_missing == 1 else 0
-        return self.lag(sequence) > max(self._share, fitting)
+        most = self._share
+        if sequence.num_missing == 1:
+            most = max(most, sequence.request.speculation.draft_length)
+        return self.lag(sequence) > most
 
     def to_read(self, sequence: Sequence) -> int:
-        """Return the number of prompt tokens that it reads for a request that drafts."""
+        """Return the number of prompt tokens that the draft model must read to draft."""
         missing = len(sequence.request.prompt_token_ids) - sequence.num_cached
         return min(missing, sequence.draft_window) if sequence.draft_window else missing
 
     def most_cached(self, sequence: Sequence, num_drafted: int) -> int:
-        """Return the most tokens of a cached prefix that a request may use if it is to draft in its first step. The
-        draft model has K/V of `num_drafted` of them.
+        """Return the most tokens of a cached prefix that a request may use if it is to draft in its
+        first step. num_drafted: cached tokens with the draft model's K/V.
         """
+        num_text = len(sequence.tokens)
         if self.by_head:
-            return len(sequence.tokens)
-        nearest = len(sequence.tokens) - sequence.draft_window if sequence.draft_window else 0
-        return max(num_drafted, nearest) + self.most_lag
+            return num_text
+        num_read = num_drafted
+        if sequence.draft_window:
+            num_read = max(num_read, num_text - sequence.draft_window)
+        return num_read + self.most_lag
 
     def share_among(self, sequences: Iterable[Sequence]) -> None:
         """Let these sequences catch up in the next step."""
-        self._share = self.most_lag // max(1, sum(self.lag(sequence) > 0 for sequence in sequences))
+        num_lagging = sum(self.lag(sequence) > 0 for sequence in sequences)
+        self._share = self.most_lag // max(1, num_lagging)
 
 
 def draft_from(sequence: Sequence) -> int:
-    """Return the index of the first token that the draft model would compute, which is inside its window."""
-    computed, window = sequence.num_draft_computed, sequence.draft_window
-    return max(computed, len(sequence.tokens) - window) if window else computed
+    """Return the index of the first token that the draft model would compute, inside its window."""
+    num_computed = sequence.num_draft_computed
+    window = sequence.draft_window
+    return max(num_computed, len(sequence.tokens) - window) if window else num_computed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from operator import add, sub
 
 import msgspec
 
@@ -23,7 +24,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Longest chain this step drafted; 0 for a plain step."""
     num_chains: int
     text_draft_counts: list[DrafterCount]
-    """Contributions of the text drafters; the other counts include them."""
+    """Contributions of the text drafters, which all counts below include."""
     num_predicted: int
     """Tokens among `token_ids` that the request's prediction contained."""
     rule: str
@@ -36,14 +37,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     """Time until the request was first admitted."""
     reading_s: tuple[float, float] = (0.0, 0.0)
-    """Time of earlier steps that read its text since its last token, and the time that plain decoding would have taken
-    for them.
+    """Time of earlier steps that read its text since its last token, and the time that plain
+    decoding would have taken for these steps.
     """
     logprobs: list[TokenLogprob] = []
-    """One per token, if the request asked for them."""
+    """Logprobs of each token, if the request asked for them."""
     prompt_logprobs: list[msgspec.Raw] = []
-    """Logprobs of the prompt's tokens after the first, sent with the first emitted tokens if the request asked for
-    them. `write_logprobs` encodes them for each step that read the prompt; the message's decoder skips them.
+    """Logprobs of the prompt's tokens after the first, sent with the first emitted tokens if the
+    request asked for them. `write_logprobs` encodes the logprobs of each step of the prompt; the
+    message's decoder skips them.
     """
     gap: float | None = None
     """Optimum acceptance minus the rule's own at this step's first position; None if it was not observed."""
@@ -64,8 +66,8 @@ def write_logprobs(logprobs: Sequence[TokenLogprob]) -> msgspec.Raw:
 
 def read_logprobs(written: Sequence[msgspec.Raw]) -> Iterator[TokenLogprob]:
     """Yield the logprobs of several steps in order."""
-    for some in written:
-        yield from _decoder.decode(some)
+    for logprobs in written:
+        yield from _decoder.decode(logprobs)
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +76,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     """Duration of this step."""
     plain_s: float | None
-    """Time of a plain decoding step of the rows that emit, at their contexts, under the load of this step; None if
-    plain steps were not measured. With `prompt_s` it is at most `wall_s`.
+    """Time of a plain decoding step of the rows that emit, at their contexts, under the load of
+    this step; None if plain steps were not measured. With `prompt_s` it is at most `wall_s`.
     """
     usual_plain_s: float
-    """The same as the model of step times predicts it, whatever delayed this step."""
+    """Time of such a plain step by the model of step times, whatever delayed this step."""
     prompt_s: float
-    """Part of this step's time that prompts took, and that plain decoding would take as well; noise can make it
-    negative.
+    """Part of this step's time that prompts took, and that plain decoding would take as well; noise
+    can make it negative.
     """
     phases_s: dict[str, float]
     """Duration of this step by phase (`PHASES`)."""
@@ -92,7 +94,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_queries: int
     """Tokens of admitted texts."""
     num_cache_hits: int
-    """Those of them with cached K/V."""
+    """Tokens of admitted texts with cached K/V."""
     num_steps: int
 
 
@@ -104,9 +106,10 @@ class Timing:
 
     speedup = (factor * plain_s + prompt_s) / wall_s
 
-    `factor` is the number of plain passes that a pass replaces: the tokens per pass, each token weighted by the usual
-    time of a plain pass at that moment, and at most the tokens per pass. No pass counts with more plain time than it
-    took (`StepStats`), so a speedup is at most the tokens per pass, and at most 1 without an accepted draft.
+    `factor` is the number of plain passes that a pass replaces: the tokens per pass, each token
+    weighted by the usual time of a plain pass at that moment, and at most the tokens per pass. No
+    pass counts with more plain time than it took (`StepStats`), so a speedup is at most the tokens
+    per pass, and at most 1 without an accepted draft.
     """
 
     num_passes: int = 0
@@ -139,11 +142,11 @@ class Timing:
 
     def __add__(self, other: Timing) -> Timing:
         """Return the sum of two counts."""
-        return Timing(*[mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)])
+        return Timing(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: Timing) -> Timing:
-        """Return what was counted since an earlier state of the same counts."""
-        return Timing(*[mine - theirs for mine, theirs in zip(astuple(self), astuple(earlier), strict=True)])
+        """Return the counts since an earlier state of the same counts."""
+        return Timing(*map(sub, astuple(self), astuple(earlier)))
 
     @property
     def speedup(self) -> float | None:

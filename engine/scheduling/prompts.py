@@ -1,7 +1,8 @@
 """Prompt tokens of a step: each prompt's share, and a time limit while other requests decode.
 
-Each token of a prompt attends to all tokens before it, so the time of a chunk of fixed size grows with the prompt: on
-one core, 512 tokens after 16,384 others took six seconds, during which all other streams stood still.
+Each token of a prompt attends to all tokens before it, so the time of a chunk of fixed size grows
+with the prompt: on one core, 512 tokens after 16,384 earlier tokens took six seconds, during which
+all other streams stood still.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class PromptLimit:
     """Time that the prompts of one step may add: as long as decoding takes, and at least 0.1 seconds."""
 
     def __init__(self, times: StepTimes, rows: int, text: int) -> None:
-        """rows, text: number of requests that decode in this step, and total length of their texts."""
+        """rows: requests that decode in this step; text: tokens of their texts together."""
         self._times = times
         self._work = StepWork(rows=rows, text=text)
         decoding_s = times.rest_s(self._work)
@@ -35,26 +36,30 @@ class PromptLimit:
 
     def _with(self, first: int, count: int) -> StepWork:
         work = self._work
-        return replace(work, prompt=work.prompt + count, prompt_text=work.prompt_text + count * (first + count // 2))
+        prompt_text = work.prompt_text + count * (first + count // 2)
+        return replace(work, prompt=work.prompt + count, prompt_text=prompt_text)
 
     def most(self, first: int, count: int) -> int:
-        """Return how many of `count` prompt tokens after `first` others fit the time; at least a few always do."""
-        fitting = bisect_right(
-            range(1, count + 1), self._most_s, key=lambda tokens: self._times.rest_s(self._with(first, tokens))
-        )
+        """Return how many of `count` prompt tokens from index `first` on fit; a few always do."""
+
+        def seconds(num_tokens: int) -> float:
+            return self._times.rest_s(self._with(first, num_tokens))
+
+        fitting = bisect_right(range(1, count + 1), self._most_s, key=seconds)
         return max(_LEAST_TOKENS, fitting)
 
     def take(self, first: int, count: int) -> None:
-        """Reserve the time of `count` prompt tokens after `first` others."""
+        """Reserve the time of `count` prompt tokens from index `first` on."""
         self._work = self._with(first, count)
 
 
 def shares_of(prompts: Iterable[Sequence], budget: int, lag: Callable[[Sequence], int]) -> dict[int, int]:
     """Return the most tokens of a step for each prompt, by the sequence's id.
 
-    Within a priority all get an equal share, plus the tokens that shorter prompts leave. Waiting requests with a free
-    seat are included, so that a short prompt is computed together with a long one and not after it. lag: tokens that
-    the draft model computes of a text beyond the target's.
+    Within a priority all prompts get an equal share, plus the tokens that shorter prompts leave.
+    Waiting requests with a free seat are included, so that a short prompt is computed together with
+    a long prompt and not after it. lag: tokens that the draft model computes of a text beyond the
+    target's.
     """
     sharing = sorted(prompts, key=lambda s: (s.request.priority, s.num_missing))
     shares = {}

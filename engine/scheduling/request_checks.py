@@ -1,7 +1,7 @@
-"""Whether a request can be served as asked, and the default speculation of requests that ask for none.
+"""Checks whether a request can be served as asked, and the default speculation of requests.
 
-The server checks requests before it answers, and the engine checks them again. No torch: the server imports this module
-through `engine.api`. Not for: when a queued request starts (`Scheduler`).
+The server checks requests before it answers, and the engine checks them again. No torch: the server
+imports this module through `engine.api`. Not for: when a queued request starts (`Scheduler`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ _SEED_SHAPE_ON_CPU = (1, 4)
 def check_requests(requests: Sequence[Request], facts: EngineFacts, config: SpeculationConfig) -> None:
     """Raise RequestError if the engine cannot serve the requests of one call.
 
-    Lists that several of them share as one object are read once.
+    Lists that several requests share as one object are read once.
     """
+    lists: dict[int, tuple[str, Sequence[int]]] = {}
     for request in requests:
         _check_lengths(request, facts)
         _check_edits(request, facts)
         _check_text_drafts(request, facts)
         check_speculation(request.speculation, facts, config)
-    lists = {
-        id(tokens): (name, tokens)
-        for request in requests
-        for name, tokens in (("prompt", request.prompt_token_ids), ("prediction", request.prediction))
-    }
+        lists[id(request.prompt_token_ids)] = ("prompt", request.prompt_token_ids)
+        lists[id(request.prediction)] = ("prediction", request.prediction)
     for name, tokens in lists.values():
         _check_tokens(name, tokens, facts)
     for request in {_mask_key(request): request for request in requests}.values():
@@ -45,31 +43,35 @@ def check_requests(requests: Sequence[Request], facts: EngineFacts, config: Spec
 
 
 def _check_lengths(request: Request, facts: EngineFacts) -> None:
-    prompt, answer = len(request.prompt_token_ids), request.limits.max_tokens
+    prompt = len(request.prompt_token_ids)
+    answer = request.limits.max_tokens
     if prompt == 0:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
     if answer < 0:
         raise RequestError(f"max_tokens must be at least 0, not {answer}", "max_tokens")
     if prompt + answer > facts.max_model_len:
         raise RequestError(
-            f"This model's maximum context length is {facts.max_model_len} tokens, but the prompt has {prompt} "
-            f"and the answer may have {answer}; shorten the prompt or lower max_tokens",
+            f"This model's maximum context length is {facts.max_model_len} tokens, but the prompt "
+            f"has {prompt} and the answer may have {answer}; "
+            "shorten the prompt or lower max_tokens",
             "max_tokens" if prompt < facts.max_model_len else "prompt",
             "context_length_exceeded",
         )
 
 
 def _check_tokens(name: str, tokens: Sequence[int], facts: EngineFacts) -> None:
-    if tokens and (min(tokens) < 0 or max(tokens) >= facts.vocab_size):
-        bad = next(token for token in tokens if not 0 <= token < facts.vocab_size)
-        raise RequestError(f"{name}: token id {bad} is outside the vocabulary of {facts.vocab_size}", name)
+    size = facts.vocab_size
+    if tokens and (min(tokens) < 0 or max(tokens) >= size):
+        bad = next(token for token in tokens if not 0 <= token < size)
+        raise RequestError(f"{name}: token id {bad} is outside the vocabulary of {size}", name)
 
 
 def _check_text_drafts(request: Request, facts: EngineFacts) -> None:
     """Check that the drafters exist, and that text drafts are allowed."""
     speculation = request.speculation
     known = (MODEL, *TEXT_DRAFTERS)
-    if unknown := [name for name in speculation.drafters if name not in known]:
+    unknown = [name for name in speculation.drafters if name not in known]
+    if unknown:
         raise RequestError(
             f"unknown drafter {unknown[0]!r}; choose from {', '.join(sorted(known))}", "speculation.drafters"
         )
@@ -91,48 +93,60 @@ def _check_text_drafts(request: Request, facts: EngineFacts) -> None:
 
 def _check_edits(request: Request, facts: EngineFacts) -> None:
     """Check the fields that change logits: bounds, and combinations."""
-    sampling, limits = request.sampling, request.limits
+    sampling = request.sampling
+    limits = request.limits
     if limits.min_tokens > limits.max_tokens:
         raise RequestError(
             f"min_tokens must be at most max_tokens = {limits.max_tokens}, not {limits.min_tokens}", "min_tokens"
         )
     if sampling.seed_stable and request.speculation.over_acceptance:
-        raise RequestError("seed_stable is exact and does not go with over_acceptance", "speculation.over_acceptance")
+        message = "seed_stable is exact and does not go with over_acceptance"
+        raise RequestError(message, "speculation.over_acceptance")
     if sampling.grammar and limits.ignore_eos:
         raise RequestError(
             "ignore_eos cannot be combined with structured output, whose grammar ends the answer", "ignore_eos"
         )
     if sampling.grammar and not facts.eos_token_ids:
-        raise RequestError("structured output cannot end: this model's files name no end token", code=NO_END_TOKEN)
-    for name, count in (("logprobs", request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
-        if count is not None and not 0 <= count <= MAX_LOGPROBS:
-            raise RequestError(f"{name}: between 0 and {MAX_LOGPROBS} alternatives, not {count}", name)
-    if not 0.01 <= sampling.repetition_penalty <= 10:
-        raise RequestError(
-            f"repetition_penalty must be from 0.01 to 10, not {sampling.repetition_penalty}", "repetition_penalty"
-        )
+        message = "structured output cannot end: this model's files name no end token"
+        raise RequestError(message, code=NO_END_TOKEN)
+    _check_alternatives("logprobs", request.num_logprobs)
+    _check_alternatives("prompt_logprobs", request.num_prompt_logprobs)
+    penalty = sampling.repetition_penalty
+    if not 0.01 <= penalty <= 10:
+        message = f"repetition_penalty must be from 0.01 to 10, not {penalty}"
+        raise RequestError(message, "repetition_penalty")
+
+
+def _check_alternatives(name: str, count: int | None) -> None:
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise RequestError(f"{name}: between 0 and {MAX_LOGPROBS} alternatives, not {count}", name)
 
 
 def _mask_key(request: Request) -> tuple[int, ...]:
-    """Return a key that is equal for requests that share their lists as objects: one check serves them all."""
-    sampling, limits = request.sampling, request.limits
-    lists = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words, limits.stop_token_ids
-    return (*map(id, lists), limits.min_tokens)
+    """Return a key that is equal for requests that share their lists: they are checked once."""
+    sampling = request.sampling
+    lists = (sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words)
+    stops = request.limits.stop_token_ids
+    return (*map(id, lists), id(stops), request.limits.min_tokens)
 
 
 def _check_masks(request: Request, facts: EngineFacts) -> None:
-    """Check masks and biases: all tokens are in the vocabulary, and the masks leave some token."""
-    sampling, limits = request.sampling, request.limits
+    """Check masks and biases: all tokens are in the vocabulary, and the masks leave a token."""
+    sampling = request.sampling
+    limits = request.limits
     _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], facts)
     _check_tokens("allowed_token_ids", sampling.allowed_token_ids, facts)
     _check_tokens("stop_token_ids", limits.stop_token_ids, facts)
     _check_tokens("bad_words", [token for word in sampling.bad_words for token in word], facts)
-    if thinking := sampling.thinking:
-        _check_tokens("thinking", [*thinking.opens, thinking.closes, *thinking.between, *thinking.lead], facts)
+    thinking = sampling.thinking
+    if thinking:
+        marks = [*thinking.opens, thinking.closes, *thinking.between, *thinking.lead]
+        _check_tokens("thinking", marks, facts)
     masked = {word[0] for word in sampling.bad_words if len(word) == 1}
     if limits.min_tokens and not sampling.grammar:
-        masked |= set(limits.stop_token_ids)
-        masked |= set() if limits.ignore_eos else set(facts.eos_token_ids)
+        masked.update(limits.stop_token_ids)
+        if not limits.ignore_eos:
+            masked.update(facts.eos_token_ids)
     allowed = sampling.allowed_token_ids or range(facts.vocab_size)
     if masked and masked.issuperset(allowed):
         raise RequestError(
@@ -149,16 +163,18 @@ def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
 
 
 def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Speculation:
-    """Return the speculation of a request that sets none: plain decoding if the default rule is `off`, or there is
-    no drafter.
-    """
+    """Return the speculation of a request that sets none; plain without a rule or drafter."""
     drafters = tuple(name for name in config.drafters if facts.has_draft or name != MODEL)
     if config.rule == "off" or not drafters:
         return Speculation()
     if MODEL not in drafters:
         return Speculation(rule=config.rule, drafters=drafters, adaptive=config.adaptive)
-    most = facts.rules[config.rule].max_drafts
-    num_drafts = prod(config.tree) if config.tree else min(config.num_drafts, most or config.num_drafts)
+    rule = facts.rules[config.rule]
+    num_drafts = config.num_drafts
+    if config.tree:
+        num_drafts = prod(config.tree)
+    elif rule.max_drafts:
+        num_drafts = min(num_drafts, rule.max_drafts)
     return Speculation(
         rule=config.rule,
         num_drafts=num_drafts,
@@ -166,17 +182,20 @@ def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Specul
         draft_method=config.draft_method,
         tree=config.tree,
         drafters=drafters,
-        adaptive=config.adaptive and may_adapt(facts.rules[config.rule], config.tree),
+        adaptive=config.adaptive and may_adapt(rule, config.tree),
     )
 
 
 def with_fixed_shape(speculation: Speculation, config: SpeculationConfig, device: str) -> Speculation:
-    """Return speculation with a fixed shape, for a request with a seed: a seed means the same answer under any load.
+    """Return speculation with a fixed shape, for a request with a seed: the same answer under any
+    load.
 
-    On a CPU the shape is one short chain, which pays at any load; elsewhere it is the maximum.
+    On a CPU the shape is a short chain, which pays at any load; elsewhere it is the maximum.
     """
-    by_device = _SEED_SHAPE_ON_CPU if device.startswith("cpu") else (speculation.num_drafts, speculation.draft_length)
-    num_drafts, draft_length = config.seed_shape or by_device
+    shape = (speculation.num_drafts, speculation.draft_length)
+    if device.startswith("cpu"):
+        shape = _SEED_SHAPE_ON_CPU
+    num_drafts, draft_length = config.seed_shape or shape
     return msgspec.structs.replace(
         speculation,
         num_drafts=min(num_drafts, speculation.num_drafts),
@@ -189,44 +208,53 @@ def check_defaults(facts: EngineFacts, config: SpeculationConfig) -> None:
     """Raise ConfigError if the default speculation would be refused or biased."""
     try:
         speculation = default_speculation(config, facts)
-        _check_text_drafts(Request(request_id="", prompt_token_ids=(), speculation=speculation), facts)
+        request = Request(request_id="", prompt_token_ids=(), speculation=speculation)
+        _check_text_drafts(request, facts)
         check_speculation(speculation, facts, config)
     except RequestError as error:
         flags = f"--spec-rule {config.rule}"
-        flags += f" --spec-drafters {','.join(config.drafters)}" if config.drafters != (MODEL,) else ""
-        flags += f" --draft-method {config.draft_method}" if config.draft_method else ""
-        flags += f" --draft-tree {','.join(map(str, config.tree))}" if config.tree else ""
+        if config.drafters != (MODEL,):
+            flags += f" --spec-drafters {','.join(config.drafters)}"
+        if config.draft_method:
+            flags += f" --draft-method {config.draft_method}"
+        if config.tree:
+            flags += f" --draft-tree {','.join(map(str, config.tree))}"
         raise ConfigError(f"{flags}: {error}") from error
 
 
 def check_speculation(speculation: Speculation, facts: EngineFacts, config: SpeculationConfig) -> None:
-    """Raise RequestError for speculation that cannot be served, or would change the output distribution."""
+    """Raise RequestError for speculation that cannot be served or would change the distribution."""
     if not speculation.num_drafts:
         return
     if not facts.has_draft:
         raise RequestError(
             "the server runs without a draft model; only prompt_lookup and predictions can draft", "speculation"
         )
-    rules = facts.rules
-    if speculation.rule not in rules:
+    if speculation.rule not in facts.rules:
         raise unknown_rule(speculation.rule, facts)
-    for name, value, most in (
-        ("num_drafts", speculation.num_drafts, config.max_num_drafts),
-        ("draft_length", speculation.draft_length, config.max_draft_length),
-    ):
-        if not 1 <= value <= most:
-            raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
+    _check_bound("num_drafts", speculation.num_drafts, config.max_num_drafts)
+    _check_bound("draft_length", speculation.draft_length, config.max_draft_length)
     _check_tree(speculation)
     check_conditions(speculation, facts)
     _check_over_acceptance(speculation, config)
 
 
+def _check_bound(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        message = f"{name} must be between 1 and {most}, not {value}"
+        raise RequestError(message, f"speculation.{name}")
+
+
 def _check_tree(speculation: Speculation) -> None:
     tree = speculation.tree
-    if tree and (min(tree) < 1 or len(tree) != speculation.draft_length or prod(tree) != speculation.num_drafts):
+    if not tree:
+        return
+    length = speculation.draft_length
+    num_drafts = speculation.num_drafts
+    if min(tree) < 1 or len(tree) != length or prod(tree) != num_drafts:
         raise RequestError(
-            f"tree {list(tree)} must have draft_length = {speculation.draft_length} entries of at least 1, with "
-            f"product num_drafts = {speculation.num_drafts}; leave the two out, they follow from the tree",
+            f"tree {list(tree)} must have draft_length = {length} entries of at least 1, with "
+            f"product num_drafts = {num_drafts}; leave the two out, they follow from the tree",
             "speculation.tree",
         )
 

@@ -1,4 +1,4 @@
-"""A sequence's part of a step before its blocks are allocated (`PlannedRow`), and the `Row` that is built from it."""
+"""Rows of a step: `PlannedRow` before its blocks are allocated, and `Row` built from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROMPT_LOGPROBS = 64
 
 
 class PlannedRow(NamedTuple):
-    """Planned part of a step for one sequence, before its blocks are allocated."""
+    """Planned row of a sequence in a step, before its blocks are allocated."""
 
     sequence: Sequence
     end: int
@@ -30,8 +30,9 @@ class PlannedRow(NamedTuple):
     fanout: Fanout
     text_drafts: tuple[TextDraft, ...]
     draft_first: int
+    """Index of the first token that the draft model computes."""
     draft_end: int
-    """Indices of the tokens that the draft model computes."""
+    """Index after the last token that the draft model computes."""
     num_nodes: int
     """Nodes of all its drafts, before equal prefixes are merged."""
 
@@ -64,46 +65,55 @@ class PlannedRow(NamedTuple):
     @property
     def first_draft_key(self) -> int:
         """Return the index of the first token that the draft model sees, if it computes any."""
-        return first_draft_key(self.draft_start, self.draft_first, self.end, self.sequence.draft_window)
+        window = self.sequence.draft_window
+        return first_draft_key(self.draft_start, self.draft_first, self.end, window)
 
     @property
     def draft_stop(self) -> int:
-        """Return the index after its last draft K/V, drawn nodes included; 0 if the draft model computes nothing."""
-        return self.end + num_nodes(self.fanout) if self.draft_end > self.draft_first else 0
+        """Return the index after its last draft K/V; 0 if the draft model computes nothing."""
+        if self.draft_end <= self.draft_first:
+            return 0
+        return self.end + num_nodes(self.fanout)
 
     @property
     def needs(self) -> int:
         """Return what the row needs of a step (`engine.needs`)."""
-        draft_needs = needs_of_drafts(self.sequence.request.speculation, self.fanout, bool(self.text_drafts))
+        speculation = self.sequence.request.speculation
+        draft_needs = needs_of_drafts(speculation, self.fanout, bool(self.text_drafts))
         return self.sequence.needs | draft_needs
 
     @property
     def num_tokens(self) -> int:
         """Return the most tokens that it adds to a pass."""
         num_target_tokens = self.num_known + self.num_nodes
-        # A head's layer is small compared with the target, so it catches up in one step whatever its lag.
-        return num_target_tokens if self.sequence.by_head else max(num_target_tokens, self.num_draft_known)
+        # A head's layer is small compared with the target: it catches up in one step.
+        if self.sequence.by_head:
+            return num_target_tokens
+        return max(num_target_tokens, self.num_draft_known)
 
 
 def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Sort by priority, then client by client in turn, each client's sequences by the time since their last row."""
+    """Sort by priority, by turns of clients, and by the time since a sequence's last row."""
     by_age = sorted(sequences, key=lambda s: (s.last_step, s.sequence_id))
     num_earlier: Counter[tuple[int, str]] = Counter()
     turns = []
     for sequence in by_age:
-        client = sequence.request.priority, sequence.request.client
-        turns.append((sequence.request.priority, num_earlier[client]))
+        priority = sequence.request.priority
+        client = (priority, sequence.request.client)
+        turns.append((priority, num_earlier[client]))
         num_earlier[client] += 1
-    return [sequence for _, sequence in sorted(zip(turns, by_age, strict=True), key=itemgetter(0))]
+    in_order = sorted(zip(turns, by_age, strict=True), key=itemgetter(0))
+    return [sequence for _, sequence in in_order]
 
 
 def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
-    """Return the drafts of a request without a controller: at most `most_nodes` (at least one) if it is adaptive."""
-    most = max(1, most_nodes)
-    if not speculation.adaptive or num_nodes(speculation.fanout) <= most:
+    """Return the drafts of a request without a controller; `most_nodes` holds if it is adaptive."""
+    most_nodes = max(1, most_nodes)
+    if not speculation.adaptive or num_nodes(speculation.fanout) <= most_nodes:
         return speculation.fanout
     shapes = menu(speculation.num_drafts, speculation.draft_length, speculation.draft_length)
-    num_drafts, length = max((s for s in shapes if prod(s) <= most), key=prod)
+    fitting = [shape for shape in shapes if prod(shape) <= most_nodes]
+    num_drafts, length = max(fitting, key=prod)
     return (num_drafts, *(1,) * (length - 1))
 
 
@@ -113,78 +123,109 @@ def _most_known(sequence: Sequence, budget: int) -> int:
     return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
 
 
-def plan_row(sequence: Sequence, fanout: Fanout, budget: int, most_text_nodes: int, draft_chunk: int) -> PlannedRow:
-    """Plan the part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
+def plan_row(
+    sequence: Sequence,
+    fanout: Fanout,
+    budget: int,
+    most_text_nodes: int,
+    draft_chunk: int,
+) -> PlannedRow:
+    """Plan the row of a sequence that fits `budget`: all of its text with drafts, or a chunk of its
+    prompt.
 
-    most_text_nodes: of text drafts that are a function of the text alone. draft_chunk: for a row without drafts, number
-    of tokens beyond the target's that the draft model may compute; 0: it computes none.
+    most_text_nodes: of text drafts that are a function of the text alone. draft_chunk: for a row
+    without drafts, number of tokens beyond the target's that the draft model may compute; 0: it
+    computes none.
     """
-    total, first = len(sequence.tokens), sequence.num_target_computed
+    total = len(sequence.tokens)
+    first = sequence.num_target_computed
     num_missing = total - first
     finder = sequence.text_draft_finder if most_text_nodes else None
-    if num_missing == 1 and budget and not (fanout or finder or draft_chunk):  # as below, in a third of the time
+    # The usual row, planned in a third of the time.
+    if num_missing == 1 and budget and not (fanout or finder or draft_chunk):
         draft_end = sequence.num_draft_computed
         return PlannedRow(sequence, total, True, (), (), draft_end, draft_end, 0)
     # One token must remain to be emitted after the drafts.
-    most = max(0, sequence.num_remaining - 1)
-    fanout = fanout[:most]
-    # The draft model computes what the target computes, to draft now or after the prompt.
+    deepest = max(0, sequence.num_remaining - 1)
+    fanout = fanout[:deepest]
+    # The draft model computes the target's tokens, to draft now or after the prompt.
     reads_with_target = bool(fanout)
     # A recomputed text resumes drafting where it stopped: its last token waits for a separate step.
     is_held = reads_with_target and not sequence.may_draft and sequence.num_emitted > 0
     if not sequence.may_draft:
         fanout = ()
-    text_drafts = finder.find(sequence.tokens, most_text_nodes, most) if finder else ()
+    text_drafts: tuple[TextDraft, ...] = ()
+    if finder:
+        text_drafts = finder.find(sequence.tokens, most_text_nodes, deepest)
     nodes = num_nodes(fanout) + num_text_nodes(text_drafts)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
-    # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by `lag`.
-    lag = max(0, first - draft_first) if fanout and not sequence.by_head else 0
-    emits = num_missing + max(nodes, lag) <= chunk and not is_held
-    end = total if emits else first + max(0, min(num_missing - 1, chunk - lag))
+    # The draft model computes `lag` tokens more than the target, and both fit the chunk.
+    lag = 0
+    if fanout and not sequence.by_head:
+        lag = max(0, first - draft_first)
+    if not is_held and num_missing + max(nodes, lag) <= chunk:
+        emits = True
+        end = total
+    else:
+        emits = False
+        end = first + max(0, min(num_missing - 1, chunk - lag))
+        fanout = ()
+        text_drafts = ()
+        nodes = 0
+    draft_end = draft_first
     if reads_with_target:
         draft_end = end
-    else:
-        draft_end = min(end, draft_first + min(end - first + draft_chunk, budget)) if draft_chunk else draft_first
+    elif draft_chunk:
+        draft_end = min(end, draft_first + min(end - first + draft_chunk, budget))
     if draft_first >= draft_end:
         draft_first = draft_end = sequence.num_draft_computed
-    if not emits:
-        fanout, text_drafts, nodes = (), (), 0
     return PlannedRow(sequence, end, emits, fanout, text_drafts, draft_first, draft_end, nodes)
 
 
 def text_of(sequence: Sequence) -> LogitContext | None:
-    """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
+    """Return the inputs of the sequence's distribution besides its logits; None if it has none."""
     if not sequence.has_context:
         return None
-    of_request = sequence.num_prompt, sequence.fixed_edits, sequence.counts, sequence.request.limits.min_tokens
-    return LogitContext(tuple(sequence.tokens), *of_request, sequence.grammar)
+    return LogitContext(
+        tokens=tuple(sequence.tokens),
+        num_prompt=sequence.num_prompt,
+        fixed=sequence.fixed_edits,
+        counts=sequence.counts,
+        min_tokens=sequence.request.limits.min_tokens,
+        grammar=sequence.grammar,
+    )
 
 
-def row_of(part: PlannedRow) -> Row:
-    """Return the row of a planned part whose sequence holds its blocks."""
-    sequence, request = part.sequence, part.sequence.request
-    first, end = sequence.num_target_computed, part.end
+def row_of(planned: PlannedRow) -> Row:
+    """Return the row of a planned row whose sequence holds its blocks."""
+    sequence = planned.sequence
+    request = sequence.request
+    first = sequence.num_target_computed
+    end = planned.end
+    prompt_next: tuple[int, ...] = ()
+    if sequence.wants_prompt_logprobs:
+        prompt_next = request.prompt_token_ids[first + 1 : end + 1]
     return Row(
         sequence_id=sequence.sequence_id,
         request_id=request.request_id,
         input_ids=tuple(sequence.tokens[first:end]),
         first_index=first,
-        draft_input_ids=tuple(sequence.tokens[part.draft_first : part.draft_end]),
-        draft_first_index=part.draft_first,
-        draft_start=part.draft_start,
+        draft_input_ids=tuple(sequence.tokens[planned.draft_first : planned.draft_end]),
+        draft_first_index=planned.draft_first,
+        draft_start=planned.draft_start,
         draft_window=sequence.draft_window,
         block_ids=sequence.block_ids,
         draft_block_ids=sequence.draft_block_ids or None,
-        emits=part.emits,
+        emits=planned.emits,
         sampling=request.sampling,
         speculation=request.speculation,
-        fanout=part.fanout,
-        text_drafts=part.text_drafts,
+        fanout=planned.fanout,
+        text_drafts=planned.text_drafts,
         shifts=sequence.shifts,
-        text=text_of(sequence) if part.emits else None,
+        text=text_of(sequence) if planned.emits else None,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs or 0,
-        prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
+        prompt_next=prompt_next,
         reports_drafts=request.reports_drafts,
     )

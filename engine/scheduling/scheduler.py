@@ -1,13 +1,22 @@
-"""Continuous batching: `plan()` decides a step and takes its blocks; only `commit()` appends tokens to sequences.
+"""Continuous batching: `plan()` decides a step and takes blocks; only `commit()` appends tokens.
 
-A step has a budget of tokens. Decoding rows come before prompts, so a long prompt is cut into chunks that are computed
-while others decode. Both go by priority, then by the time since the last row; the queue goes by priority and arrival.
-If the pool has no free block for a row, the sequence of the lowest priority that loses least is preempted: it returns
-to the queue and is recomputed later, with the same output (its noise depends on positions only).
+A step has a budget of tokens, which these rows take in this order:
 
-The number of tokens that a row drafts is fixed by its request, or chosen by the controller once the emitting rows are
-known. It never depends on the drafted tokens, which keeps the output exact. If the request fixes it, the answer does
-not depend on the load."""
+1. rows that decode, with the drafts that their requests fix; while prompts wait, a quarter of the
+   budget is left for prompts;
+2. chunks of running prompts, which share the budget, without the tokens that are held back for the
+   controller's drafts;
+3. new requests from the queue, as far as the shared budget, seats and blocks suffice;
+4. drafts that the controller chooses once the rows that emit are known, then text drafts.
+
+Decoding rows and prompts go by priority, then by the time since their last row; the queue goes by
+priority and arrival. If the pool has no free block for a row, the sequence of the lowest priority
+that loses least is preempted: it returns to the queue and is recomputed later, with the same output
+(its noise depends on positions only).
+
+The number of tokens that a row drafts never depends on the drafted tokens, which keeps the output
+exact. If the request fixes it, the answer does not depend on the load.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +41,9 @@ from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore
 from engine.scheduling.text_plan import TextPlanner, weighs_text_drafts
 
+Planned = dict[int, PlannedRow]
+"""Rows of a step, by sequence, before they are built."""
+
 
 class Scheduler:
     """Queue, running sequences and block accounting."""
@@ -45,7 +57,7 @@ class Scheduler:
         by_head: bool = False,
         draft_blocks: BlockStore | None = None,
     ) -> None:
-        """draft_blocks: of the draft model's K/V, if a draft window bounds it; None if it is in the same blocks."""
+        """draft_blocks: separate blocks of the draft model's K/V, if a draft window bounds it."""
         self.config = config
         self.draft_prefill = DraftPrefill(config, draft_window, by_head)
         self.tables = BlockTables(blocks, draft_blocks)
@@ -54,8 +66,9 @@ class Scheduler:
         self.controller: Controller | None = None
         """Set once costs have been measured; without it adaptive requests draft their maximum."""
         self.times: StepTimes | None = None
-        """Set once costs have been measured; without it only the number of prompt tokens is limited."""
+        """Set once costs have been measured; without it only the number of prompt tokens counts."""
         self.text_planner = TextPlanner(config.max_copied_tokens)
+        self.last_plan = Plan(())
         self.num_preemptions = 0
         self.num_cache_queries = 0
         """Tokens of all admitted texts."""
@@ -66,20 +79,21 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
         self._edits = SharedEdits()
-        self.last_plan = Plan(())
+        self._next_id = 0
+        self._step = 0
         self._prompt_draft_chunk = 0
-        """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is set before the controller chooses,
-        because by then `_publish` has promised other requests the draft K/V of these blocks."""
+        """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is set before the
+        controller chooses, because by then `_publish` has promised other requests the draft K/V of
+        these blocks.
+        """
         self._adaptive_nodes = config.max_drafted_nodes or config.max_num_batched_tokens
         """Nodes that each adaptive request may draft in this step without a controller."""
-        self._next_id = self._step = 0
 
     def portion(self, number: int = 0, count: int = 1) -> Scheduler:
-        """Return a new scheduler of one of `count` equal portions of the blocks, for measurements that write over
-        their content.
-        """
+        """Return a scheduler with a portion of the blocks, which measurements may overwrite."""
         blocks, draft_blocks = self.tables.portion(number, count)
-        window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
+        window = self.draft_prefill.draft_window
+        by_head = self.draft_prefill.by_head
         return Scheduler(self.config, blocks, self.eos_token_ids, window, by_head, draft_blocks)
 
     @property
@@ -101,23 +115,28 @@ class Scheduler:
         """Return the sequence of a row of the last step; None if it has ended since."""
         return self._running.get(sequence_id)
 
-    def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_distribution: bool = False) -> None:
+    def submit(
+        self,
+        request: Request,
+        grammar: Grammar | None = None,
+        fixed_draft_distribution: bool = False,
+    ) -> None:
         """Queue a request whose length has been checked (`Engine.submit`), with its grammar.
 
-        fixed_draft_distribution: as in `Sequence`."""
+        fixed_draft_distribution: as in `Sequence`.
+        """
         assert request.request_id not in self._sequence_ids, request.request_id
-        window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
         sequence = Sequence(
-            self._next_id,
-            request,
-            time.monotonic(),
-            grammar,
-            window,
-            fixed_draft_distribution,
-            self.eos_token_ids,
-            self._edits,
-            self.text_planner.answers,
-            by_head,
+            sequence_id=self._next_id,
+            request=request,
+            arrived_s=time.monotonic(),
+            grammar=grammar,
+            draft_window=self.draft_prefill.draft_window,
+            fixed_draft_distribution=fixed_draft_distribution,
+            eos_token_ids=self.eos_token_ids,
+            edits=self._edits,
+            answers=self.text_planner.answers,
+            by_head=self.draft_prefill.by_head,
         )
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
@@ -136,128 +155,24 @@ class Scheduler:
         return True
 
     def plan(self) -> Plan:
-        """Plan this step's rows within the token budget and the pool: first sequences, then their drafts."""
+        """Plan the rows of a step within the token budget and the pool."""
         self._step += 1
-        self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adapts_shape)
-        reads = self.controller is not None and self.controller.reads
-        self._prompt_draft_chunk = self.draft_prefill.chunk if reads else 0
-        parts: dict[int, PlannedRow] = {}
-        budget = self._plan_texts(parts)
+        self._share_draft_reading()
+        planned: Planned = {}
+        budget = self._plan_texts(planned)
         if self.controller is not None:
-            budget = self._plan_drafts(parts, budget)
+            budget = self._plan_drafts(planned, budget, self.controller)
         if self.times is not None:
-            self._plan_text_drafts(parts, budget, self.times)
+            self._plan_text_drafts(planned, budget, self.times)
         rows = []
-        for part in self._in_place(parts):
-            part.sequence.last_step = self._step
-            rows.append(row_of(part))
+        for row in self._in_place(planned):
+            row.sequence.last_step = self._step
+            rows.append(row_of(row))
         self.last_plan = Plan(tuple(rows))
         return self.last_plan
 
-    def _plan_texts(self, parts: dict[int, PlannedRow]) -> int:
-        """Plan known tokens of decoding rows, running prompts and new requests, and drafts of fixed shapes. Return the
-        tokens left for drafts that the controller chooses; prompts leave it those `held` for the current shape."""
-        total = budget = self.config.max_num_batched_tokens
-        decoding = in_turn(s for s in self._running.values() if s.num_missing == 1)
-        prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
-        nodes_left = self.config.max_drafted_nodes or total
-        self._adaptive_nodes = nodes_left // max(1, sum(s.request.speculation.adapts_shape for s in decoding))
-        for sequence in decoding:
-            reserved = total // 4 if prompts_wait and parts else 0
-            part = self._part(sequence, budget - reserved)
-            is_in_turn = part.num_nodes <= nodes_left or not parts
-            if part.emits and is_in_turn and self._reserve(part):
-                nodes_left -= part.num_nodes
-                parts[sequence.sequence_id] = part
-                budget -= part.num_tokens
-        held = min(self._usual_drafts(decoding), max(0, budget - total // 4))
-        if parts and self.config.max_prompt_tokens:
-            held = max(held, budget - self.config.max_prompt_tokens)
-        limit = None
-        if parts and self.times is not None and prompts_wait:
-            limit = PromptLimit(self.times, len(parts), sum(part.end for part in parts.values()))
-        budget = self._plan_prompts(parts, budget - held, limit) if prompts_wait else budget - held
-        # Requests admitted now can share the blocks of this step, because a pass writes all K/V before it reads any.
-        for part in parts.values():
-            self._publish(part)
-        while (admitted := self._admit(budget, limit)) is not None:
-            parts[admitted.sequence.sequence_id] = admitted
-            budget -= admitted.num_tokens
-            self._publish(admitted)
-        return held + budget
-
-    def _plan_prompts(self, parts: dict[int, PlannedRow], budget: int, limit: PromptLimit | None) -> int:
-        """Add chunks of the running prompts; return the tokens left for waiting requests."""
-        prompts = in_turn(s for s in self._running.values() if s.num_missing > 1)
-        num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
-        shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._lag)
-        for sequence in prompts:
-            part = self._part(sequence, min(budget, shares[sequence.sequence_id]), limit)
-            if part.num_known and self._reserve(part):
-                parts[sequence.sequence_id] = part
-                budget -= part.num_tokens
-        return budget
-
-    def _plan_drafts(self, parts: dict[int, PlannedRow], budget: int) -> int:
-        """Let the controller decide about the adaptive rows that emit, and add their drafts if they fit. Return the
-        tokens that are left.
-        """
-        assert self.controller is not None
-        emitting = [part for part in self._in_place(parts) if part.emits]
-        adaptive = [part for part in emitting if self._controller_of(part.sequence) is not None]
-        others = [part for part in emitting if self._controller_of(part.sequence) is None]
-        self.controller.choose(
-            [part.sequence for part in adaptive],
-            [part.fanout for part in others],
-            [self.draft_prefill.lag(part.sequence) for part in adaptive],
-            sum(part.end for part in others),
-            any(part.needs for part in emitting),
-        )
-        drafts = self.controller.drafts_with_prompt(sum(part.num_known - part.emits for part in parts.values()))
-        for part in adaptive:
-            # The last token of an answer is not drafted, so nothing of the shape may remain.
-            fanout, draft_chunk = self.controller.fanout(part.sequence)[: max(0, part.sequence.num_remaining - 1)], 0
-            if fanout and (not drafts or self.draft_prefill.is_far(part.sequence)):
-                fanout, draft_chunk = (), self.draft_prefill.chunk
-            elif not fanout and part.num_known > 1:
-                draft_chunk = self._prompt_draft_chunk
-            if not (fanout or draft_chunk):  # as planned
-                continue
-            room = budget + part.num_tokens
-            found = plan_row(part.sequence, fanout, room, self._most_unweighed(part.sequence), draft_chunk)
-            if found.emits and found.num_tokens <= room and self.tables.find(found):
-                parts[part.sequence.sequence_id] = found
-                budget = room - found.num_tokens
-        return budget
-
-    def _plan_text_drafts(self, parts: dict[int, PlannedRow], budget: int, times: StepTimes) -> None:
-        """Add text drafts to the adaptive rows that emit, if they are worth their time and fit."""
-        for found in self.text_planner.planned(self._in_place(parts), times, self._reached):
-            sequence_id = found.sequence.sequence_id
-            room = budget + parts[sequence_id].num_tokens
-            if found.num_tokens <= room and self.tables.find(found):
-                parts[sequence_id] = found
-                budget = room - found.num_tokens
-
-    def _reached(self, part: PlannedRow) -> Numbers:
-        """Return [depths] the probability that a part's drawn drafts are accepted to each depth and beyond."""
-        if self.controller is None or not part.fanout:
-            return NOTHING
-        return self.controller.reached(part.sequence, part.fanout)
-
-    def _usual_drafts(self, decoding: list[Sequence]) -> int:
-        """Return the number of tokens that the adaptive sequences would draft now."""
-        if self.controller is None:
-            return 0
-        num_drafts, length = self.controller.choice.shape
-        return num_drafts * length * sum(s.request.speculation.adapts_shape for s in decoding)
-
-    def _in_place(self, parts: dict[int, PlannedRow]) -> list[PlannedRow]:
-        """Return the parts whose sequences still hold their blocks, which a more urgent one may have taken."""
-        return [part for sequence_id, part in parts.items() if sequence_id in self._running]
-
     def commit(self, plan: Plan, verdict: StepVerdict) -> list[Outcome]:
-        """Append emitted tokens, cut at the end of the answer, and free ended sequences. `Engine` ends broken ones."""
+        """Append emitted tokens, and free ended sequences; `Engine` ends broken sequences."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
@@ -277,76 +192,210 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError if blocks and sequences contradict each other."""
         self.tables.check_invariants(self._running.values())
-        assert not any(s.block_ids or s.draft_block_ids for s in self._waiting), "a waiting sequence holds blocks"
+        holders = [s for s in self._waiting if s.block_ids or s.draft_block_ids]
+        assert not holders, "a waiting sequence holds blocks"
         ids = {s.sequence_id for s in self._waiting} | set(self._running)
         assert ids == set(self._sequence_ids.values()), "a request is lost"
         for s in self._running.values():
             assert 0 <= s.num_target_computed < len(s.tokens)
             assert len(s.block_ids) * self.block_size >= s.num_target_computed
 
-    # -- planning ---------------------------------------------------------------------------
+    # -- planning known tokens --------------------------------------------------------------------
 
-    def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> PlannedRow:
-        """Return the part that fits the budget and the time of prompts; no drafts if the controller decides on them."""
-        is_prompt, first = sequence.num_missing > 1, sequence.num_target_computed
-        is_adaptive = self._controller_of(sequence) is not None
+    def _share_draft_reading(self) -> None:
+        """Set how much the draft model reads of texts from which nothing is drafted yet."""
+        adaptive = (s for s in self._running.values() if s.request.speculation.adapts_shape)
+        self.draft_prefill.share_among(adaptive)
+        reads = self.controller is not None and self.controller.reads
+        self._prompt_draft_chunk = self.draft_prefill.chunk if reads else 0
+
+    def _plan_texts(self, planned: Planned) -> int:
+        """Plan all known tokens. Return the tokens that are left for the controller's drafts."""
+        decoding = in_turn(s for s in self._running.values() if s.num_missing == 1)
+        prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
+        budget = self._plan_decoding(planned, decoding, prompts_wait)
+        held = self._held_for_drafts(planned, decoding, budget)
+        budget -= held
+        limit = None
+        if prompts_wait and planned and self.times is not None:
+            num_text = sum(row.end for row in planned.values())
+            limit = PromptLimit(self.times, len(planned), num_text)
+        if prompts_wait:
+            budget = self._plan_prompts(planned, budget, limit)
+        # Requests admitted now can share the blocks of this step, because a pass writes all K/V
+        # before it reads any.
+        for row in planned.values():
+            self._publish(row)
+        budget = self._plan_new(planned, budget, limit)
+        return budget + held
+
+    def _plan_decoding(self, planned: Planned, decoding: list[Sequence], prompts_wait: bool) -> int:
+        """Add the rows that decode, with drafts of fixed shapes; return the tokens left."""
+        budget = total = self.config.max_num_batched_tokens
+        nodes_left = self.config.max_drafted_nodes or total
+        num_adaptive = sum(s.request.speculation.adapts_shape for s in decoding)
+        self._adaptive_nodes = nodes_left // max(1, num_adaptive)
+        for sequence in decoding:
+            reserved = total // 4 if prompts_wait and planned else 0
+            row = self._plan_row(sequence, budget - reserved)
+            is_in_turn = row.num_nodes <= nodes_left or not planned
+            if row.emits and is_in_turn and self._reserve(row):
+                planned[sequence.sequence_id] = row
+                nodes_left -= row.num_nodes
+                budget -= row.num_tokens
+        return budget
+
+    def _held_for_drafts(self, planned: Planned, decoding: list[Sequence], budget: int) -> int:
+        """Return the tokens that prompts leave for the controller's present drafts; a quarter of
+        the step stays for prompts. If requests decode, prompts get at most `max_prompt_tokens`.
+        """
+        held = 0
+        if self.controller is not None:
+            num_drafts, length = self.controller.choice.shape
+            num_adaptive = sum(s.request.speculation.adapts_shape for s in decoding)
+            most_held = max(0, budget - self.config.max_num_batched_tokens // 4)
+            held = min(num_drafts * length * num_adaptive, most_held)
+        if planned and self.config.max_prompt_tokens:
+            held = max(held, budget - self.config.max_prompt_tokens)
+        return held
+
+    def _plan_prompts(self, planned: Planned, budget: int, limit: PromptLimit | None) -> int:
+        """Add chunks of the running prompts; return the tokens left for waiting requests."""
+        prompts = in_turn(s for s in self._running.values() if s.num_missing > 1)
+        num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
+        shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._lag)
+        for sequence in prompts:
+            row = self._plan_row(sequence, min(budget, shares[sequence.sequence_id]), limit)
+            if row.num_known and self._reserve(row):
+                planned[sequence.sequence_id] = row
+                budget -= row.num_tokens
+        return budget
+
+    def _plan_new(self, planned: Planned, budget: int, limit: PromptLimit | None) -> int:
+        """Add requests from the queue while they fit; return the tokens left."""
+        while self._waiting and len(self._running) < self.config.max_num_seqs:
+            row = self._admit(budget, limit)
+            if row is None:
+                break
+            planned[row.sequence.sequence_id] = row
+            budget -= row.num_tokens
+            self._publish(row)
+        return budget
+
+    def _plan_row(
+        self,
+        sequence: Sequence,
+        budget: int,
+        limit: PromptLimit | None = None,
+    ) -> PlannedRow:
+        """Return the row that fits the budget and the prompts' time, but no controller's drafts."""
+        first = sequence.num_target_computed
+        is_prompt = sequence.num_missing > 1
         if is_prompt and limit is not None:
             fitting = limit.most(first, min(budget, sequence.num_missing))
-            if fitting < sequence.num_missing:  # else its drafts, which are not limited, may follow the whole prompt
+            # The drafts after a whole prompt are not limited.
+            if fitting < sequence.num_missing:
                 budget = min(budget, self._lag(sequence) + fitting)
         fanout: Fanout = ()
         draft_chunk = 0
-        if not is_adaptive:
+        if not self._is_adaptive(sequence):
             fanout = fanout_within(sequence.request.speculation, self._adaptive_nodes)
         elif is_prompt:
             draft_chunk = self._prompt_draft_chunk
-        part = plan_row(sequence, fanout, budget, self._most_unweighed(sequence), draft_chunk)
+        row = plan_row(sequence, fanout, budget, self._most_unweighed(sequence), draft_chunk)
         if is_prompt and limit is not None:
-            limit.take(first, part.num_known)
-        return part
+            limit.take(first, row.num_known)
+        return row
+
+    # -- planning drafts --------------------------------------------------------------------------
+
+    def _plan_drafts(self, planned: Planned, budget: int, controller: Controller) -> int:
+        """Let the controller choose for the adaptive rows that emit, and add their drafts if they
+        fit. Return the tokens left.
+        """
+        emitting = [row for row in self._in_place(planned) if row.emits]
+        adaptive = [row for row in emitting if row.sequence.request.speculation.adapts_shape]
+        others = [row for row in emitting if not row.sequence.request.speculation.adapts_shape]
+        sequences = [row.sequence for row in adaptive]
+        other_fanouts = [row.fanout for row in others]
+        lags = [self.draft_prefill.lag(sequence) for sequence in sequences]
+        other_text = sum(row.end for row in others)
+        is_eager = any(row.needs for row in emitting)
+        controller.choose(sequences, other_fanouts, lags, other_text, is_eager)
+        num_prompt = sum(row.num_known - row.emits for row in planned.values())
+        drafts_now = controller.drafts_with_prompt(num_prompt)
+        for row in adaptive:
+            sequence = row.sequence
+            # The last token of an answer is not drafted, so nothing of the shape may remain.
+            fanout = controller.fanout(sequence)[: max(0, sequence.num_remaining - 1)]
+            draft_chunk = 0
+            if fanout and (not drafts_now or self.draft_prefill.is_far(sequence)):
+                # It decodes plainly while the draft model catches up.
+                fanout = ()
+                draft_chunk = self.draft_prefill.chunk
+            elif not fanout and row.num_known > 1:
+                draft_chunk = self._prompt_draft_chunk
+            if not fanout and not draft_chunk:  # the row stays as planned
+                continue
+            room = budget + row.num_tokens
+            most_text_nodes = self._most_unweighed(sequence)
+            drafting = plan_row(sequence, fanout, room, most_text_nodes, draft_chunk)
+            if drafting.emits and drafting.num_tokens <= room and self.tables.find(drafting):
+                planned[sequence.sequence_id] = drafting
+                budget = room - drafting.num_tokens
+        return budget
+
+    def _plan_text_drafts(self, planned: Planned, budget: int, times: StepTimes) -> None:
+        """Add text drafts to the adaptive rows that emit, if they are worth their time and fit."""
+        rows = self._in_place(planned)
+        for drafting in self.text_planner.planned(rows, times, self._reached):
+            sequence_id = drafting.sequence.sequence_id
+            room = budget + planned[sequence_id].num_tokens
+            if drafting.num_tokens <= room and self.tables.find(drafting):
+                planned[sequence_id] = drafting
+                budget = room - drafting.num_tokens
+
+    def _reached(self, row: PlannedRow) -> Numbers:
+        """Return [depths] the probability that a row's drawn drafts are accepted to each depth."""
+        if self.controller is None or not row.fanout:
+            return NOTHING
+        return self.controller.reached(row.sequence, row.fanout)
+
+    def _is_adaptive(self, sequence: Sequence) -> bool:
+        """Whether the controller chooses the drawn drafts of a sequence."""
+        return self.controller is not None and sequence.request.speculation.adapts_shape
 
     def _most_unweighed(self, sequence: Sequence) -> int:
-        """Return the most nodes of its text drafts that are a function of its text, whatever the load is."""
+        """Return the most nodes of its text drafts that do not depend on the load."""
         is_weighed = self.times is not None and weighs_text_drafts(sequence)
         return 0 if is_weighed else self.config.max_copied_tokens
 
     def _lag(self, sequence: Sequence) -> int:
-        """Return the lag that a step makes up together with the target; 0 for heads, or if the controller chooses."""
-        is_bounded = not sequence.by_head and self._controller_of(sequence) is None
-        return self.draft_prefill.lag(sequence) if is_bounded else 0
+        """Return the lag that a row makes up; 0 for heads, or if the controller chooses drafts."""
+        if sequence.by_head or self._is_adaptive(sequence):
+            return 0
+        return self.draft_prefill.lag(sequence)
 
-    def _controller_of(self, sequence: Sequence) -> Controller | None:
-        """Return the controller that chooses its drawn drafts; None if its request does, or draws none."""
-        return self.controller if sequence.request.speculation.adapts_shape else None
+    # -- blocks and admission ---------------------------------------------------------------------
 
-    def _take_cached(self, sequence: Sequence) -> None:
-        """Start after the cached part of the text; the last token is always computed."""
-        if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
-            return  # all is computed: logprobs of a prompt need a row of logits for each token
-        num_drafted = self.tables.take_known(sequence)
-        if sequence.request.speculation.num_drafts:
-            if self._controller_of(sequence) is None:
-                most_tokens = self.draft_prefill.most_cached(sequence, num_drafted * self.block_size)
-                most = most_tokens // self.block_size
-                self.tables.target.release(sequence.block_ids[most:])
-                sequence.block_ids = sequence.block_ids[:most]
-            sequence.num_draft_computed = min(num_drafted, len(sequence.block_ids)) * self.block_size
-        sequence.num_target_computed = len(sequence.block_ids) * self.block_size
-        sequence.num_published_blocks = len(sequence.block_ids)
-        sequence.num_drafted_blocks = num_drafted
+    def _in_place(self, planned: Planned) -> list[PlannedRow]:
+        """Return the rows whose sequences have not been preempted since they were planned."""
+        return [row for sequence_id, row in planned.items() if sequence_id in self._running]
 
-    def _publish(self, part: PlannedRow) -> None:
-        """Publish, before the pass, the blocks that the part will fill, so that other requests can use them."""
-        if part.sequence.sequence_id in self._running:
-            self.tables.publish(part.sequence, part.end, part.draft_start, part.draft_end)
+    def _publish(self, row: PlannedRow) -> None:
+        """Publish, before the pass, the blocks that a row will fill, for other requests."""
+        if row.sequence.sequence_id in self._running:
+            self.tables.publish(row.sequence, row.end, row.draft_start, row.draft_end)
 
-    def _reserve(self, part: PlannedRow) -> bool:
-        """Allocate a part's blocks, preempting sequences if none are free; False if its own one was preempted."""
-        while part.sequence.sequence_id in self._running:
-            if self.tables.find(part):
+    def _reserve(self, row: PlannedRow) -> bool:
+        """Allocate a row's blocks, preempting sequences if none are free. Return False if the row's
+        sequence was preempted.
+        """
+        while row.sequence.sequence_id in self._running:
+            if self.tables.find(row):
                 return True
-            holders = [one for one in self._running.values() if self.tables.frees(one, part)]
-            self._preempt(max(holders, key=expendability, default=part.sequence))
+            holders = [s for s in self._running.values() if self.tables.frees(s, row)]
+            self._preempt(max(holders, key=expendability, default=row.sequence))
         return False
 
     def _preempt(self, victim: Sequence) -> None:
@@ -361,13 +410,11 @@ class Scheduler:
         sequence.forget_computed()
 
     def _admit(self, budget: int, limit: PromptLimit | None) -> PlannedRow | None:
-        """Start the first request of the queue if a seat, some budget and blocks for its whole text are free."""
-        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
-            return None
+        """Start the first request of the queue; None if its tokens or its whole text do not fit."""
         sequence = self._waiting[0]
         self._take_cached(sequence)
-        part = self._part(sequence, budget, limit)
-        if not part.num_known or not self.tables.admit(part, self._num_text(sequence)):
+        row = self._plan_row(sequence, budget, limit)
+        if not row.num_known or not self.tables.admit(row, self._num_text(sequence)):
             self._forget(sequence)
             return None
         self._waiting.pop(0)
@@ -375,35 +422,62 @@ class Scheduler:
         self.num_cache_queries += len(sequence.tokens)
         self.num_cache_hits += sequence.num_target_computed
         self._running[sequence.sequence_id] = sequence
-        return part
+        return row
+
+    def _take_cached(self, sequence: Sequence) -> None:
+        """Start after the cached blocks of the text; the last token is always computed."""
+        # Logprobs of a prompt need a row of logits for each token, so all tokens are computed.
+        if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
+            return
+        num_drafted = self.tables.take_known(sequence)
+        drafts = sequence.request.speculation.num_drafts > 0
+        if drafts and not self._is_adaptive(sequence):
+            num_drafted_tokens = num_drafted * self.block_size
+            most_tokens = self.draft_prefill.most_cached(sequence, num_drafted_tokens)
+            most_blocks = most_tokens // self.block_size
+            self.tables.target.release(sequence.block_ids[most_blocks:])
+            sequence.block_ids = sequence.block_ids[:most_blocks]
+        num_blocks = len(sequence.block_ids)
+        if drafts:
+            sequence.num_draft_computed = min(num_drafted, num_blocks) * self.block_size
+        sequence.num_target_computed = num_blocks * self.block_size
+        sequence.num_published_blocks = num_blocks
+        sequence.num_drafted_blocks = num_drafted
 
     def _num_text(self, sequence: Sequence) -> int:
-        """Return the number of tokens for which blocks must be free before it starts."""
-        from_text = self.config.max_copied_tokens if sequence.text_draft_finder else 0
-        return len(sequence.tokens) + num_nodes(sequence.request.speculation.fanout) + from_text
+        """Return the number of tokens for which blocks must be free before a sequence starts."""
+        num_text = len(sequence.tokens) + num_nodes(sequence.request.speculation.fanout)
+        if sequence.text_draft_finder:
+            num_text += self.config.max_copied_tokens
+        return num_text
 
-    # -- committing -------------------------------------------------------------------------
+    # -- committing -------------------------------------------------------------------------------
 
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
-        sequence.num_target_computed += len(emission.accepted)
-        sequence.num_draft_computed += 0 if sequence.by_head else emission.num_draft_kept
-        is_drawn = bool(row.fanout) and not any(part.num_accepted for part in emission.text_draft_counts)
-        if self.controller is not None and is_drawn and row.speculation.adaptive:
-            self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
-        kept, finish_reason = sequence.cut([*emission.accepted, emission.next_token])
-        self.text_planner.learn(sequence, kept)
+        num_accepted = len(emission.accepted)
+        sequence.num_target_computed += num_accepted
+        if not sequence.by_head:
+            sequence.num_draft_computed += emission.num_draft_kept
+        is_adaptive = row.speculation.adaptive and bool(row.fanout)
+        # An accepted text draft shows nothing about the drawn drafts.
+        learns = is_adaptive and not any(part.num_accepted for part in emission.text_draft_counts)
+        if self.controller is not None and learns:
+            self.controller.observe(sequence, row.fanout[0], row.draft_length, num_accepted)
+        token_ids, finish_reason = sequence.cut([*emission.accepted, emission.next_token])
+        self.text_planner.learn(sequence, token_ids)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
-        num_predicted = sequence.text_draft_finder.num_predicted(sequence.tokens, kept)
-        sequence.tokens += kept
-        # The K/V of the last token is computed in the next step, even if this token is an accepted draft.
-        sequence.num_target_computed = min(sequence.num_target_computed, len(sequence.tokens) - 1)
-        sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
+        num_predicted = sequence.text_draft_finder.num_predicted(sequence.tokens, token_ids)
+        sequence.tokens += token_ids
+        # The last token's K/V is computed in the next step, even if it is an accepted draft.
+        last = len(sequence.tokens) - 1
+        sequence.num_target_computed = min(sequence.num_target_computed, last)
+        sequence.num_draft_computed = min(sequence.num_draft_computed, last)
         sequence.shifts = emission.shifts
         if finish_reason is not None:
             self._finish(sequence)
         return Outcome(
             request_id=sequence.request.request_id,
-            token_ids=kept,
+            token_ids=token_ids,
             finish_reason=finish_reason,
             draft_length=row.longest_chain,
             num_chains=row.num_drafts + len(row.text_drafts),
@@ -411,11 +485,11 @@ class Scheduler:
             num_predicted=num_predicted,
             rule=row.speculation.rule,
             num_nodes=emission.num_nodes,
-            num_accepted=min(len(emission.accepted), len(kept)),
+            num_accepted=min(num_accepted, len(token_ids)),
             num_cached=sequence.num_cached,
             queue_s=sequence.queue_s,
             reading_s=sequence.take_reading(),
-            logprobs=list(emission.logprobs[: len(kept)]),
+            logprobs=list(emission.logprobs[: len(token_ids)]),
             prompt_logprobs=prompt_logprobs,
             gap=emission.gap,
             bias=emission.bias,
@@ -423,11 +497,16 @@ class Scheduler:
         )
 
     def _finish(self, sequence: Sequence) -> None:
-        controller = self._controller_of(sequence)
-        if controller is not None:
-            controller.acceptance.note_answer(self.draft_prefill.to_read(sequence), sequence.num_emitted)
+        if self.controller is not None and self._is_adaptive(sequence):
+            num_read = self.draft_prefill.to_read(sequence)
+            self.controller.acceptance.note_answer(num_read, sequence.num_emitted)
         self.text_planner.answers.add(sequence.request, sequence.tokens[sequence.num_prompt :])
-        self.tables.publish(sequence, sequence.num_target_computed, sequence.draft_start, sequence.num_draft_computed)
+        self.tables.publish(
+            sequence,
+            sequence.num_target_computed,
+            sequence.draft_start,
+            sequence.num_draft_computed,
+        )
         del self._running[sequence.sequence_id]
         del self._sequence_ids[sequence.request.request_id]
         self.tables.release(sequence)

@@ -1,4 +1,6 @@
-"""Running state of a request. The scheduler writes it; controller and telemetry only add statistics (`note_...`)."""
+"""Running state of a request. The scheduler writes it; controller and telemetry only add statistics
+(`note_...`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from engine.scheduling.text_drafters.tree import TextTree
 from engine.text_counts import TextCounts
 
 _RATIO_WEIGHT = 10.0
-"""Weight, in tokens, of the prior belief that a request's drafts are accepted as often as those of all requests."""
+"""Weight, in tokens, of the prior belief that a request's drafts are accepted as usual."""
 _KEEP_DRAFTS = 0.95
 """Factor of the drafts' weight after each further step."""
 
@@ -34,8 +36,8 @@ class Sequence:
     draft_window: int = 0
     """Tokens before its drafts that the draft model sees, at first the server's window; 0 is all."""
     fixed_draft_distribution: InitVar[bool] = False
-    """Whether the draft distribution after a text must be the same in all steps. With a window it depends on where the
-    step begins.
+    """Whether the draft distribution after a text must be the same in all steps. With a window it
+    depends on where the step begins.
     """
     eos_token_ids: InitVar[frozenset[int]] = frozenset()
     edits: InitVar[SharedEdits | None] = None
@@ -48,15 +50,15 @@ class Sequence:
     draft_start: int = 0
     """Index from which the computed draft K/V has no gap."""
     block_ids: tuple[int, ...] = ()
-    """Block table of the target: a tuple, so that a step recognises one that has not changed."""
+    """Block table of the target: a tuple, so that steps recognise a table that has not changed."""
     draft_block_ids: tuple[int, ...] = ()
-    """Blocks of the draft model's K/V, if these are not those of the target's."""
+    """Block table of the draft model, if it has separate blocks."""
     first_draft_block: int = 0
-    """Draft blocks at the beginning of the text that the sequence does not hold."""
+    """Number of leading draft blocks already released."""
     num_published_blocks: int = 0
-    """Number of its blocks whose target K/V others may use."""
+    """Number of its blocks whose target K/V other requests may use."""
     num_drafted_blocks: int = 0
-    """Number of its blocks whose draft K/V others may use."""
+    """Number of its blocks whose draft K/V other requests may use."""
     num_cached: int = 0
     """Prompt tokens with cached K/V at the first admission."""
     last_step: int = -1
@@ -72,11 +74,14 @@ class Sequence:
         edits: SharedEdits | None,
         answers: AnswerStore | None,
     ) -> None:
-        request, limits = self.request, self.request.limits
+        request = self.request
+        limits = request.limits
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt = len(request.prompt_token_ids)
         self.edits_logits = request.sampling.edits_logits  # computed once: every step asks
-        self._stops = frozenset(limits.stop_token_ids) | (frozenset() if limits.ignore_eos else eos_token_ids)
+        self._stops = frozenset(limits.stop_token_ids)
+        if not limits.ignore_eos:
+            self._stops |= eos_token_ids
         ends = tuple(sorted(self._stops)) if limits.min_tokens else ()
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, ends)
         self.counts = TextCounts(self.num_prompt)
@@ -86,15 +91,16 @@ class Sequence:
         self.text_tree: TextTree | None = None
         """Continuations that its text drafters found in this step, drafted or not."""
         self.shares_blocks = not (fixed_draft_distribution and self.draft_window)
-        """Whether it uses the prefix cache. False if the server has a draft window but this request must draft
-        without one: cached draft K/V was computed with the window.
+        """Whether it uses the prefix cache. False if the server has a draft window but this request
+        must draft without it: cached draft K/V was computed with the window.
         """
         if fixed_draft_distribution:
             self.draft_window = 0
         self._keys: list[Key] = []
-        self._drafts_taken = self._drafts_expected = 0.0
+        self._drafts_taken = 0.0
+        self._drafts_expected = 0.0
         self._was_admitted = False
-        self._reading_s = 0.0, 0.0
+        self._reading_s = (0.0, 0.0)
 
     @property
     def holds_back(self) -> bool:
@@ -128,51 +134,57 @@ class Sequence:
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts can follow its text now. A head drafts after a single token without target K/V, and never
-        before the answer's first token, so drafts do not depend on how the prompt was cut.
+        """Whether drafts can follow its text now. A head drafts after a single token without target
+        K/V, and never before the answer's first token, so drafts do not depend on how the prompt
+        was cut.
         """
         return not self.by_head or (self.num_missing == 1 and self.num_emitted > 0)
 
     @property
     def num_shared(self) -> int:
-        """Return the number of tokens of its text whose K/V may come from the prefix cache; the last token is always
-        computed. A head drafts from the target's states of earlier steps, and another request may compute a cached
-        block in this step. So a text that resumes drafting leaves out two tokens, and drafts in its second step.
+        """Return the number of tokens of its text whose K/V may come from the prefix cache.
+
+        The last token is always computed. A head drafts from the target's states of earlier steps,
+        and another request may compute a cached block in this step. So a text that resumes drafting
+        leaves out two tokens, and drafts in its second step.
         """
-        return len(self.tokens) - (2 if self.by_head and self.num_emitted else 1)
+        resumes_by_head = self.by_head and self.num_emitted > 0
+        return len(self.tokens) - (2 if resumes_by_head else 1)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logprobs of the prompt are still to be reported; they come with the first emitted tokens."""
+        """Whether logprobs of the prompt will be reported with the first emitted tokens."""
         return self.request.num_prompt_logprobs is not None and not self.num_emitted
 
     @property
     def acceptance_ratio(self) -> float:
-        """Return the number of accepted draft tokens over the number that was expected; near 1 while little is
-        known.
-        """
+        """Return accepted over expected draft tokens; near 1 while little is known."""
         return (self._drafts_taken + _RATIO_WEIGHT) / (self._drafts_expected + _RATIO_WEIGHT)
 
     def note_drafts(self, num_taken: int, expected: float) -> None:
-        """Record verified drafts: accepted tokens and their expected number. Older drafts count less."""
+        """Record verified drafts: accepted tokens and their expected number. Older drafts fade."""
         self._drafts_taken = _KEEP_DRAFTS * self._drafts_taken + num_taken
         self._drafts_expected = _KEEP_DRAFTS * self._drafts_expected + expected
 
     def note_reading(self, taken_s: float, plain_s: float) -> None:
         """Record a step that read its text without giving it a token."""
-        taken, plain = self._reading_s
-        self._reading_s = taken + taken_s, plain + plain_s
+        earlier_taken_s, earlier_plain_s = self._reading_s
+        self._reading_s = (earlier_taken_s + taken_s, earlier_plain_s + plain_s)
 
     def take_reading(self) -> tuple[float, float]:
-        """Return the seconds of such steps since its last token, and those that plain decoding would have taken."""
-        found, self._reading_s = self._reading_s, (0.0, 0.0)
-        return found
+        """Return (seconds of steps that have read its text since its last token, seconds that
+        plain decoding would have taken for them).
+        """
+        reading_s = self._reading_s
+        self._reading_s = (0.0, 0.0)
+        return reading_s
 
     def cut(self, emitted: list[int]) -> tuple[list[int], str | None]:
-        """Return the emitted tokens that the answer takes, and why it ends with them: `stop`, `length` or None."""
-        num_remaining = self.num_remaining
-        if not self.request.limits.max_tokens:  # only the prompt was requested; the token drawn after it is dropped
+        """Return the emitted tokens that the answer takes, and its finish reason or None."""
+        # Only the prompt was requested: the token drawn after it is dropped.
+        if not self.request.limits.max_tokens:
             return [], "length"
+        num_remaining = self.num_remaining
         emitted = emitted[:num_remaining]
         for count, token in enumerate(emitted, start=1):
             if token in self._stops:
@@ -183,25 +195,29 @@ class Sequence:
         """Return the keys of the first `count` blocks of its text, all of them full."""
         for start in range(len(self._keys) * block_size, count * block_size, block_size):
             before = self._keys[-1] if self._keys else root_key(self.request.cache_salt)
-            self._keys.append(next_key(before, self.tokens[start : start + block_size]))
+            tokens = self.tokens[start : start + block_size]
+            self._keys.append(next_key(before, tokens))
         return self._keys[:count]
 
     @property
     def held_draft_blocks(self) -> tuple[int, ...]:
-        """Return the blocks of the draft model's K/V that it holds, if these are not those of the target's."""
+        """Return the blocks of the draft model that it holds, if it has separate blocks."""
         return self.draft_block_ids[self.first_draft_block :]
 
     def note_admission(self, now_s: float) -> None:
-        """Record the first admission; later ones (after preemption) do not count."""
+        """Record the first admission; later admissions (after preemption) do not count."""
         if not self._was_admitted:
             self._was_admitted = True
             self.queue_s = now_s - self.arrived_s
             self.num_cached = self.num_target_computed
 
     def forget_computed(self) -> None:
-        """Forget what of its text has K/V, after its blocks were released (preemption by recomputation)."""
-        self.num_target_computed = self.num_draft_computed = self.draft_start = 0
-        self.num_published_blocks = self.num_drafted_blocks = 0
+        """Forget which tokens have K/V, after its blocks were released (preemption)."""
+        self.num_target_computed = 0
+        self.num_draft_computed = 0
+        self.draft_start = 0
+        self.num_published_blocks = 0
+        self.num_drafted_blocks = 0
         self.prompt_logprobs = []
 
 
@@ -211,7 +227,5 @@ def urgency(sequence: Sequence) -> tuple[int, int]:
 
 
 def expendability(sequence: Sequence) -> tuple[int, int, int]:
-    """Return the key for preemption; the largest is preempted first: the least urgent, then the one that loses
-    least, then the latest.
-    """
+    """Return the key for preemption, largest first: the least urgent, least computed, latest."""
     return sequence.request.priority, -sequence.num_target_computed, sequence.sequence_id

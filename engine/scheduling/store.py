@@ -1,9 +1,10 @@
-"""Prefix cache: which blocks hold the K/V of which text, so that later requests with the same beginning can use it.
+"""Prefix cache: which blocks hold the K/V of which text, for later requests that begin alike.
 
-A block that is full of known tokens is *published* under a key of these tokens and all tokens before them. Holders of a
-block are counted. A published block without holders keeps its content until its memory is needed; the least recently
-used block goes first. If target and draft model have the same blocks, a block may hold the target's K/V alone, as the
-request that computed it did not speculate; the draft model then computes its K/V into the same block. No torch.
+A block that is full of known tokens is *published* under a key of these tokens and all tokens
+before them. Holders of a block are counted. A published block without holders keeps its content
+until its memory is needed; the least recently used block goes first. If target and draft model have
+the same blocks, a block may hold the target's K/V alone, because the request that computed it did
+not speculate; the draft model then computes its K/V into the same block. No torch.
 
 Not for: which blocks a sequence takes, publishes and releases (`block_tables.py`).
 """
@@ -31,14 +32,15 @@ def next_key(before: Key, tokens: Sequence[int]) -> Key:
 
 
 class BlockPool:
-    """Blocks that are free. They are allocated in runs that are as contiguous as possible, because a sequence with
+    """Free blocks, allocated in runs that are as contiguous as possible, because a sequence with
     contiguous blocks is read without a copy.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
-        self.num_blocks = self.num_free = num_blocks
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
         self._is_free = np.ones(num_blocks, dtype=bool)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -49,7 +51,8 @@ class BlockPool:
         assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = [] if after is None else self._take(after + 1, count)
         while len(taken) < count:
-            taken += self._take(self._begin_in_largest(count - len(taken)), count - len(taken))
+            num_missing = count - len(taken)
+            taken += self._take(self._begin_in_largest(num_missing), num_missing)
         self.num_free -= count
         return taken
 
@@ -66,21 +69,23 @@ class BlockPool:
         assert self._is_free.sum() == self.num_free
 
     def _take(self, begin: int, count: int) -> list[int]:
-        """Take up to `count` blocks, those that are free from `begin` on without a gap."""
-        wanted = self._is_free[begin : begin + count]
-        end = begin + (len(wanted) if wanted.all() else int(wanted.argmin()))
+        """Take up to `count` blocks from `begin` on, until the first block that is not free."""
+        is_free = self._is_free[begin : begin + count]
+        num_taken = len(is_free) if is_free.all() else int(is_free.argmin())
+        end = begin + num_taken
         self._is_free[begin:end] = False
         return list(range(begin, end))
 
     def _begin_in_largest(self, count: int) -> int:
-        """Return where to take blocks of the largest free run: in its middle, so that the sequence before it has room
-        to grow.
-        """
+        """Return the middle of the largest free run, so that the sequence before can grow."""
         edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
-        starts, sizes = edges[::2], edges[1::2] - edges[::2]
+        starts = edges[::2]
+        sizes = edges[1::2] - starts
         largest = int(sizes.argmax())
         start = int(starts[largest])
-        return start + max(0, int(sizes[largest]) - count) // 2 if start else 0
+        if not start:
+            return 0
+        return start + max(0, int(sizes[largest]) - count) // 2
 
 
 class BlockStore:
@@ -90,7 +95,8 @@ class BlockStore:
     """
 
     def __init__(self, num_blocks: int, block_size: int, keeps_content: bool = True) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.keeps_content = keeps_content
         self._pool = BlockPool(num_blocks)
         self._num_holders: dict[int, int] = {}
@@ -100,13 +106,12 @@ class BlockStore:
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def portion(self, number: int = 0, count: int = 1) -> BlockStore:
-        """Return a store of one of `count` equal portions of the blocks, which publishes nothing: for measurements
-        that write over their content.
-        """
-        size = self.num_blocks
-        result = BlockStore(size, self.block_size, keeps_content=False)
-        result.release([block for block in result.allocate(size) if block // (size // count) == number])
-        return result
+        """Return a store with a portion of the blocks for measurements; it publishes nothing."""
+        store = BlockStore(self.num_blocks, self.block_size, keeps_content=False)
+        blocks = store.allocate(self.num_blocks)
+        size = self.num_blocks // count
+        store.release([block for block in blocks if block // size == number])
+        return store
 
     @property
     def num_free(self) -> int:
@@ -119,7 +124,7 @@ class BlockStore:
         return len(self._num_holders)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks without content, continuing after block `after` if the blocks there are free."""
+        """Take `count` blocks without content, continuing after block `after` if possible."""
         while self._pool.num_free < count:
             self._forget(next(iter(self._idle)))
         blocks = self._pool.allocate(count, after)
@@ -127,8 +132,8 @@ class BlockStore:
         return blocks
 
     def take_known(self, keys: Sequence[Key]) -> tuple[list[int], int]:
-        """Hold the blocks of the longest cached beginning of `keys`; return them, and how many of them the draft
-        model has, too.
+        """Hold the blocks of the longest cached beginning of `keys`. Return these blocks, and the
+        number of leading blocks that also have the draft model's K/V.
         """
         blocks: list[int] = []
         for key in keys:
@@ -138,11 +143,15 @@ class BlockStore:
             self._idle.pop(block, None)
             self._num_holders[block] = self._num_holders.get(block, 0) + 1
             blocks.append(block)
-        num_drafted = next((i for i, block in enumerate(blocks) if block not in self._drafted), len(blocks))
+        num_drafted = 0
+        for block in blocks:
+            if block not in self._drafted:
+                break
+            num_drafted += 1
         return blocks, num_drafted
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release a sequence's blocks; the last ones are reused first."""
+        """Release a sequence's blocks; the last blocks are reused first."""
         for block in reversed(block_ids):
             self._num_holders[block] -= 1
             if self._num_holders[block]:
@@ -154,7 +163,7 @@ class BlockStore:
                 self._pool.release([block])
 
     def publish(self, block: int, key: Key, drafted: bool) -> None:
-        """Declare the content of a held block: the target's K/V, and the draft model's if `drafted`."""
+        """Declare the content of a held block: the target's K/V, and draft K/V if `drafted`."""
         if not self.keeps_content:
             return
         assert block in self._num_holders, "a block without a holder may get other content"
@@ -162,7 +171,7 @@ class BlockStore:
         if known is not None and known != block:
             if not drafted or known in self._drafted:
                 return
-            # Another block of the same text has more content and replaces the first.
+            # This block of the same text has more content and replaces the known block.
             self._forget(known)
         self._block_of[key] = block
         self._key_of[block] = key
@@ -170,7 +179,7 @@ class BlockStore:
             self._drafted.add(block)
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
-        """Remove blocks from the prefix cache; their holders keep them. Return those without holders."""
+        """Remove blocks from the prefix cache; holders keep them. Return blocks without holders."""
         blocks = list(block_ids)
         for block in blocks:
             if block in self._key_of:
@@ -182,7 +191,7 @@ class BlockStore:
         self.forget(list(self._key_of))
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless `held`, with each block once per holder, agrees with the accounting."""
+        """Raise AssertionError unless `held`, each block once per holder, fits the accounting."""
         self._pool.check_invariants()
         counts: dict[int, int] = {}
         for block in held:
@@ -191,7 +200,8 @@ class BlockStore:
         assert not counts.keys() & self._idle.keys(), "a held block counts as free"
         assert self._pool.num_free == self.num_blocks - len(counts) - len(self._idle)
         assert {block: key for key, block in self._block_of.items()} == self._key_of
-        assert self._key_of.keys() >= self._idle.keys() | self._drafted, "a block without content is not free"
+        with_content = self._idle.keys() | self._drafted
+        assert self._key_of.keys() >= with_content, "a block without content is not free"
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]

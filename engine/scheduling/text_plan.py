@@ -1,4 +1,4 @@
-"""Text drafts of adaptive requests in a step: found, weighed against the load, and compared with what followed."""
+"""Text drafts of adaptive requests: found, weighed against the load, and learned from."""
 
 from __future__ import annotations
 
@@ -18,41 +18,34 @@ class TextPlanner:
     """Adds text drafts to the rows for which they are worth their time."""
 
     def __init__(self, most_nodes: int) -> None:
-        """most_nodes: of a request in a step."""
+        """most_nodes: most drafted tokens of a request in a step."""
         self.choice = TextChoice()
         self.answers = AnswerStore()
         self._most_nodes = most_nodes
 
     def planned(
-        self, parts: Values[PlannedRow], times: StepTimes, reached: Callable[[PlannedRow], Numbers]
+        self, rows: Values[PlannedRow], times: StepTimes, reached: Callable[[PlannedRow], Numbers]
     ) -> list[PlannedRow]:
-        """Return the parts that get text drafts, with them; parts: of the whole step.
-
-        reached: as in `TextOption`.
-        """
-        emitting = [part for part in parts if part.emits]
-        wanting = [part for part in emitting if weighs_text_drafts(part.sequence)]
-        if not wanting or not self.choice.is_due(len(emitting)):
+        """Return the rows that get text drafts, with these drafts. reached: see `TextOption`."""
+        emitting = [row for row in rows if row.emits]
+        weighing = [row for row in emitting if weighs_text_drafts(row.sequence)]
+        if not weighing or not self.choice.is_due(len(emitting)):
             return []
-        trees = [self._tree(part.sequence) for part in wanting]
+        trees = [self._tree(row.sequence) for row in weighing]
         if not any(map(len, trees)):
             return []
-        reached_by_id = {part.sequence.sequence_id: reached(part) for part in emitting}
-        options = [
-            TextOption(
-                tree.parents,
-                tree.probabilities,
-                reached_by_id[part.sequence.sequence_id],
-                tree.depths,
-                bool(part.fanout),
-            )
-            for tree, part in zip(trees, wanting, strict=True)
-        ]
+        reached_by_id = {row.sequence.sequence_id: reached(row) for row in emitting}
+        options = []
+        for row, tree in zip(weighing, trees, strict=True):
+            depths = reached_by_id[row.sequence.sequence_id]
+            drafts = bool(row.fanout)
+            option = TextOption(tree.parents, tree.probabilities, depths, tree.depths, drafts)
+            options.append(option)
         num_tokens = sum([1.0 + float(depths.sum()) for depths in reached_by_id.values()])
-        chosen = self.choice.choose(times, StepWork.from_rows(parts), num_tokens, options)
+        chosen = self.choice.choose(times, StepWork.from_rows(rows), num_tokens, options)
         return [
-            part._replace(text_drafts=tree.chains(nodes), num_nodes=part.num_nodes + len(nodes))
-            for part, tree, nodes in zip(wanting, trees, chosen, strict=True)
+            row._replace(text_drafts=tree.chains(nodes), num_nodes=row.num_nodes + len(nodes))
+            for row, tree, nodes in zip(weighing, trees, chosen, strict=True)
             if nodes
         ]
 
@@ -61,12 +54,14 @@ class TextPlanner:
         # One token must remain to be emitted after the drafts.
         deepest = min(sequence.num_remaining - 1, self._most_nodes)
         finder = sequence.text_draft_finder
-        sequence.text_tree = finder.tree(sequence.tokens, acceptance.estimate, self._most_nodes, deepest)
-        return sequence.text_tree
+        tree = finder.tree(sequence.tokens, acceptance.estimate, self._most_nodes, deepest)
+        sequence.text_tree = tree
+        return tree
 
     def learn(self, sequence: Sequence, emitted: Values[int]) -> None:
-        """Compare what was found after a text, drafted or not, with the tokens that followed."""
-        tree, sequence.text_tree = sequence.text_tree, None
+        """Compare the continuations of a text, drafted or not, with the tokens that followed."""
+        tree = sequence.text_tree
+        sequence.text_tree = None
         if tree is None:
             return
         acceptance = self.choice.acceptance(sequence.request.sampling.is_greedy)
@@ -75,5 +70,5 @@ class TextPlanner:
 
 
 def weighs_text_drafts(sequence: Sequence) -> bool:
-    """Whether the load decides on its text drafts; otherwise they are a function of the text."""
+    """Whether its text drafts depend on the load; otherwise they are a function of the text."""
     return sequence.request.speculation.adaptive and bool(sequence.text_draft_finder)

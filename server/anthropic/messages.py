@@ -6,15 +6,21 @@ Supports text, thinking and function tools, for coding agents with Anthropic's p
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
 
 from engine.api import RequestError
-from server.http.errors import anthropic_error, to_api_error
-from server.ids import new_id
-from server.openai.fields import (
+from server.openai.translating import refuse_drafts
+from server.serving.answering import AnswerWriter, encode
+from server.serving.choice import CallPiece, Choice, Part
+from server.serving.generation import Delta, Generation
+from server.text.reasoning import Thought
+from server.text.tools import PARTIAL_JSON
+from server.wire.errors import anthropic_error, to_api_error
+from server.wire.fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STRINGS,
@@ -23,18 +29,14 @@ from server.openai.fields import (
     ChatRequest,
     Closed,
     Count,
+    Effort,
     Listed,
     Name,
     SpeculationFields,
     Wire,
 )
-from server.openai.translating import refuse_drafts
-from server.openai.unsupported_fields import Neutral, refuse_unsupported
-from server.serving.answering import AnswerWriter, encode
-from server.serving.choice import CallPiece, Choice, Part
-from server.serving.generation import Delta, Generation
-from server.text.reasoning import Effort, Thought
-from server.text.tools import PARTIAL_JSON
+from server.wire.ids import new_id
+from server.wire.unsupported_fields import Neutral, refuse_unsupported
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 TOOL_REFERENCE = "tool_reference"
@@ -130,15 +132,14 @@ class MessagesRequest(CountTokensRequest):
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
-    """Return the request as a chat. Raises RequestError for unsupported values, ValidationError for invalid ones."""
+    """Return the request as a chat. Raises RequestError for unsupported values, ValidationError for invalid values."""
     refuse_unsupported(body)
     messages = _messages(body)
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
     # A final turn of the assistant is the beginning of the answer.
     last = messages[-1]
-    fields["continue_final_message"] = (
-        last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
-    )
+    is_text = bool(last["content"]) and "tool_calls" not in last
+    fields["continue_final_message"] = last["role"] == "assistant" and is_text
     if body.tools:
         fields["tools"] = _tools(body)
     fields |= _tool_choice(body.tool_choice)
@@ -158,30 +159,42 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
 
 def _effort(body: CountTokensRequest) -> Effort | None:
     """Return chat's reasoning effort; None leaves it to the chat template."""
-    asked = body.output_config.effort if body.output_config else None
+    effort: Effort | None = None
+    if body.output_config is not None:
+        effort = body.output_config.effort
     if body.thinking is not None and body.thinking.type == "disabled":
         return "none"
     if body.thinking is not None and body.thinking.type == "enabled":
-        return asked or "high"
-    return asked
+        return effort or "high"
+    return effort
 
 
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """Return the tools, except deferred ones that no search result has named."""
-    named = {
-        str(part.get("tool_name"))
-        for turn in body.messages if isinstance(turn.content, list)
-        for block in turn.content if isinstance(block.get("content"), list)
-        for part in block["content"] if isinstance(part, dict) and part.get("type") == TOOL_REFERENCE
-    }  # fmt: skip
+    """Return the tools, except deferred tools that no search result has named."""
+    named = set(_referenced_tools(body))
     return [_tool(tool) for tool in body.tools or () if not tool.defer_loading or tool.name in named]
+
+
+def _referenced_tools(body: CountTokensRequest) -> Iterator[str]:
+    """Yield the names of the tools that search results refer to."""
+    for turn in body.messages:
+        for block in turn.content if isinstance(turn.content, list) else ():
+            results = block.get("content")
+            for result in results if isinstance(results, list) else ():
+                if isinstance(result, dict) and result.get("type") == TOOL_REFERENCE:
+                    yield str(result.get("tool_name"))
 
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         return {"type": tool.type}
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": {**function, "strict": tool.strict}}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: AnthropicChoice | None) -> dict[str, Any]:
@@ -237,11 +250,13 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for block in content if isinstance(content, list) else [content]:
+    blocks = content if isinstance(content, list) else [content]
+    for block in blocks:
         if isinstance(block, dict) and block.get("type") == TOOL_REFERENCE:
             texts.append(f"Found {block.get('tool_name')}.\n")
             continue
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+        is_text = isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
+        if not is_text:
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
             raise RequestError(f"{where}: blocks of type {kind!r} are not supported; send text", where)
         if unknown := sorted(block.keys() - {"type", "text"} - _CACHE_KEYS):
@@ -271,9 +286,11 @@ class MessageWriter(AnswerWriter):
         """Return the current message."""
         choice = self._generation.choices[0]
         reason = None
+        stop = None
         if choice.finish_reason is not None:
             reason = self._stop_reason(choice)
-        stop = choice.stop_string if reason == "stop_sequence" else None
+        if reason == "stop_sequence":
+            stop = choice.stop_string
         result: dict[str, Any] = {
             "id": self._id,
             "type": "message",
@@ -319,15 +336,17 @@ class MessageWriter(AnswerWriter):
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for part in delta.parts:
-            kind, opening = _block(part)
-            if not self._is_open or self.content[-1]["type"] != kind or (isinstance(part, CallPiece) and part.name):
-                events += self._close() + self._open(opening)
+            block = _block(part)
+            begins_call = isinstance(part, CallPiece) and bool(part.name)
+            if begins_call or not self._is_open or self.content[-1]["type"] != block["type"]:
+                events += self._close() + self._open(block)
             events.append(self._more(part))
         return events
 
     def _open(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         self.content.append(block)
-        self._is_open, self._arguments = True, ""
+        self._is_open = True
+        self._arguments = ""
         return [{"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}]
 
     def _more(self, part: Part) -> dict[str, Any]:
@@ -366,14 +385,14 @@ class MessageWriter(AnswerWriter):
         return [anthropic_error(to_api_error(error))]
 
 
-def _block(part: Part) -> tuple[str, dict[str, Any]]:
-    """Return the type of the block that a part belongs to, and the block's initial value."""
+def _block(part: Part) -> dict[str, Any]:
+    """Return the initial value of the block that a part belongs to."""
     if isinstance(part, CallPiece):
         fields = {"id": part.call_id, "name": part.name, "input": {}, "caller": {"type": "direct"}}
-        return "tool_use", {"type": "tool_use", **fields}
+        return {"type": "tool_use", **fields}
     if isinstance(part, Thought):
-        return "thinking", {"type": "thinking", "thinking": "", "signature": ""}
-    return "text", {"type": "text", "text": "", "citations": None}
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": "", "citations": None}
 
 
 def _whole_input(arguments: str) -> dict[str, Any]:
@@ -382,4 +401,6 @@ def _whole_input(arguments: str) -> dict[str, Any]:
         value = msgspec.json.decode(arguments or "{}")
     except (ValueError, RecursionError):
         return {PARTIAL_JSON: arguments}
-    return value if isinstance(value, dict) else {PARTIAL_JSON: arguments}
+    if not isinstance(value, dict):
+        return {PARTIAL_JSON: arguments}
+    return value

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from server.anthropic.messages import CountTokensRequest, MessagesRequest, MessageWriter, as_chat
 from server.http.bodies import BodyRoute
 from server.openai.preparing import chat_prompt
-from server.openai.translating import answer_translated, checked, in_own_words
+from server.openai.translating import answer_translated, checked, endpoint_names
 from server.state import Server
 
 
@@ -26,7 +26,7 @@ def build_router(server: Server) -> APIRouter:
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
         """Return the number of tokens of a conversation's prompt."""
         server.unknown_fields.check(body)
-        with in_own_words(_params(body)):
+        with endpoint_names(_params(body)):
             prompt, _ = await chat_prompt(server, checked(as_chat, body))
         return {"input_tokens": len(prompt)}
 

@@ -11,7 +11,6 @@ import asyncio
 import codecs
 import contextlib
 import ctypes
-import itertools
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -25,13 +24,12 @@ from starlette.responses import Response
 
 from engine.api import RequestError
 from server.http.body_queue import BodyQueues
-from server.http.current_call import this_call
+from server.wire.current_call import this_call
+from server.wire.nesting import DEEPEST, is_deep, outside_strings, unescaped
 
 _MOST_OBJECTS = 1 << 14
 _MOST_TEXTS = 1 << 17
 _MOST_VALUES = 1 << 20
-_DEEPEST = 100
-"""Bound on nesting: templates, grammars and copies use several stack frames per level."""
 _SMALL_BYTES = 1 << 11
 """Size up to which any body is read and validated in a fraction of a millisecond."""
 _LARGE_BYTES = 1 << 16
@@ -42,8 +40,6 @@ _HALF = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
 """Escape of half a character (a surrogate) without its other half."""
-_DEPTHS = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
-_NO_BRACKETS = bytes(set(range(256)) - _DEPTHS.keys())
 
 
 class BodyRoute(APIRoute):
@@ -52,8 +48,11 @@ class BodyRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap FastAPI's handler in one that reads JSON with `read_json`."""
         handle = super().get_route_handler()
-        model = self.body_field.field_info.annotation if self.body_field is not None else None
-        names = tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()
+        names: tuple[str, ...] = ()
+        if self.body_field is not None:
+            model = self.body_field.field_info.annotation
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                names = tuple(model.model_fields)
 
         async def read_and_handle(request: Request) -> Response:
             bounded = _BoundedRequest(request, names)
@@ -134,10 +133,11 @@ async def read_json(body: bytes, names: Sequence[str]) -> Any:
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        found = _values(body, names).items()
-        param = next((name for name, value in found if _is_unreadable(value)), None)
-        is_half = _HALF.search(body.replace(rb"\\", b"")) is not None
-        reason = "an escape \\ud800 to \\udfff is half of a character without its other half" if is_half else error
+        values = _values(body, names)
+        param = next((name for name, value in values.items() if _is_unreadable(value)), None)
+        reason = str(error)
+        if _HALF.search(body.replace(rb"\\", b"")):
+            reason = "an escape \\ud800 to \\udfff is half of a character without its other half"
         raise RequestError(f"{param or 'the body'} is not valid JSON: {reason}", param) from error
     await asyncio.sleep(0)
     return decoded
@@ -148,43 +148,24 @@ def _may_hold_too_much(body: bytes) -> bool:
     return (
         body.count(b'"') > 2 * _MOST_TEXTS
         or body.count(b",") > _MOST_VALUES
-        or body.count(b"{") + body.count(b"[") > _DEEPEST
+        or body.count(b"{") + body.count(b"[") > DEEPEST
     )
 
 
 async def _excess(body: bytes) -> str:
     """Return the bound that a body exceeds; "" if it exceeds none."""
     await asyncio.sleep(0)
-    plain = _unescaped(body)
+    plain = unescaped(body)
     if plain.count(b'"') > 2 * _MOST_TEXTS:
         return f"more than {_MOST_TEXTS} strings"
     await asyncio.sleep(0)
-    outside = _outside_strings(plain)
+    outside = outside_strings(plain)
     if outside.count(b"{") + outside.count(b"[") > _MOST_OBJECTS:
         return f"more than {_MOST_OBJECTS} objects and lists"
     if outside.count(b",") > _MOST_VALUES:
         return f"more than {_MOST_VALUES} values"
     await asyncio.sleep(0)
-    return f"objects and lists that are nested more than {_DEEPEST} deep" if _is_deep(outside) else ""
-
-
-def nests_too_deeply(text: str) -> bool:
-    """Whether JSON in a string nests deeper than a body may."""
-    return _is_deep(_outside_strings(_unescaped(text.encode())))
-
-
-def _unescaped(body: bytes) -> bytes:
-    # An escaped backslash escapes nothing, so these are removed first.
-    return body.replace(rb"\\", b"").replace(rb"\"", b"")
-
-
-def _outside_strings(plain: bytes) -> bytes:
-    return b"".join(plain.split(b'"')[::2])
-
-
-def _is_deep(outside: bytes) -> bool:
-    brackets = outside.translate(None, _NO_BRACKETS)
-    return max(itertools.accumulate(map(_DEPTHS.__getitem__, brackets)), default=0) > _DEEPEST
+    return f"objects and lists that are nested more than {DEEPEST} deep" if is_deep(outside) else ""
 
 
 def _values(body: bytes, names: Sequence[str]) -> dict[str, memoryview]:

@@ -15,8 +15,10 @@ from server.text.lanes import LONG, size_of_chat
 
 _MOST_WAITING = 1 << 24
 """Maximum number of characters that may wait in each queue."""
-_LONG_AT_ONCE, _SHORT_AT_ONCE = 2, 8
-"""Bodies that are objects: one is rendered, and another one is decoded meanwhile. Short ones use two threads."""
+_LONG_AT_ONCE = 2
+"""Long bodies that are objects: one is rendered, and another one is decoded meanwhile."""
+_SHORT_AT_ONCE = 8
+"""Short bodies that are objects; they use two threads."""
 
 
 class BodyQueue:
@@ -52,12 +54,14 @@ class BodyQueue:
 
 
 class BodyQueues:
-    """Separate queues for short and long bodies, so that short ones never wait for long ones."""
+    """Separate queues for short and long bodies, so that short bodies never wait for long bodies."""
 
     def __init__(self) -> None:
-        self.short, self.long = BodyQueue(_SHORT_AT_ONCE), BodyQueue(_LONG_AT_ONCE)
+        self.short = BodyQueue(_SHORT_AT_ONCE)
+        self.long = BodyQueue(_LONG_AT_ONCE)
 
     def enter(self, body: bytes, place: ExitStack) -> Awaitable[None]:
         """Join the queue of a body's size; see `BodyQueue.enter`."""
         size = size_of_chat(len(body), body.count(b"{"))
-        return (self.long if size >= LONG else self.short).enter(size, place)
+        queue = self.long if size >= LONG else self.short
+        return queue.enter(size, place)

@@ -15,7 +15,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from server.http.errors import ErrorEnvelope, http_error
+from server.wire.errors import ErrorEnvelope, http_error
 
 log = logging.getLogger("polydraft.connections")
 
@@ -77,14 +77,14 @@ class _Transport:
     """Transport whose `close` waits for the rest of a body, so that a client that still sends can read the response."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
-        self.own = transport
+        self.raw = transport
         self._connection = connection
 
     def close(self) -> None:
         self._connection.close()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+        return getattr(self.raw, name)
 
 
 class _OfferParser:
@@ -96,7 +96,7 @@ class _OfferParser:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._own = self._new()
+        self._parser = self._new()
 
     def _new(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self._connection)
@@ -105,19 +105,19 @@ class _OfferParser:
         return parser
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._parser, name)
 
     @property
     def ignores_head(self) -> bool:
         """Whether the current head has an offer and will be read again."""
-        return bool(self._own.should_upgrade()) and self._own.get_method() != b"CONNECT"
+        return bool(self._parser.should_upgrade()) and self._parser.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
         """Parse data. Raises httptools.HttpParserError, and HttpParserUpgrade for the method CONNECT."""
         rest = memoryview(data)
         while True:
             try:
-                self._own.feed_data(rest)
+                self._parser.feed_data(rest)
             except httptools.HttpParserUpgrade as end:
                 if not self.ignores_head:
                     raise
@@ -129,11 +129,11 @@ class _OfferParser:
     def _read_again(self) -> None:
         """Read the current head without its offers; the routes still see them."""
         connection = self._connection
-        start = b"%b %b HTTP/%b" % (self._own.get_method(), connection.url, self._own.get_http_version().encode())
+        start = b"%b %b HTTP/%b" % (self._parser.get_method(), connection.url, self._parser.get_http_version().encode())
         offers = [header for header in connection.headers if header[0] == b"upgrade"]
         others = [b"%b: %b" % header for header in connection.headers if header[0] != b"upgrade"]
-        self._own = self._new()
-        self._own.feed_data(b"\r\n".join([start, *others, b"", b""]))
+        self._parser = self._new()
+        self._parser.feed_data(b"\r\n".join([start, *others, b"", b""]))
         connection.headers += offers
 
 
@@ -149,12 +149,15 @@ class Connection(HttpToolsProtocol):
         """Bytes outside bodies that this request may still send."""
         self._head_bytes = 0
         self._discarded_bytes = 0
-        self._is_in_message = self._is_in_body = self._is_closing = self._is_refused = False
+        self._is_in_message = False
+        self._is_in_body = False
+        self._is_closing = False
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for a request."""
         super().connection_made(transport)
-        self._own_transport = transport
+        self._raw_transport = transport
         self.transport = cast(asyncio.Transport, _Transport(transport, self))
         self._waiting.order[self] = None
         self._arm(self._waiting.receive_timeout_s)
@@ -224,7 +227,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         super().on_message_complete()
         if self._is_closing:
-            self._own_transport.close()
+            self._raw_transport.close()
         elif self.cycle.response_complete:
             self._waiting.order[self] = None
             self._arm(self._waiting.receive_timeout_s)
@@ -258,7 +261,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
         body = msgspec.json.encode(ErrorEnvelope(http_error(status, message).body))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self._own_transport.write(STATUS_LINE[status] + head + body)
+        self._raw_transport.write(STATUS_LINE[status] + head + body)
         self._is_refused = True
         self.flow.resume_reading()
         self._arm(_LINGER_S)
@@ -269,14 +272,14 @@ class Connection(HttpToolsProtocol):
         if self._is_in_body:
             self.flow.resume_reading()
         else:
-            self._own_transport.close()
+            self._raw_transport.close()
 
     def drop(self) -> None:
         """Close at once, after the client has read the sent bytes."""
-        if self._own_transport.get_write_buffer_size():
-            self._own_transport.close()
+        if self._raw_transport.get_write_buffer_size():
+            self._raw_transport.close()
         else:
-            self._own_transport.abort()
+            self._raw_transport.abort()
 
     def _discard(self, size: int) -> None:
         self._discarded_bytes += size
@@ -286,7 +289,9 @@ class Connection(HttpToolsProtocol):
     def _arm(self, seconds: float) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_later(seconds, self._on_deadline) if seconds else None
+        self._deadline = None
+        if seconds:
+            self._deadline = self.loop.call_later(seconds, self._on_deadline)
 
     def _stop_waiting(self) -> None:
         self._waiting.order.pop(self, None)

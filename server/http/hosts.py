@@ -9,8 +9,8 @@ import ipaddress
 
 from starlette.datastructures import Headers
 
-from server.http.errors import ApiError, http_error
-from server.settings import Serve
+from server.settings.settings import Serve
+from server.wire.errors import ApiError, http_error
 
 
 class HostCheck:

@@ -13,20 +13,22 @@ import math
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import log_fields
-from server.http.current_call import HttpCall, current_call
-from server.http.errors import PROTECTED, ApiError, ErrorBody, error_response, http_error
+from server.http.error_responses import PROTECTED, error_response
 from server.http.hosts import HostCheck
-from server.ids import new_id
 from server.serving.metrics import ServerMetrics
-from server.setting_groups import rates_of
-from server.settings import Serve
+from server.settings.groups import rates_of
+from server.settings.settings import Serve
+from server.wire.current_call import HttpCall, current_call
+from server.wire.errors import ApiError, ErrorBody, http_error
+from server.wire.ids import new_id
 
 log = logging.getLogger("polydraft")
 
@@ -51,7 +53,9 @@ class RequestEnvelope:
         self._log_requests = settings.enable_log_requests
         self._send_timeout_s = settings.send_timeout or None
         self._rate_text = settings.rate_limit
-        self._rate = RateLimit(rates_of(settings.rate_limit)) if settings.rate_limit else None
+        self._rate: RateLimit | None = None
+        if settings.rate_limit:
+            self._rate = RateLimit(rates_of(settings.rate_limit))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request."""
@@ -59,56 +63,47 @@ class RequestEnvelope:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or new_id()
         scope.setdefault("state", {})
+        request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or new_id()
         path = scope["raw_path"].decode("latin-1")
         call = HttpCall(request_id, path, headers.get("traceparent"), self._client_of(scope, headers))
         current_call.set(call)
-        started = time.perf_counter()
-        has_begun = reads_nothing = False
-
-        async def send_marked(message: Message) -> None:
-            nonlocal has_begun, reads_nothing
-            if message["type"] == "http.response.start":
-                has_begun = True
-                answer_headers = MutableHeaders(scope=message)
-                answer_headers["x-request-id"] = request_id
-                if call.ignored:
-                    answer_headers["x-polydraft-ignored-fields"] = ", ".join(call.ignored)
-                status = int(message["status"])
-                if status >= 400 and scope["method"] == "POST":
-                    self._metrics.error(status, scope["state"].get("rejection"))
-                if self._log_requests and not call.is_generation:
-                    total_ms = round(1000 * (time.perf_counter() - started), 2)
-                    known = {name: value for name, value in call.refusal.items() if value is not None}
-                    fields = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms, **known)
-                    is_probe = _route_path(scope) in _OPERATION_PATHS
-                    log.log(logging.DEBUG if is_probe else logging.INFO, "%s", scope["method"], extra=fields)
-            try:
-                async with asyncio.timeout(self._send_timeout_s):
-                    await send(message)
-            except TimeoutError:
-                reads_nothing = True
-                raise
-
-        if (refusal := self._refusal(scope, headers, call.client)) is not None:
+        report = partial(self._report, scope, call, time.perf_counter())
+        response = _SentResponse(call, send, self._send_timeout_s, report)
+        refusal = self._refusal(scope, headers, call.client)
+        if refusal is not None:
             scope["state"]["rejection"] = refusal.rejection
-            await error_response(refusal, call.path)(scope, receive, send_marked)
-        else:
-            try:
-                # A HEAD is answered as GET; the HTTP server leaves out the body.
-                asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-                await self._app(asked, self._limited(receive), send_marked)
-            except Exception as error:
-                if reads_nothing:
-                    # Over TCP the system usually closes first (`start_checks.bind`). The server closes the connection,
-                    # because the answer is not complete.
-                    log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
-                    return
-                if has_begun:
-                    raise
-                log.exception("a request failed", extra=log_fields(id=request_id, path=call.path))
-                await error_response(error, call.path)(scope, receive, send_marked)
+            await error_response(refusal, path)(scope, receive, response.send)
+            return
+        routed = scope
+        if scope["method"] == "HEAD":
+            # A HEAD is answered as GET; the HTTP server leaves out the body.
+            routed = {**scope, "method": "GET"}
+        try:
+            await self._app(routed, self._limited(receive), response.send)
+        except Exception as error:
+            if response.is_unread:
+                # Over TCP the system usually closes first (`start_checks.bind`). The server closes the connection,
+                # because the answer is not complete.
+                log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=path))
+                return
+            if response.has_begun:
+                raise
+            log.exception("a request failed", extra=log_fields(id=request_id, path=path))
+            await error_response(error, path)(scope, receive, response.send)
+
+    def _report(self, scope: Scope, call: HttpCall, started: float, status: int) -> None:
+        """Count the status of a response that begins, and log it unless a generation does."""
+        if status >= 400 and scope["method"] == "POST":
+            self._metrics.error(status, scope["state"].get("rejection"))
+        if not self._log_requests or call.is_generation:
+            return
+        total_ms = round(1000 * (time.perf_counter() - started), 2)
+        known = {name: value for name, value in call.refusal.items() if value is not None}
+        fields = log_fields(id=call.request_id, path=call.path, status=status, total_ms=total_ms, **known)
+        is_probe = _route_path(scope) in _OPERATION_PATHS
+        level = logging.DEBUG if is_probe else logging.INFO
+        log.log(level, "%s", scope["method"], extra=fields)
 
     def _refusal(self, scope: Scope, headers: Headers, client: str) -> ApiError | None:
         """Return the error for a request that is refused by its head."""
@@ -133,8 +128,10 @@ class RequestEnvelope:
 
     def _client_of(self, scope: Scope, headers: Headers) -> str:
         """Return an opaque name of a client, from its key, or from its address if there are no keys."""
+        if self._keys:
+            return opaque(_key_of(headers))
         address = scope.get("client") or ("",)
-        return opaque(_key_of(headers) if self._keys else str(address[0]))
+        return opaque(str(address[0]))
 
     def _too_many(self, scope: Scope, client: str) -> ApiError | None:
         """Return the error for a client that asks too often."""
@@ -168,6 +165,38 @@ class RequestEnvelope:
         return limited
 
 
+class _SentResponse:
+    """Response of one request, with the request's id and the names of ignored fields in its headers."""
+
+    def __init__(self, call: HttpCall, send: Send, timeout_s: float | None, on_start: Callable[[int], None]) -> None:
+        """timeout_s: time that the client may leave a part unread; None for no limit. on_start: takes the status when
+        the response begins.
+        """
+        self.has_begun = False
+        self.is_unread = False
+        """Whether the client has read nothing for too long."""
+        self._call = call
+        self._send = send
+        self._timeout_s = timeout_s
+        self._on_start = on_start
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the response; raises TimeoutError if the client reads nothing."""
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._call.request_id
+            if self._call.ignored:
+                headers["x-polydraft-ignored-fields"] = ", ".join(self._call.ignored)
+            self._on_start(int(message["status"]))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            self.is_unread = True
+            raise
+
+
 class RateLimit:
     """Limit of requests per client over sliding windows."""
 
@@ -185,7 +214,10 @@ class RateLimit:
         while self._times_of and next(iter(self._times_of.values()))[-1] <= now - self._longest_s:
             self._times_of.popitem(last=False)
         times = self._times_of.get(client, deque(maxlen=self._most))
-        wait_s = max(times[-count] + window_s - now if len(times) >= count else 0.0 for count, window_s in self._rates)
+        wait_s = 0.0
+        for count, window_s in self._rates:
+            if len(times) >= count:
+                wait_s = max(wait_s, times[-count] + window_s - now)
         if wait_s > 0:
             return math.ceil(wait_s)
         times.append(now)
@@ -202,10 +234,15 @@ def opaque(client: str) -> str:
 def _key_of(headers: Headers) -> str:
     """Return the key of a request, from OpenAI's header or from Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key", "")
 
 
 def _route_path(scope: Scope) -> str:
     """Return the path that routes match: without the prefix of a proxy that does not strip it."""
-    path, root_path = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root_path) :] if root_path and path.startswith(f"{root_path}/") else path
+    path = str(scope["path"])
+    root_path = str(scope.get("root_path", ""))
+    if root_path and path.startswith(f"{root_path}/"):
+        return path.removeprefix(root_path)
+    return path

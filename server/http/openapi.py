@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from server.http.body_queue import BodyQueues
-from server.http.errors import PROTECTED
+from server.http.error_responses import PROTECTED
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ _ERROR_SCHEMA = {
 _MESSAGES_NAME = "MessagesError"
 _MESSAGES_SCHEMA = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
 _FRAMEWORKS_OWN = ("HTTPValidationError", "ValidationError")
-"""Models of FastAPI's own validation errors; `errors.py` answers in OpenAI's format instead."""
+"""Models of FastAPI's own validation errors; `error_responses.py` answers in OpenAI's format instead."""
 
 
 class Application(FastAPI):
@@ -76,7 +76,9 @@ _NEEDS_ENGINE = ("/v1/", "/health", "/ping", "/ready")
 
 def _statuses(path: str, method: str) -> list[str]:
     """Return the statuses of errors that a route sends."""
-    statuses = ["401"] if path.startswith(PROTECTED) else []
+    statuses = []
+    if path.startswith(PROTECTED):
+        statuses += ["401"]
     if method == "post":
         statuses += ["400", "404", "413", "415", "429", "500", "503"]
     elif path.startswith(_NEEDS_ENGINE):

@@ -1,1 +1,1 @@
-"""OpenAI's API: fields, answers and routes of chat, completions and responses."""
+"""OpenAI's API: prompts, sampling, answers and routes of chat, completions and responses."""

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.api import ConfigError, model_file, read_object
-from server.openai.fields import GenerationFields
 from server.text.tokenizer import GenerationDefaults
+from server.wire.fields import GenerationFields
 
 log = logging.getLogger("polydraft")
 
 _SERVED = frozenset(field.name for field in fields(GenerationDefaults))
-# Values without effect on answers; None, false and empty ones have none either.
+# Values without effect on answers. None, false and empty values have no effect either.
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("typical_p", "length_penalty", "encoder_repetition_penalty", "guidance_scale"), 1),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
@@ -33,7 +33,7 @@ _CHANGES_NOTHING = frozenset(
 
 
 def generation_defaults(name: str, revision: str | None = None) -> GenerationDefaults:
-    """Return a model's sampling defaults; neutral ones if it has none.
+    """Return a model's sampling defaults; neutral defaults if it has none.
 
     Raises ConfigError for values that requests may not have. `do_sample: false` means greedy, as in transformers. The
     log lists other fields as not applied.

@@ -6,19 +6,17 @@ Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of si
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from engine.api import Limits, RequestError, Thinking, check_requests, choice_seed
 from engine.api import Request as EngineRequest
-from server.http.current_call import this_call
-from server.http.errors import model_not_found
-from server.ids import new_id
-from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
 from server.openai.sampling_fields import (
     answer_bound,
     check_num_entries,
+    given_or,
     max_tokens_of,
     num_logprobs_of,
     num_prompt_logprobs_of,
@@ -30,7 +28,6 @@ from server.openai.sampling_fields import (
     without_equal_chains,
 )
 from server.openai.thinking import GrammarScope, thoughts_of
-from server.openai.unsupported_fields import refuse_unsupported
 from server.serving.choice import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
@@ -38,9 +35,16 @@ from server.text.call_formats import call_marks
 from server.text.reasoning import knows_thinking, thinking_variables
 from server.text.structured import Structure, structure_of
 from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
+from server.wire.current_call import this_call
+from server.wire.errors import model_not_found
+from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields
+from server.wire.ids import new_id
+from server.wire.unsupported_fields import refuse_unsupported
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
+_DECIDING_FIELDS = ("reasoning_effort", "enable_thinking", "reasoning.effort", "thinking")
+"""Fields about thinking, from the first that counts."""
 # Arguments that `render_chat` passes, that would change the result's type, or that would run other templates.
 _OWN_VARIABLES = frozenset(
     """
@@ -70,33 +74,43 @@ def check_model(server: Server, name: str | None) -> str:
     return names[0] if name is None else name
 
 
-def engine_requests(
-    server: Server,
-    body: GenerationFields,
-    prompts: Sequence[Sequence[int]],
-    bounds: Sequence[int],
-    bad_words: tuple[tuple[int, ...], ...] = (),
-    grammar: str = "",
-    prediction: tuple[int, ...] = (),
-    thinking: Thinking | None = None,
-) -> list[EngineRequest]:
-    """Return one checked engine request per prompt and choice; raises RequestError.
+@dataclass(frozen=True)
+class Prepared:
+    """Parts of a body as tokens, and what its answers must follow."""
 
-    bounds: maximum number of answer tokens for each prompt.
-    """
+    prompts: Sequence[Sequence[int]]
+    bounds: Sequence[int]
+    """Maximum number of answer tokens for each prompt."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
+    prediction: tuple[int, ...] = ()
+    thinking: Thinking | None = None
+    """Thoughts that the engine tracks."""
+
+
+def engine_requests(server: Server, body: GenerationFields, prepared: Prepared) -> list[EngineRequest]:
+    """Return one checked engine request per prompt and choice; raises RequestError."""
     facts = server.client.ready_facts()
+    prompts = prepared.prompts
     server.client.check_count(len(prompts) * body.n)
-    sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable, thinking)
-    limits_of_speculation = server.client.config.speculation
-    speculation = speculation_of(body, limits_of_speculation, facts)
+    sampling = sampling_of(
+        body,
+        server.defaults,
+        prepared.bad_words,
+        prepared.grammar,
+        server.settings.seed_stable,
+        prepared.thinking,
+    )
+    speculation_limits = server.client.config.speculation
+    speculation = speculation_of(body, speculation_limits, facts)
     if body.seed is not None:
-        speculation = with_seed(speculation, sampling, limits_of_speculation, facts)
+        speculation = with_seed(speculation, sampling, speculation_limits, facts)
     num_logprobs = num_logprobs_of(body)
     num_prompt_logprobs = num_prompt_logprobs_of(body, num_logprobs)
     check_num_entries(prompts, num_prompt_logprobs, body)
     stop_token_ids = tuple(body.stop_token_ids or ())
     requests: list[EngineRequest] = []
-    for prompt, bound in zip(prompts, bounds, strict=True):
+    for prompt, bound in zip(prompts, prepared.bounds, strict=True):
         prompt_ids = tuple(prompt)
         limits = Limits(
             max_tokens=bound,
@@ -114,16 +128,20 @@ def engine_requests(
                 speculation=speculation,
                 num_logprobs=num_logprobs,
                 priority=body.priority,
-                prediction=prediction,
+                prediction=prepared.prediction,
                 cache_salt=body.cache_salt or "",
                 client=this_call().client,
                 # The prompt's logprobs are the same for every choice, so they are computed once.
                 num_prompt_logprobs=None if choice else num_prompt_logprobs,
-                reports_drafts=body.speculation is not None and body.speculation.return_drafts,
+                reports_drafts=_reports_drafts(body),
             )
             requests.append(request)
-    check_requests(requests, facts, limits_of_speculation)
+    check_requests(requests, facts, speculation_limits)
     return [without_equal_chains(request, facts) for request in requests]
+
+
+def _reports_drafts(body: GenerationFields) -> bool:
+    return body.speculation is not None and body.speculation.return_drafts
 
 
 async def prepare(
@@ -134,20 +152,13 @@ async def prepare(
     tools: ToolUse | None = None,
 ) -> Generation:
     """Return the generation of a body whose prompts are tokenized."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    if body.bad_words:
-        size = sum(map(len, body.bad_words))
-        bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words, size=size)
+    bad_words = await _bad_words(server, body)
     structure: Structure = await server.tokenizer.run(structure_of, body)
     # Strict tools alone leave an answer free.
     is_bound = bool(structure.grammar) or (tools is not None and tools.forced)
     if tools is not None:
         structure = await server.tokenizer.run(tools.structure, structure, server.tokenizer.special_token)
-    prediction: tuple[int, ...] = ()
-    if body.prediction is not None:
-        text = plain_text(body.prediction.content, "prediction")
-        most = server.client.ready_facts().max_model_len
-        prediction = tuple(await server.tokenizer.run_encode(text, False, most, "prediction"))
+    prediction = await _prediction(server, body)
     context = server.client.ready_facts().max_model_len
     is_strict = server.settings.strict_fields
     prompts = [truncated(prompt, body, max_tokens, context) for prompt in prompts]
@@ -157,33 +168,53 @@ async def prepare(
         covers_thoughts = tools is not None and tools.covers_thoughts
         scope = GrammarScope(is_whole=is_bound, covers_thoughts=covers_thoughts)
     thoughts = thoughts_of(server, body, prompts[0], bounds[0], scope)
-    requests = engine_requests(
-        server, body, prompts, bounds, bad_words, structure.grammar, prediction, thoughts.followed
-    )
-    echo = isinstance(body, CompletionRequest) and body.echo
+    prepared = Prepared(prompts, bounds, bad_words, structure.grammar, prediction, thoughts.followed)
+    requests = engine_requests(server, body, prepared)
     # Calls may be marked by special tokens.
-    is_asked = "skip_special_tokens" in body.model_fields_set
-    skips = body.skip_special_tokens and (is_asked or tools is None)
+    may_skip = tools is None or "skip_special_tokens" in body.model_fields_set
     options = TextOptions(
-        stop_strings(body),
-        body.include_stop_str_in_output,
-        skips,
-        echo,
-        thoughts.reader,
-        thoughts.shown,
-        tools,
-        body.prompt_logprobs,
-        body.speculation is not None and body.speculation.return_drafts,
-        bool(body.return_token_ids),
+        stops=stop_strings(body),
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens and may_skip,
+        echo=isinstance(body, CompletionRequest) and body.echo,
+        thoughts=thoughts.reader,
+        shown=thoughts.shown,
+        tools=tools,
+        num_prompt_logprobs=body.prompt_logprobs,
+        reports_drafts=_reports_drafts(body),
+        reports_token_ids=bool(body.return_token_ids),
     )
-    cut_bound = min(bounds) if max_tokens is not None and min(bounds) < max_tokens else None
+    cut_bound = None
+    if max_tokens is not None and min(bounds) < max_tokens:
+        cut_bound = min(bounds)
     this_call().on_prompt.close()
     return Generation(requests, server.tokenizer, options, body.n, structure.param, cut_bound)
 
 
+async def _bad_words(server: Server, body: GenerationFields) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the words that the answer may not have."""
+    if not body.bad_words:
+        return ()
+    size = sum(map(len, body.bad_words))
+    tokens: tuple[tuple[int, ...], ...]
+    tokens = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words, size=size)
+    return tokens
+
+
+async def _prediction(server: Server, body: GenerationFields) -> tuple[int, ...]:
+    """Return the tokens of the text that the answer is expected to repeat."""
+    if body.prediction is None:
+        return ()
+    text = plain_text(body.prediction.content, "prediction")
+    most = server.client.ready_facts().max_model_len
+    return tuple(await server.tokenizer.run_encode(text, False, most, "prediction"))
+
+
 def _most_tokens(server: Server, body: GenerationFields) -> int | None:
     """Return the maximum number of prompt tokens; None if the prompt will be truncated."""
-    return server.client.ready_facts().max_model_len if body.truncate_prompt_tokens is None else None
+    if body.truncate_prompt_tokens is not None:
+        return None
+    return server.client.ready_facts().max_model_len
 
 
 def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
@@ -191,25 +222,39 @@ def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
-    object_effort = body.reasoning.effort if body.reasoning is not None else None
-    wanted_effort = body.reasoning_effort or object_effort
-    variables = thinking_variables(wanted_effort, is_wanted)
-    efforts = dict(server.thoughts.efforts) if server.thoughts else {}
-    effort = wanted_effort or ("none" if is_wanted is False else "")
-    if effort in efforts:
-        variables["reasoning_effort"] = efforts[effort]
-        asked = (name for name in ("reasoning_effort", "enable_thinking") if getattr(body, name) is not None)
-        otherwise = "thinking" if object_effort is None else "reasoning.effort"
-        why = f"this model always thinks, with low, medium or high effort; {efforts[effort]} is used"
-        server.unknown_fields.ignore(next(asked, otherwise), why)
+    effort = body.reasoning_effort
+    if not effort and body.reasoning is not None:
+        effort = body.reasoning.effort
+    variables = thinking_variables(effort, is_wanted)
+    given = _thinking_fields(body)
+    if not effort and is_wanted is False:
+        effort = "none"
+    served_efforts: dict[str, str] = {}
+    if server.thoughts is not None:
+        served_efforts = dict(server.thoughts.efforts)
+    if effort in served_efforts:
+        served_effort = served_efforts[effort]
+        variables["reasoning_effort"] = served_effort
+        why = f"this model always thinks, with low, medium or high effort; {served_effort} is used"
+        deciding = next(name for name in _DECIDING_FIELDS if name in given)
+        server.unknown_fields.ignore(deciding, why)
     if not variables or knows_thinking(server.tokenizer.chat_template):
         return variables
-    if object_effort is not None:
-        server.unknown_fields.ignore("reasoning.effort", "this model's chat template has no switch for thinking")
-    for name in ("reasoning_effort", "enable_thinking", "thinking"):
-        if getattr(body, name) is not None:
-            server.unknown_fields.ignore(name, "this model's chat template has no switch for thinking")
+    for name in given:
+        server.unknown_fields.ignore(name, "this model's chat template has no switch for thinking")
     return {}
+
+
+def _thinking_fields(body: ChatRequest) -> list[str]:
+    """Return the names of the body's fields about thinking."""
+    has_effort = body.reasoning is not None and body.reasoning.effort is not None
+    fields = {
+        "reasoning.effort": has_effort,
+        "reasoning_effort": body.reasoning_effort is not None,
+        "enable_thinking": body.enable_thinking is not None,
+        "thinking": body.thinking is not None,
+    }
+    return [name for name, is_given in fields.items() if is_given]
 
 
 async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None) -> tuple[list[int], ToolUse | None]:
@@ -221,20 +266,13 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()
-    messages = [template_message(one, number) for number, one in enumerate(body.messages)]
+    messages = [template_message(message, number) for number, message in enumerate(body.messages)]
     for kind in other_kinds(body.tools):
         why = "only functions are supported; the prompt does not mention other tools"
         server.unknown_fields.ignore(f"tools.{kind}", why)
     tools = tool_use_of(body, server.dialogue.call_format, server.dialogue.tools_refusal)
     if body.continue_final_message:
-        if messages[-1]["role"] != "assistant":
-            raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
-        if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
-            raise RequestError(
-                "add_generation_prompt opens a new message, continue_final_message goes on with the last one; "
-                "ask for one of them",
-                "add_generation_prompt",
-            )
+        _check_continued(body, messages[-1])
     prompt = await server.tokenizer.run_chat(
         messages,
         body.add_generation_prompt,
@@ -248,6 +286,18 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     # Thousands of objects, which each full garbage collection would visit until the answer ends.
     body.messages.clear()
     return prompt, tools
+
+
+def _check_continued(body: ChatRequest, last_message: dict[str, Any]) -> None:
+    """Raise RequestError if the last message cannot be continued."""
+    if last_message["role"] != "assistant":
+        raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
+    if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+        raise RequestError(
+            "add_generation_prompt opens a new message, continue_final_message goes on with the last one; "
+            "ask for one of them",
+            "add_generation_prompt",
+        )
 
 
 async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
@@ -264,8 +314,7 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
     server.client.ready_facts()
     most = _most_tokens(server, body)
     prompts = await completion_prompts(server, body.prompt, body.add_special_tokens, most)
-    wanted = max_tokens_of(body)
-    max_tokens = _DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
+    max_tokens = given_or(max_tokens_of(body), _DEFAULT_COMPLETION_TOKENS)
     return await prepare(server, body, prompts, max_tokens)
 
 

@@ -20,17 +20,18 @@ _JOINT = "__"
 class Names:
     """Names of functions in the prompt."""
 
-    of_members: dict[tuple[str, str], str]
+    by_member: dict[tuple[str, str], str]
     """Names in the prompt by (namespace, name)."""
 
     def offered(self, namespace: Any, name: Any) -> Any:
         """Return a function's name in the prompt; unknown names are returned unchanged."""
-        is_member = isinstance(namespace, str) and isinstance(name, str)  # else pydantic refuses the name later
-        return self.of_members.get((namespace, name), name) if is_member else name
+        if not isinstance(namespace, str) or not isinstance(name, str):
+            return name  # pydantic refuses it later
+        return self.by_member.get((namespace, name), name)
 
     def called(self, name: str) -> dict[str, str]:
         """Return the fields of a call's item that name the function: name, and namespace if there is one."""
-        for (namespace, member), offered in self.of_members.items():
+        for (namespace, member), offered in self.by_member.items():
             if offered == name:
                 return {"name": member, "namespace": namespace}
         return {"name": name}
@@ -38,30 +39,38 @@ class Names:
 
 def names_of(tools: Iterable[dict[str, Any]]) -> Names:
     """Return unique names for the functions of all namespaces."""
-    members = [(_text(tool, "name"), _text(one, "name")) for tool in _namespaces(tools) for one in _members(tool)]
-    uses = Counter(name for _, name in members) + Counter(
-        str(tool.get("name")) for tool in tools if tool.get("type") == "function"
-    )
-    return Names({(space, name): name if uses[name] == 1 else f"{space}{_JOINT}{name}" for space, name in members})
+    members = [
+        (_text(namespace, "name"), _text(member, "name"))
+        for namespace in _namespaces(tools)
+        for member in _members(namespace)
+    ]
+    uses = Counter(name for _, name in members)
+    uses.update(str(tool.get("name")) for tool in tools if tool.get("type") == "function")
+    offered = {}
+    for namespace, name in members:
+        is_unique = uses[name] == 1
+        offered[namespace, name] = name if is_unique else f"{namespace}{_JOINT}{name}"
+    return Names(offered)
 
 
 def chat_tools(tools: Sequence[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
     """Return the tools of a chat; tools that are not supported are reduced to their type."""
-    found = []
+    result = []
     for tool in tools:
         if tool.get("type") == "function":
-            found.append(_function(tool))
+            result.append(_function(tool))
         elif tool.get("type") == "namespace":
-            found += _functions_of(tool, names)
+            result += _functions_of(tool, names)
         else:
-            found.append({"type": tool.get("type")})
-    return found
+            result.append({"type": tool.get("type")})
+    return result
 
 
 def described(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool as the response repeats it: a function has all its fields, and is strict only if it says so."""
-    if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
-        return {**tool, "tools": [described(one) if isinstance(one, dict) else one for one in tool["tools"]]}
+    members = tool.get("tools")
+    if tool.get("type") == "namespace" and isinstance(members, list):
+        return {**tool, "tools": [described(member) if isinstance(member, dict) else member for member in members]}
     if tool.get("type") != "function":
         return tool
     given = {name: value for name, value in tool.items() if value is not None}
@@ -75,9 +84,9 @@ def _namespaces(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _members(namespace: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the functions of a namespace; raises RequestError if there are none."""
     members = namespace.get("tools")
-    if not isinstance(members, list) or not all(isinstance(one, dict) for one in members):
+    if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
         raise RequestError("tools: a namespace holds a list of tools", "tools")
-    return [one for one in members if one.get("type") == "function"]
+    return [member for member in members if member.get("type") == "function"]
 
 
 def _text(tool: dict[str, Any], key: str) -> str:
@@ -87,17 +96,19 @@ def _text(tool: dict[str, Any], key: str) -> str:
 
 
 def _function(tool: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"} | changed}
+    function = {name: tool[name] for name in tool if name != "type"}
+    return {"type": "function", "function": function | changed}
 
 
 def _functions_of(namespace: dict[str, Any], names: Names) -> list[dict[str, Any]]:
     """Return the functions of a namespace (the first with its description), and the types of its other tools."""
-    space, about = _text(namespace, "name"), namespace.get("description")
-    found: list[dict[str, Any]] = []
-    for one in _members(namespace):
-        changed: dict[str, Any] = {"name": names.offered(space, one["name"])}
-        if about and not found:
-            changed["description"] = f"[{space}: {about}] {one.get('description') or ''}".rstrip()
-        found.append(_function(one, **changed))
-    others = [one for one in namespace["tools"] if one.get("type") != "function"]
-    return found + [{"type": one.get("type")} for one in others]
+    space = _text(namespace, "name")
+    description = namespace.get("description")
+    functions: list[dict[str, Any]] = []
+    for member in _members(namespace):
+        changed: dict[str, Any] = {"name": names.offered(space, member["name"])}
+        if description and not functions:
+            changed["description"] = f"[{space}: {description}] {member.get('description') or ''}".rstrip()
+        functions.append(_function(member, **changed))
+    others = [{"type": tool.get("type")} for tool in namespace["tools"] if tool.get("type") != "function"]
+    return functions + others

@@ -12,25 +12,26 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from engine.api import RequestError
-from server.http.errors import responses_error, to_api_error
-from server.ids import new_id
-from server.openai.fields import (
+from engine.api import RequestError, Sampling
+from server.openai.response_tools import Names, chat_tools, described, names_of
+from server.openai.translating import refuse_drafts
+from server.serving.answering import AnswerWriter, encode
+from server.serving.generation import Delta, Generation
+from server.text.reasoning import Thought
+from server.wire.errors import responses_error, to_api_error
+from server.wire.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatRequest,
     Closed,
     Count,
+    Effort,
     GenerationFields,
     Listed,
     ReasoningConfig,
 )
-from server.openai.response_tools import Names, chat_tools, described, names_of
-from server.openai.translating import refuse_drafts
-from server.openai.unsupported_fields import Neutral, refuse_unsupported
-from server.serving.answering import AnswerWriter, encode
-from server.serving.generation import Delta, Generation
-from server.text.reasoning import Effort, Thought
+from server.wire.ids import new_id
+from server.wire.unsupported_fields import Neutral, refuse_unsupported
 
 Included = Literal[
     "reasoning.encrypted_content",
@@ -99,11 +100,14 @@ _SHARED = frozenset(ResponsesRequest.model_fields) & frozenset(ChatRequest.model
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """Return the request as a chat. Raises RequestError for unsupported values."""
     refuse_unsupported(body)
-    text, names = body.text or TextConfig(), names_of(body.tools or ())
+    text = body.text or TextConfig()
+    names = names_of(body.tools or ())
     refuse_drafts(body.speculation)
     fields = body.model_dump(exclude_unset=True, include=set(_SHARED))
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    fields["messages"] = messages + _messages(body.input, names)
+    messages = _messages(body.input, names)
+    if body.instructions:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    fields["messages"] = messages
     fields["stream"] = False
     if body.reasoning is not None and body.reasoning.effort is not None:
         fields["reasoning_effort"] = body.reasoning.effort
@@ -124,10 +128,11 @@ def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
     return {"effort": asked.effort or body.reasoning_effort, "summary": asked.summary}
 
 
-def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
-    if wanted.get("type") != "json_schema":
-        return wanted
-    return {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
+def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
+    if text_format.get("type") != "json_schema":
+        return text_format
+    json_schema = {name: text_format[name] for name in text_format if name != "type"}
+    return {"type": "json_schema", "json_schema": json_schema}
 
 
 def _tool_choice(choice: dict[str, Any], names: Names) -> dict[str, Any]:
@@ -136,13 +141,16 @@ def _tool_choice(choice: dict[str, Any], names: Names) -> dict[str, Any]:
     def named(tool: Any) -> Any:
         if not isinstance(tool, dict):
             return tool
-        return {"type": tool.get("type"), "function": {"name": names.offered(tool.get("namespace"), tool.get("name"))}}
+        name = names.offered(tool.get("namespace"), tool.get("name"))
+        return {"type": tool.get("type"), "function": {"name": name}}
 
     if choice.get("type") != "allowed_tools":
         return dict(named(choice))
     tools = choice.get("tools")
-    some = [named(tool) for tool in (tools if isinstance(tools, list) else [])]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": some}}
+    if not isinstance(tools, list):
+        tools = []
+    allowed = {"mode": choice.get("mode"), "tools": [named(tool) for tool in tools]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
@@ -154,8 +162,8 @@ def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str,
         kind = item.get("type", "message")
         if kind == "message":
             message = {"role": item.get("role"), "content": _content(item.get("content"), number)}
-            only_thought = messages and messages[-1].keys() == {"role", "content", "reasoning_content"}
-            if only_thought and message["role"] == "assistant":
+            is_after_thought = messages and messages[-1].keys() == {"role", "content", "reasoning_content"}
+            if is_after_thought and message["role"] == "assistant":
                 messages[-1] |= message
             else:
                 messages.append(message)
@@ -180,10 +188,13 @@ def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str,
 def _thoughts(item: dict[str, Any], number: int) -> str:
     """Return the text of a reasoning item, or of its summary."""
     parts = item.get("content") or item.get("summary") or []
-    is_list = isinstance(parts, list)
-    if not is_list or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    if not isinstance(parts, list) or not all(map(_has_text, parts)):
         raise RequestError("input: a reasoning item holds parts with text", f"input.{number}")
     return "".join(part["text"] for part in parts)
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def _content(content: Any, number: int) -> Any:
@@ -210,6 +221,38 @@ _PARTS: dict[str, dict[str, Any]] = {
 """Part of such an item as it begins."""
 
 
+def _echoed(body: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
+    """Return the fields of the request as the response repeats them."""
+    text_format = None
+    if body.text is not None:
+        text_format = body.text.format
+    fields: dict[str, Any] = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": text_format or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [described(tool) for tool in body.tools or ()],
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "top_logprobs": 0,
+        "reasoning": _reasoning(body),
+        "max_tool_calls": body.max_tool_calls,
+        "background": False,
+        "service_tier": "default",
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+    }
+    # OpenAI's schema does not allow null for it.
+    if body.user is not None:
+        fields["user"] = body.user
+    return fields
+
+
 class ResponseWriter(AnswerWriter):
     """Writes a generation as items and events."""
 
@@ -223,52 +266,33 @@ class ResponseWriter(AnswerWriter):
         self.output: list[dict[str, Any]] = []
         self._names = names_of(body.tools or ())
         self._is_open = False
-        sampling = generation.choices[0].request.sampling
-        self._echoed: dict[str, Any] = {
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "temperature": sampling.temperature,
-            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [described(tool) for tool in body.tools or ()],
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "top_logprobs": 0,
-            "reasoning": _reasoning(body),
-            "max_tool_calls": body.max_tool_calls,
-            "background": False,
-            "service_tier": "default",
-            "safety_identifier": body.safety_identifier,
-            "prompt_cache_key": body.prompt_cache_key,
-        }
-        # OpenAI's schema does not allow null for it.
-        if body.user is not None:
-            self._echoed["user"] = body.user
+        self._echoed = _echoed(body, generation.choices[0].request.sampling)
 
     def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the current response object."""
-        ended = status in ("completed", "incomplete")
         result: dict[str, Any] = {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": None,
             "status": status,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": None,
             "model": self._body.model,
             "output": self.output,
             "previous_response_id": None,
             "store": False,
-            "usage": self._usage() if ended else None,
+            "usage": None,
             **self._echoed,
         }
-        if ended and self._with_metrics:
-            result["metrics"] = msgspec.to_builtins(self._generation.metrics())
+        if status == "completed":
+            result["completed_at"] = int(time.time())
+        if status == "incomplete":
+            result["incomplete_details"] = {"reason": "max_output_tokens"}
+        if status in ("completed", "incomplete"):
+            result["usage"] = self._usage()
+            if self._with_metrics:
+                result["metrics"] = msgspec.to_builtins(self._generation.metrics())
         return result
 
     def _usage(self) -> dict[str, Any]:
@@ -292,7 +316,8 @@ class ResponseWriter(AnswerWriter):
     @property
     def status(self) -> str:
         """Final status of the answer."""
-        return "incomplete" if self._generation.choices[0].finish_reason == "length" else "completed"
+        finish_reason = self._generation.choices[0].finish_reason
+        return "incomplete" if finish_reason == "length" else "completed"
 
     def begin(self) -> list[dict[str, Any]]:
         response = self.response("in_progress")
@@ -312,7 +337,7 @@ class ResponseWriter(AnswerWriter):
                 if part.name is not None:
                     events += self._close() + self._open_call(part.call_id or "", part.name)
                 self.output[-1]["arguments"] += part.arguments
-                events.append(self._of_item("response.function_call_arguments.delta", delta=part.arguments))
+                events.append(self._item_event("response.function_call_arguments.delta", delta=part.arguments))
         return events
 
     def end(self) -> list[dict[str, Any]]:
@@ -327,7 +352,7 @@ class ResponseWriter(AnswerWriter):
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         return self._event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **fields)
 
     def _open(self, item: dict[str, Any]) -> dict[str, Any]:
@@ -341,21 +366,22 @@ class ResponseWriter(AnswerWriter):
 
     def _write(self, item_type: str, text: str) -> list[dict[str, Any]]:
         """Add text to the open item if it has this type, else to a new one."""
-        events, part = [], _PARTS[item_type]
+        events = []
+        part = _PARTS[item_type]
         if not self._is_open or self.output[-1]["type"] != item_type:
             events += self._close()
             item = {"type": item_type, "id": f"{_PREFIXES[item_type]}_{new_id()}", "status": "in_progress"}
             events.append(self._open({**item, **_FIELDS[item_type], "content": []}))
             self.output[-1]["content"] = [dict(part)]
-            events.append(self._of_item("response.content_part.added", content_index=0, part=part))
+            events.append(self._item_event("response.content_part.added", content_index=0, part=part))
         self.output[-1]["content"][0]["text"] += text
-        return [*events, self._of_part("delta", delta=text)]
+        return [*events, self._part_event("delta", delta=text)]
 
-    def _of_part(self, what: str, **fields: Any) -> dict[str, Any]:
+    def _part_event(self, change: str, **fields: Any) -> dict[str, Any]:
         """Return an event of the open item's only part."""
         part = self.output[-1]["content"][0]
         more: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
-        return self._of_item(f"response.{part['type']}.{what}", content_index=0, **fields, **more)
+        return self._item_event(f"response.{part['type']}.{change}", content_index=0, **fields, **more)
 
     def _close(self, status: str = "completed") -> list[dict[str, Any]]:
         """End the open item."""
@@ -366,11 +392,11 @@ class ResponseWriter(AnswerWriter):
         item["status"] = status
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
-            events = [self._of_item("response.function_call_arguments.done", **done)]
+            events = [self._item_event("response.function_call_arguments.done", **done)]
         else:
             part = item["content"][0]
             events = [
-                self._of_part("done", text=part["text"]),
-                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
+                self._part_event("done", text=part["text"]),
+                self._item_event("response.content_part.done", content_index=0, part=dict(part)),
             ]
         return [*events, self._event("response.output_item.done", output_index=len(self.output) - 1, item=dict(item))]

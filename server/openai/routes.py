@@ -6,13 +6,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.http.bodies import BodyRoute
-from server.http.errors import error_response, http_error
-from server.openai.fields import ChatRequest, CompletionRequest
+from server.http.error_responses import error_response
 from server.openai.preparing import check_model, prepare_chat, prepare_completion
 from server.openai.responses import ResponsesRequest, ResponseWriter, as_chat
 from server.openai.translating import answer_translated, respond
 from server.openai.writers import ChatWriter, CompletionWriter
 from server.state import Server
+from server.wire.errors import http_error
+from server.wire.fields import ChatRequest, CompletionRequest
 
 _PARAMS = {
     "messages": "input",

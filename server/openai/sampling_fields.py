@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TypeVar
 
 import msgspec
 
@@ -25,13 +26,20 @@ from engine.api import (
     unknown_rule,
     with_fixed_shape,
 )
-from server.ids import new_seed
-from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.text.tokenizer import GenerationDefaults
+from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
+from server.wire.ids import new_seed
 
+Value = TypeVar("Value")
 MAX_STOPS = 16
+_MOST_DIGITS = 20
 MOST_PROMPT_LOGPROBS = 1 << 20
 """Maximum number of reported logprobs over all choices of a call; each takes about 60 bytes."""
+
+
+def given_or(value: Value | None, default: Value) -> Value:
+    """Return the value of a field; its default if the body does not have it."""
+    return default if value is None else value
 
 
 def stop_strings(body: GenerationFields) -> list[str]:
@@ -48,7 +56,7 @@ def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
     """Return (token, bias) pairs. Raises RequestError for keys that are not token ids, and for values out of range."""
     pairs = []
     for key, added in (body.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key):
+        if not _is_token_id(key):
             raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
         if not -100 <= added <= 100:
             raise RequestError(f"logit_bias: {added} for token {key} is outside -100 to 100", "logit_bias")
@@ -56,14 +64,22 @@ def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
+def _is_token_id(key: str) -> bool:
+    """Whether a key is a number as `str` writes it; a longer one is no id of 64 bits."""
+    return key.isascii() and key.isdigit() and len(key) < _MOST_DIGITS and str(int(key)) == key
+
+
 def repetition_penalty_of(body: GenerationFields) -> float | None:
     """Return the repetition penalty under either of its names. Raises RequestError if both are given and differ."""
-    one, other = body.repetition_penalty, body.repeat_penalty
-    if one is not None and other is not None and one != other:
+    if body.repetition_penalty is None or body.repeat_penalty is None:
+        return given_or(body.repetition_penalty, body.repeat_penalty)
+    if body.repetition_penalty != body.repeat_penalty:
         raise RequestError(
-            f"repeat_penalty {other} is not repetition_penalty {one}; send one of them", "repeat_penalty"
+            f"repeat_penalty {body.repeat_penalty} is not repetition_penalty {body.repetition_penalty}; "
+            "send one of them",
+            "repeat_penalty",
         )
-    return other if one is None else one
+    return body.repetition_penalty
 
 
 def sampling_of(
@@ -74,21 +90,21 @@ def sampling_of(
     seed_stable: bool = False,
     thinking: Thinking | None = None,
 ) -> Sampling:
-    """Return the sampling parameters. Omitted ones come from the model's generation_config, an omitted seed from the
-    system.
+    """Return the sampling parameters. Omitted parameters come from the model's generation_config, an omitted seed from
+    the system.
 
-    bad_words: token ids of the body's words. grammar: of its structured output. seed_stable: the server's setting.
-    thinking: thoughts that the engine tracks.
+    bad_words: token ids of the body's words. grammar: grammar of its structured output. seed_stable: the server's
+    setting. thinking: thoughts that the engine tracks.
     """
-    repetition = repetition_penalty_of(body)
-    temperature = defaults.temperature if body.temperature is None else body.temperature
-    top_k = defaults.top_k if body.top_k is None else body.top_k
+    seed = body.seed
+    if seed is None:
+        seed = new_seed()
     return Sampling(
-        temperature=temperature,
-        top_k=max(0, top_k),
-        top_p=defaults.top_p if body.top_p is None else body.top_p,
-        min_p=defaults.min_p if body.min_p is None else body.min_p,
-        repetition_penalty=defaults.repetition_penalty if repetition is None else repetition,
+        temperature=given_or(body.temperature, defaults.temperature),
+        top_k=max(0, given_or(body.top_k, defaults.top_k)),
+        top_p=given_or(body.top_p, defaults.top_p),
+        min_p=given_or(body.min_p, defaults.min_p),
+        repetition_penalty=given_or(repetition_penalty_of(body), defaults.repetition_penalty),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=logit_bias_of(body),
@@ -96,39 +112,43 @@ def sampling_of(
         bad_words=bad_words,
         grammar=grammar,
         thinking=thinking,
-        seed_stable=seed_stable if body.seed_stable is None else body.seed_stable,
-        seed=new_seed() if body.seed is None else body.seed,
+        seed_stable=given_or(body.seed_stable, seed_stable),
+        seed=seed,
     )
 
 
 def max_tokens_of(body: GenerationFields) -> int | None:
     """Return the requested maximum length; None if there is none."""
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return given_or(body.max_completion_tokens, body.max_tokens)
 
 
 def answer_bound(
     num_prompt: int, body: GenerationFields, max_tokens: int | None, max_model_len: int, is_strict: bool
 ) -> int:
-    """Return the maximum number of answer tokens: the requested one, cut to the room that the context leaves.
+    """Return the maximum number of answer tokens: the requested number, cut to the room that the context leaves.
 
     num_prompt: number of prompt tokens. max_tokens: requested number; None asks for all the room. is_strict: refuse
     a number that would be cut. Raises RequestError if the room is less than that, than `min_tokens`, or than a token.
     """
     room = max_model_len - num_prompt
-    least = body.min_tokens or 0
-    if max_tokens is not None and least > max_tokens:
-        field = _bounding_field(body)
-        raise RequestError(f"min_tokens must be at most {field} = {max_tokens}, not {least}", "min_tokens")
-    wanted = max(1, room, least) if max_tokens is None else max_tokens
-    needed = wanted if is_strict else min(wanted, max(1, least))
+    min_tokens = body.min_tokens or 0
+    bounding_field = _bounding_field(body)
+    if max_tokens is None:
+        max_tokens = max(1, room, min_tokens)
+    elif min_tokens > max_tokens:
+        message = f"min_tokens must be at most {bounding_field} = {max_tokens}, not {min_tokens}"
+        raise RequestError(message, "min_tokens")
+    needed = max_tokens
+    if not is_strict:
+        needed = min(max_tokens, max(1, min_tokens))
     if room >= needed:
-        return min(wanted, room)
+        return min(max_tokens, room)
     length = f"This model's maximum context length is {max_model_len} tokens, but the prompt has {num_prompt}"
     if room <= 0:
         field = "prompt" if isinstance(body, CompletionRequest) else "messages"
         message = f"{length} and leaves no room for an answer; shorten it"
         raise RequestError(message, field, "context_length_exceeded")
-    field = _bounding_field(body) if is_strict else "min_tokens"
+    field = bounding_field if is_strict else "min_tokens"
     message = f"{length} and {field} asks for {needed} more; lower {field} or shorten the prompt"
     raise RequestError(message, field, "context_length_exceeded")
 
@@ -142,54 +162,68 @@ def truncated(
     prompt: Sequence[int], body: GenerationFields, max_tokens: int | None, max_model_len: int
 ) -> Sequence[int]:
     """Return a prompt truncated as requested. Raises RequestError for an impossible length."""
-    wanted = body.truncate_prompt_tokens
-    if wanted is None:
+    num_kept = body.truncate_prompt_tokens
+    if num_kept is None:
         if body.truncation_side is not None:
             raise RequestError("truncation_side goes with truncate_prompt_tokens", "truncation_side")
         return prompt
-    if wanted == 0 or wanted > max_model_len:
+    if num_kept == 0 or num_kept > max_model_len:
         raise RequestError(
             f"truncate_prompt_tokens must be from 1 to the model's context of {max_model_len} tokens, or -1, not "
-            f"{wanted}",
+            f"{num_kept}",
             "truncate_prompt_tokens",
         )
-    answer = 1 if max_tokens is None else max_tokens
-    if wanted < 0 and answer >= max_model_len:
+    if num_kept < 0:
+        num_kept = max_model_len - _room_of_answer(body, max_tokens, max_model_len)
+    if body.truncation_side == "right":
+        return prompt[:num_kept]
+    return prompt[-num_kept:]
+
+
+def _room_of_answer(body: GenerationFields, max_tokens: int | None, max_model_len: int) -> int:
+    """Return the number of tokens that a truncated prompt leaves to the answer. Raises RequestError if it is all."""
+    room = given_or(max_tokens, 1)
+    if room >= max_model_len:
         # A cut of the answer would leave one token of the prompt.
         field = _bounding_field(body)
         raise RequestError(
-            f"truncate_prompt_tokens: -1 leaves room for {field} = {answer}, which is all of the model's context of "
+            f"truncate_prompt_tokens: -1 leaves room for {field} = {room}, which is all of the model's context of "
             f"{max_model_len} tokens; lower {field}",
             field,
         )
-    kept = wanted if wanted > 0 else max_model_len - answer
-    return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
+    return room
 
 
 def num_logprobs_of(body: GenerationFields) -> int | None:
-    """Number of likeliest tokens reported with each emitted one; None if no logprobs are requested."""
+    """Number of likeliest tokens reported with each emitted token; None if no logprobs are requested."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     assert isinstance(body, ChatRequest)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: true", "top_logprobs")
-    return body.top_logprobs or 0 if body.logprobs else None
+    if not body.logprobs:
+        return None
+    return body.top_logprobs or 0
 
 
 def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> int | None:
     """Number of likeliest tokens reported with each prompt token; None unless requested, also by `echo`."""
-    asked = body.prompt_logprobs
-    if asked is not None and body.stream:
+    num_echoed = None
+    if isinstance(body, CompletionRequest) and body.echo:
+        num_echoed = num_logprobs
+    if body.prompt_logprobs is None:
+        return num_echoed
+    if body.stream:
         raise RequestError("prompt_logprobs are not streamed; ask for a whole answer", "prompt_logprobs")
-    echoed = num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
-    return echoed if asked is None else max(asked, echoed or 0)
+    return max(body.prompt_logprobs, num_echoed or 0)
 
 
 def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, body: GenerationFields) -> None:
     """Raise RequestError if the prompts' logprobs would make an answer too large. num_top: alternatives per token."""
     if num_top is None:
         return
-    count = sum(map(len, prompts)) * (num_top + 1) * body.n
+    num_tokens = sum(map(len, prompts))
+    count = num_tokens * (num_top + 1) * body.n
     if count > MOST_PROMPT_LOGPROBS:
         field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         raise RequestError(
@@ -200,7 +234,7 @@ def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, bod
 
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
-    """Return the request's speculation: its own values over the server's defaults. Limits are not checked here."""
+    """Return the request's speculation: its values in place of the server's defaults. Limits are not checked here."""
     asked = body.speculation or SpeculationFields()
     if not asked.enabled or asked.rule == "off":
         return Speculation()
@@ -211,51 +245,71 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
     drafters = _drafters_of(body, defaults, facts)
     if not drafters:
         return Speculation()
-    rule = asked.rule or ("bv_race" if defaults.rule == "off" else defaults.rule)
+    rule = asked.rule or defaults.rule
+    if rule == "off":
+        rule = "bv_race"
     if rule not in facts.rules:
         raise unknown_rule(rule, facts)
     if MODEL not in drafters:
-        for name in ("num_drafts", "draft_length", "tree", "draft_method", "over_acceptance"):
-            if getattr(asked, name):
-                raise RequestError(
-                    f"{name} is about the draft model's chains, and 'model' is not among the drafters",
-                    f"speculation.{name}",
-                )
+        _refuse_model_fields(asked)
         return Speculation(rule=rule, drafters=drafters)
     if not facts.has_draft:
         raise RequestError("the server runs without a draft model, so that none can draft", "speculation")
-    defaults = msgspec.structs.replace(defaults, drafters=drafters)
-    own = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts)
+    return _model_speculation(asked, msgspec.structs.replace(defaults, drafters=drafters), rule, facts)
+
+
+def _refuse_model_fields(asked: SpeculationFields) -> None:
+    """Raise RequestError for fields about a draft model that does not draft."""
+    for name in ("num_drafts", "draft_length", "tree", "draft_method", "over_acceptance"):
+        if getattr(asked, name):
+            raise RequestError(
+                f"{name} is about the draft model's chains, and 'model' is not among the drafters",
+                f"speculation.{name}",
+            )
+
+
+def _model_speculation(
+    asked: SpeculationFields, defaults: SpeculationConfig, rule: str, facts: EngineFacts
+) -> Speculation:
+    """Return speculation by the draft model, with the drafters of `defaults`."""
+    usual = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts)
     # The server's tree and draft method apply only to the server's rule and draft shape.
-    shaped = asked.num_drafts is not None or asked.draft_length is not None
-    if rule != defaults.rule or (own.tree and shaped and not asked.tree):
+    has_shape = asked.num_drafts is not None or asked.draft_length is not None
+    if rule != defaults.rule or (usual.tree and has_shape and not asked.tree):
         plain = msgspec.structs.replace(defaults, rule=rule, tree=(), draft_method="")
-        own = default_speculation(plain, facts)
-    tree = tuple(asked.tree) if asked.tree else own.tree
+        usual = default_speculation(plain, facts)
+    num_drafts = usual.num_drafts
+    draft_length = usual.draft_length
+    tree = tuple(asked.tree or usual.tree)
+    if tree:
+        num_drafts = prod(tree)
+        draft_length = len(tree)
     return Speculation(
         rule=rule,
-        num_drafts=asked.num_drafts or (prod(tree) if tree else own.num_drafts),
-        draft_length=asked.draft_length or (len(tree) if tree else own.draft_length),
-        draft_method=asked.draft_method or own.draft_method,
+        num_drafts=asked.num_drafts or num_drafts,
+        draft_length=asked.draft_length or draft_length,
+        draft_method=asked.draft_method or usual.draft_method,
         tree=tree,
-        drafters=drafters,
-        adaptive=own.adaptive and not (shaped or asked.tree or asked.over_acceptance),
+        drafters=defaults.drafters,
+        adaptive=usual.adaptive and not (has_shape or asked.tree or asked.over_acceptance),
         over_acceptance=asked.over_acceptance or 0.0,
         over_acceptance_residual=asked.over_acceptance_residual or "optimal",
     )
 
 
 def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> tuple[str, ...]:
-    """Return the request's drafters: its own or the defaults, and its prediction; empty for plain decoding."""
+    """Return the drafters that the request names, else the defaults and its prediction; empty for plain decoding."""
     asked = body.speculation
     if asked is not None and asked.drafters is not None:
         return tuple(dict.fromkeys(asked.drafters))
-    usual = tuple(name for name in defaults.drafters if facts.has_draft or name != MODEL)
-    if asked is not None:
-        usual = usual or (MODEL,)
-    elif defaults.rule == "off":
-        usual = ()
-    return (*usual, PREDICTION) if body.prediction is not None else usual
+    drafters = [name for name in defaults.drafters if facts.has_draft or name != MODEL]
+    if asked is None and defaults.rule == "off":
+        drafters = []
+    elif asked is not None and not drafters:
+        drafters = [MODEL]
+    if body.prediction is not None:
+        drafters.append(PREDICTION)
+    return tuple(drafters)
 
 
 def with_seed(
@@ -272,6 +326,8 @@ def without_equal_chains(request: Request, facts: EngineFacts) -> Request:
     speculation = request.speculation
     if not request.sampling.is_greedy or not speculation.num_drafts:
         return request
-    if (speculation.draft_method or facts.rules[speculation.rule].draft_methods[0]) != "iid":
+    draft_method = speculation.draft_method or facts.rules[speculation.rule].draft_methods[0]
+    if draft_method != "iid":
         return request
-    return msgspec.structs.replace(request, speculation=msgspec.structs.replace(speculation, num_drafts=1, tree=()))
+    speculation = msgspec.structs.replace(speculation, num_drafts=1, tree=())
+    return msgspec.structs.replace(request, speculation=speculation)

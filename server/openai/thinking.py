@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from engine.api import RequestError, Thinking
-from server.openai.fields import ChatRequest, GenerationFields
 from server.state import Server
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import ThoughtReader, is_closed, is_open, reasoning_of
 from server.text.thought_marks import DEEPSEEK_R1, ThoughtMarks
+from server.wire.fields import ChatRequest, GenerationFields
 
 _PROMPT_END = 16
 """Number of last prompt tokens in which a chat template may open or close the thoughts."""
@@ -61,7 +62,7 @@ def thoughts_of(
     if budget is not None and budget >= bound:
         budget = None  # the length ends the answer first
     shown = server.tokenizer.special_in(marks.texts())
-    tokens = _tokens_of(server, marks)
+    tokens = _mark_tokens(server, marks)
     if budget is not None and tokens is None:
         raise RequestError(
             f"thinking_token_budget: {marks.open.strip()} and {marks.close} are not tokens of this model, so that its "
@@ -71,26 +72,24 @@ def thoughts_of(
         )
     is_bound = grammar is not None and grammar.is_whole
     if grammar is not None and grammar.covers_thoughts:
-        if budget is not None or is_open(end, marks) or is_closed(end, marks):
-            told = "thinking_token_budget" if budget is not None else "continue_final_message"
-            raise RequestError(
-                f"{told}: this model's calls cannot be forced or strict together with it; leave one of them out",
-                told,
-                "unsupported_value",
-            )
+        if budget is not None:
+            raise _not_with_calls("thinking_token_budget")
+        if is_open(end, marks) or is_closed(end, marks):
+            raise _not_with_calls("continue_final_message")
         return Thoughts(partial(HarmonyMessages, end), shown)
     can_begin = not (is_closed(end, marks) or body.continue_final_message)
     may_think = is_begun or can_begin
-    # Without a lead, thoughts may begin although the prompt has closed some.
-    is_followed = may_think if grammar is not None else budget is not None and (may_think or not marks.lead)
+    is_followed = may_think
+    if grammar is None:
+        # Without a lead, thoughts may begin although the prompt has closed some.
+        is_followed = budget is not None and (may_think or not marks.lead)
     followed = None
     if is_followed and tokens is not None:
-        opens, (closes,), between, lead = tokens
         followed = Thinking(
-            opens=opens,
-            closes=closes,
-            between=between,
-            lead=lead,
+            opens=tokens.opens,
+            closes=tokens.closes,
+            between=tokens.between,
+            lead=tokens.lead,
             is_begun=is_begun,
             budget=budget,
             may_end=not is_bound,
@@ -101,12 +100,29 @@ def thoughts_of(
     return Thoughts(partial(reasoning_of, starts_inside, marks), shown, followed)
 
 
-def _tokens_of(server: Server, marks: ThoughtMarks) -> list[tuple[int, ...]] | None:
-    """Return the tokens of opening mark, closing mark, the text between, and the lead; None if the model has no tokens
-    for them.
-    """
-    tokens = [tuple(server.tokenizer.encode(text, False)) if text else () for text in marks.texts()]
-    if server.tokenizer.token_of(marks.close) is None or len(tokens[1]) != 1:
+def _not_with_calls(field: str) -> RequestError:
+    return RequestError(
+        f"{field}: this model's calls cannot be forced or strict together with it; leave one of them out",
+        field,
+        "unsupported_value",
+    )
+
+
+class MarkTokens(NamedTuple):
+    """Tokens of the marks around thoughts."""
+
+    opens: tuple[int, ...]
+    closes: int
+    between: tuple[int, ...]
+    lead: tuple[int, ...]
+
+
+def _mark_tokens(server: Server, marks: ThoughtMarks) -> MarkTokens | None:
+    """Return the tokens of the marks; None if the model has no tokens for them."""
+    tokenizer = server.tokenizer
+    opens, closes, between, lead = (tuple(tokenizer.encode(text, False)) if text else () for text in marks.texts())
+    if tokenizer.token_of(marks.close) is None or len(closes) != 1:
         return None
-    is_single = server.tokenizer.token_of(marks.open) is not None
-    return tokens if is_single or not server.tokenizer.special_in([marks.open]).isdisjoint(tokens[0]) else None
+    if tokenizer.token_of(marks.open) is None and tokenizer.special_in([marks.open]).isdisjoint(opens):
+        return None
+    return MarkTokens(opens, closes[0], between, lead)

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from engine.api import RequestError
-from server.http.current_call import this_call
-from server.openai.fields import ChatRequest, SpeculationFields
 from server.openai.preparing import prepare_chat
 from server.serving.answering import AnswerWriter, answer
 from server.serving.generation import Generation
 from server.state import Server
+from server.wire.current_call import this_call
+from server.wire.fields import ChatRequest, SpeculationFields
 
 
 class Streamable(Protocol):
@@ -27,7 +27,7 @@ class Streamable(Protocol):
     metrics: bool | None
 
 
-Wished = TypeVar("Wished")
+Asked = TypeVar("Asked")
 Streamed = TypeVar("Streamed", bound=Streamable)
 Writer = Callable[[Streamed, Generation, bool], AnswerWriter]
 """Factory of a writer; the arguments are the body, the generation, and whether the answer has metrics."""
@@ -37,9 +37,10 @@ async def respond(
     http: Request, server: Server, body: Streamed, generation: Generation, writer: Writer[Streamed]
 ) -> Response:
     """Run a generation and answer in the shape of `writer`."""
-    default = server.settings.per_request_spec_decode_metrics == "detailed"
-    with_metrics = default if body.metrics is None else body.metrics
-    return await answer(http, server, generation, writer(body, generation, with_metrics), body.stream)
+    with_metrics = body.metrics
+    if with_metrics is None:
+        with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"
+    return await answer(http, server.sender, generation, writer(body, generation, with_metrics), body.stream)
 
 
 async def answer_translated(
@@ -51,7 +52,7 @@ async def answer_translated(
     params: Mapping[str, str],
 ) -> Response:
     """Answer a body that stands for a chat; params: names that the endpoint has for chat's fields."""
-    with in_own_words(params):
+    with endpoint_names(params):
         generation = await prepare_chat(server, checked(as_chat, body))
         conversation = getattr(body, params.get("messages", "messages"))
         if isinstance(conversation, list):
@@ -59,7 +60,7 @@ async def answer_translated(
         return await respond(http, server, body, generation, writer)
 
 
-def checked(as_chat: Callable[[Wished], ChatRequest], body: Wished) -> ChatRequest:
+def checked(as_chat: Callable[[Asked], ChatRequest], body: Asked) -> ChatRequest:
     """Return the body as a chat; raises RequestError if the chat is not valid."""
     try:
         return as_chat(body)
@@ -70,26 +71,27 @@ def checked(as_chat: Callable[[Wished], ChatRequest], body: Wished) -> ChatReque
 
 
 @contextmanager
-def in_own_words(params: Mapping[str, str]) -> Iterator[None]:
+def endpoint_names(params: Mapping[str, str]) -> Iterator[None]:
     """Rename chat's fields in errors and in the list of ignored fields."""
     call = this_call()
-    own = len(call.ignored)
+    num_ignored = len(call.ignored)
     try:
         yield
-        call.ignored[own:] = [params.get(name, name) for name in call.ignored[own:]]
+        call.ignored[num_ignored:] = [params.get(name, name) for name in call.ignored[num_ignored:]]
     except RequestError as error:
         param = params.get(error.param or "", error.param)
-        raise RequestError(_in_own_names(str(error), error.param, params), param, error.code) from error
+        message = _with_names(str(error), error.param, params)
+        raise RequestError(message, param, error.code) from error
 
 
-def _in_own_names(message: str, param: str | None, params: Mapping[str, str]) -> str:
+def _with_names(message: str, param: str | None, params: Mapping[str, str]) -> str:
     """Return an error's message with the endpoint's names of fields."""
-    for chat_name, own_name in params.items():
+    for chat_name, name in params.items():
         if "_" in chat_name:
-            message = re.sub(rf"\b{chat_name}\b", own_name, message)
+            message = re.sub(rf"\b{chat_name}\b", name, message)
         elif chat_name == param and message.startswith(chat_name):
             # Elsewhere in the message it may be a word.
-            message = own_name + message.removeprefix(chat_name)
+            message = name + message.removeprefix(chat_name)
     return message
 
 

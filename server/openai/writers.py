@@ -10,9 +10,12 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine.api import RequestError
-from server.http.errors import ErrorEnvelope, to_api_error
-from server.ids import new_id
-from server.openai.answers import (
+from server.serving.answering import AnswerWriter, encode
+from server.serving.choice import CallPiece, Choice, Part
+from server.serving.generation import Delta, Generation
+from server.text.logprobs import chat_logprobs, completion_logprobs
+from server.text.reasoning import Thought
+from server.wire.answers import (
     Answer,
     AnsweredCall,
     AnsweredFunction,
@@ -20,20 +23,18 @@ from server.openai.answers import (
     ChatMessage,
     ChunkChoice,
     CompletionChoice,
+    Metrics,
 )
-from server.openai.fields import GenerationFields, StreamOptions
-from server.serving.answering import AnswerWriter, encode
-from server.serving.choice import CallPiece, Choice, Part
-from server.serving.generation import Delta, Generation
-from server.text.logprobs import chat_logprobs, completion_logprobs
-from server.text.reasoning import Thought
+from server.wire.errors import ErrorEnvelope, to_api_error
+from server.wire.fields import GenerationFields, StreamOptions
+from server.wire.ids import new_id
 
 Item = TypeVar("Item")
 
 
-def known(items: Sequence[Item] | None) -> Sequence[Item] | msgspec.UnsetType:
-    """Return token ids or drafts; unset if they are not reported."""
-    return msgspec.UNSET if items is None else items
+def known(value: Item | None) -> Item | msgspec.UnsetType:
+    """Return the value of a field of an answer; unset if it is not reported."""
+    return msgspec.UNSET if value is None else value
 
 
 class ChunkWriter(AnswerWriter):
@@ -74,14 +75,16 @@ class ChunkWriter(AnswerWriter):
 
     def take(self, delta: Delta) -> list[Answer]:
         """Return the chunks of a delta; the last one of the stream has the metrics."""
-        choices = self.choices_of(delta)
-        is_end = self._generation.has_ended and not self._options.include_usage
-        return [self.chunk(one, is_end and number == len(choices)) for number, one in enumerate(choices, start=1)]
+        chunks = [self.chunk(choice) for choice in self.choices_of(delta)]
+        if chunks and self._generation.has_ended and not self._options.include_usage:
+            chunks[-1] = msgspec.structs.replace(chunks[-1], metrics=self._metrics())
+        return chunks
 
     def end(self) -> list[Answer]:
         """Return the chunk with the usage, if it was asked for."""
-        usage = self._generation.usage()
-        return [self._answer(self.object_chunk, [], usage, is_last=True)] if self._options.include_usage else []
+        if not self._options.include_usage:
+            return []
+        return [self._answer(self.object_chunk, [], self._generation.usage(), self._metrics())]
 
     def fail(self, error: Exception) -> list[ErrorEnvelope]:
         """Return the error as a chunk."""
@@ -92,24 +95,37 @@ class ChunkWriter(AnswerWriter):
 
     def whole(self) -> list[bytes]:
         """Return the answer, each choice encoded by itself: the encoder holds the interpreter's lock."""
-        answer = self._answer(self.object_whole, [], self._generation.usage(), True, True)
+        usage = self._generation.usage()
+        answer = self._answer(self.object_whole, [], usage, self._metrics(), self.prompt_ids())
         # A bracket after this name is never in a string: its quotes would be escaped.
         head, tail = encode(answer).split(b'"choices":[]')
-        choices = [encode(self.choice(*one)) + b"," for one in enumerate(self._generation.choices)]
-        return [head + b'"choices":[', *choices[:-1], choices[-1][:-1], b"]" + tail]
+        choices = [encode(self.choice(index, choice)) for index, choice in enumerate(self._generation.choices)]
+        with_commas = [choice + b"," for choice in choices[:-1]]
+        return [head + b'"choices":[', *with_commas, choices[-1], b"]" + tail]
 
-    def chunk(self, choice: Any, is_last: bool = False, with_prompt: bool = False) -> Answer:
-        """Return a chunk with one choice and, if they were asked for, the tokens so far."""
-        usage: Any = None if self._options.include_usage else msgspec.UNSET
+    def chunk(self, choice: Any, prompt_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET) -> Answer:
+        """Return a chunk with one choice and, if it was asked for, the usage so far."""
+        usage: Any = msgspec.UNSET
         if self._options.continuous_usage_stats:
             usage = self._generation.usage()
-        return self._answer(self.object_chunk, [choice], usage, is_last, with_prompt)
+        elif self._options.include_usage:
+            usage = None
+        return self._answer(self.object_chunk, [choice], usage, prompt_ids=prompt_ids)
+
+    def _metrics(self) -> Metrics | msgspec.UnsetType:
+        """Return the metrics of the generation, if they are reported."""
+        if not self._with_metrics:
+            return msgspec.UNSET
+        return self._generation.metrics()
 
     def _answer(
-        self, object_name: str, choices: list[Any], usage: Any, is_last: bool, with_prompt: bool = False
+        self,
+        object_name: str,
+        choices: list[Any],
+        usage: Any,
+        metrics: Metrics | msgspec.UnsetType = msgspec.UNSET,
+        prompt_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET,
     ) -> Answer:
-        metrics = self._generation.metrics() if is_last and self._with_metrics else msgspec.UNSET
-        prompt_ids = self.prompt_ids() if with_prompt else msgspec.UNSET
         return Answer(self._id, object_name, self._created, self._model, choices, usage, metrics, prompt_ids)
 
 
@@ -123,40 +139,63 @@ class ChatWriter(ChunkWriter):
     def prompt_ids(self) -> Sequence[int] | msgspec.UnsetType:
         """Return the tokens of the prompt, if they are reported."""
         first = self._generation.choices[0]
-        return msgspec.UNSET if first.token_ids is None else first.request.prompt_token_ids
+        if first.token_ids is None:
+            return msgspec.UNSET
+        return first.request.prompt_token_ids
 
     def begin(self) -> list[Answer]:
         """Return a chunk with the role for each choice; the first one has the prompt's tokens."""
-        count = len(self._generation.choices)
-        roles = [ChunkChoice(index, {"role": "assistant", "content": ""}, None) for index in range(count)]
-        return [self.chunk(role, with_prompt=role.index == 0) for role in roles]
+        num_choices = len(self._generation.choices)
+        roles = [ChunkChoice(index, {"role": "assistant", "content": ""}, None) for index in range(num_choices)]
+        first = self.chunk(roles[0], self.prompt_ids())
+        return [first, *map(self.chunk, roles[1:])]
 
     def choice(self, index: int, choice: Choice) -> ChatChoice:
         """Return a choice with its whole message."""
         assert choice.finish_reason is not None
-        logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs)
-        calls: list[AnsweredCall] | msgspec.UnsetType = [
-            AnsweredCall(call_id, AnsweredFunction(call.name, call.arguments))
-            for call_id, call in zip(choice.call_ids, choice.calls, strict=True)
-        ] or msgspec.UNSET
-        content = None if (calls or choice.thoughts) and not choice.text else choice.text
-        thoughts = choice.thoughts or msgspec.UNSET
-        message = ChatMessage(content, tool_calls=calls, reasoning_content=thoughts, reasoning=thoughts)
-        of_prompt = msgspec.UNSET if choice.prompt_logprobs is None else choice.prompt_logprobs
-        ids, drafts = known(choice.token_ids), known(choice.drafts)
-        return ChatChoice(index, message, choice.finish_reason, logprobs, choice.stop_reason, of_prompt, ids, drafts)
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = chat_logprobs(choice.logprobs)
+        return ChatChoice(
+            index,
+            _message(choice),
+            choice.finish_reason,
+            logprobs,
+            choice.stop_reason,
+            prompt_logprobs=known(choice.prompt_logprobs),
+            token_ids=known(choice.token_ids),
+            drafts=known(choice.drafts),
+        )
 
     def choices_of(self, delta: Delta) -> list[ChunkChoice]:
         """Return chunks with text, and one with the finish reason alone."""
-        logprobs = chat_logprobs(delta.logprobs) if delta.logprobs else None
         chunks = [ChunkChoice(delta.index, chat_delta(part), None) for part in delta.parts]
-        if logprobs is not None or delta.token_ids or delta.drafts:
-            first = chunks[0].delta if chunks else {"content": ""}
-            ids, drafts = known(delta.token_ids), known(delta.drafts)
-            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs, token_ids=ids, drafts=drafts)]
+        if delta.logprobs or delta.token_ids or delta.drafts:
+            first = chunks[0] if chunks else ChunkChoice(delta.index, {"content": ""}, None)
+            chunks[:1] = [
+                msgspec.structs.replace(
+                    first,
+                    logprobs=chat_logprobs(delta.logprobs) if delta.logprobs else None,
+                    token_ids=known(delta.token_ids),
+                    drafts=known(delta.drafts),
+                )
+            ]
         if delta.finish_reason is not None:
             chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason, stop_reason=delta.stop_reason))
         return chunks
+
+
+def _message(choice: Choice) -> ChatMessage:
+    """Return the message of a choice; its content is null if it has calls or thoughts and no text."""
+    calls = [
+        AnsweredCall(call_id, AnsweredFunction(call.name, call.arguments))
+        for call_id, call in zip(choice.call_ids, choice.calls, strict=True)
+    ]
+    content: str | None = choice.text
+    if not choice.text and (calls or choice.thoughts):
+        content = None
+    thoughts = choice.thoughts or msgspec.UNSET
+    return ChatMessage(content, tool_calls=calls or msgspec.UNSET, reasoning_content=thoughts, reasoning=thoughts)
 
 
 def chat_delta(part: Part) -> dict[str, Any]:
@@ -184,29 +223,38 @@ class CompletionWriter(ChunkWriter):
 
     def choice(self, index: int, choice: Choice) -> CompletionChoice:
         """Return a choice with its whole text."""
-        logprobs = None if choice.logprobs is None else completion_logprobs(choice.logprobs)
-        of_prompt = msgspec.UNSET if choice.prompt_logprobs is None else choice.prompt_logprobs
-        ids = choice.token_ids
-        prompt_ids = msgspec.UNSET if ids is None else choice.request.prompt_token_ids
-        drafts = known(choice.drafts)
-        ends = choice.finish_reason, logprobs, choice.stop_reason
-        return CompletionChoice(index, choice.text, *ends, of_prompt, known(ids), prompt_ids, drafts)
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = completion_logprobs(choice.logprobs)
+        prompt_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+        if choice.token_ids is not None:
+            prompt_ids = choice.request.prompt_token_ids
+        return CompletionChoice(
+            index,
+            choice.text,
+            choice.finish_reason,
+            logprobs,
+            choice.stop_reason,
+            prompt_logprobs=known(choice.prompt_logprobs),
+            token_ids=known(choice.token_ids),
+            prompt_token_ids=prompt_ids,
+            drafts=known(choice.drafts),
+        )
 
     def choices_of(self, delta: Delta) -> list[CompletionChoice]:
         """Return one chunk with text and finish reason."""
-        logprobs = completion_logprobs(delta.logprobs) if delta.logprobs else None
-        if not (delta.text or delta.token_ids or delta.drafts) and delta.finish_reason is None and logprobs is None:
+        has_content = delta.text or delta.logprobs or delta.token_ids or delta.drafts
+        if not has_content and delta.finish_reason is None:
             return []
-        ids, prompt_ids = known(delta.token_ids), known(delta.prompt_token_ids)
-        return [
-            CompletionChoice(
-                delta.index,
-                delta.text,
-                delta.finish_reason,
-                logprobs,
-                msgspec.UNSET if delta.finish_reason is None else delta.stop_reason,
-                token_ids=ids,
-                prompt_token_ids=prompt_ids,
-                drafts=known(delta.drafts),
-            )
-        ]
+        choice = CompletionChoice(
+            delta.index,
+            delta.text,
+            delta.finish_reason,
+            logprobs=completion_logprobs(delta.logprobs) if delta.logprobs else None,
+            token_ids=known(delta.token_ids),
+            prompt_token_ids=known(delta.prompt_token_ids),
+            drafts=known(delta.drafts),
+        )
+        if delta.finish_reason is not None:
+            choice = msgspec.structs.replace(choice, stop_reason=delta.stop_reason)
+        return [choice]

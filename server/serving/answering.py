@@ -11,6 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,9 +20,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.api import PolydraftError
-from server.openai.answers import Metrics
+from server.serving.engine_client import EngineClient
 from server.serving.generation import Delta, Generation
-from server.state import Server
+from server.serving.observer import Observer
+from server.text.tokenizer import Tokenizer
+from server.wire.answers import Metrics
 
 log = logging.getLogger("polydraft")
 
@@ -69,19 +72,37 @@ class AnswerWriter(ABC):
         """Return the answer after its last step, as JSON in parts."""
 
 
+@dataclass(frozen=True)
+class Sender:
+    """Parts of a running server that generate an answer and send it."""
+
+    client: EngineClient
+    observer: Observer
+    tokenizer: Tokenizer
+    keep_alive_s: float
+    """Seconds of silence after which a stream sends a comment; 0: never."""
+
+    def run(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of a generation. Closing the iterator aborts its running requests."""
+        return generation.run(self.client, self.observer)
+
+
 async def answer(
-    http: HttpRequest, server: Server, generation: Generation, writer: AnswerWriter, streams: bool
+    http: HttpRequest, sender: Sender, generation: Generation, writer: AnswerWriter, streams: bool
 ) -> Response:
     """Run a generation and send it, whole or as a stream; raises what admission raises."""
     if streams:
-        deltas = await admitted(http, server, generation)
+        deltas = await admitted(http, sender, generation)
         if deltas is None:
             return Response(status_code=499)
-        return EventStream(_frames(deltas, server, writer), deltas, bound_headers(generation))
-    if not await run_through(http, server, generation, writer.collect):
+        return EventStream(_frames(deltas, sender, writer), deltas, bound_headers(generation))
+    if not await run_through(http, sender, generation, writer.collect):
         return Response(status_code=499)
-    is_large = sum(choice.num_reported for choice in generation.choices) >= _LARGE
-    parts = await server.tokenizer.run_answer(writer.whole) if is_large else writer.whole()
+    num_reported = sum(choice.num_reported for choice in generation.choices)
+    if num_reported >= _LARGE:
+        parts = await sender.tokenizer.run_answer(writer.whole)
+    else:
+        parts = writer.whole()
     return _in_pieces(parts, speculation_headers(generation.metrics()) | bound_headers(generation))
 
 
@@ -132,11 +153,11 @@ class EventStream(StreamingResponse):
                 await generator.aclose()
 
 
-async def admitted(http: HttpRequest, server: Server, generation: Generation) -> AsyncGenerator[Delta, None] | None:
+async def admitted(http: HttpRequest, sender: Sender, generation: Generation) -> AsyncGenerator[Delta, None] | None:
     """Return the deltas of an admitted generation, or None if the client has left before. Raises the errors of
     admission.
     """
-    deltas = generation.run(server.client, server.observer)
+    deltas = sender.run(generation)
     try:
         if not generation.has_grammar:
             await anext(deltas)
@@ -150,10 +171,10 @@ async def admitted(http: HttpRequest, server: Server, generation: Generation) ->
 
 
 async def run_through(
-    http: HttpRequest, server: Server, generation: Generation, take: Callable[[Delta], object] = lambda _: None
+    http: HttpRequest, sender: Sender, generation: Generation, take: Callable[[Delta], object] = lambda _: None
 ) -> bool:
     """Run to the end and pass every delta to `take`. Returns False if the client has left before."""
-    return await _before_leaving(http, asyncio.create_task(_all_deltas(server, generation, take)))
+    return await _before_leaving(http, asyncio.create_task(_all_deltas(sender, generation, take)))
 
 
 async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
@@ -171,8 +192,9 @@ async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
     return True
 
 
-async def _all_deltas(server: Server, generation: Generation, take: Callable[[Delta], object]) -> None:
-    async with aclosing(generation.run(server.client, server.observer)) as deltas:
+async def _all_deltas(sender: Sender, generation: Generation, take: Callable[[Delta], object]) -> None:
+    async with aclosing(sender.run(generation)) as deltas:
+        await anext(deltas)  # its requests are admitted
         async for delta in deltas:
             take(delta)
 
@@ -183,7 +205,7 @@ async def _disconnected(http: HttpRequest) -> None:
 
 
 async def _frames(
-    deltas: AsyncGenerator[Delta, None], server: Server, writer: AnswerWriter
+    deltas: AsyncGenerator[Delta, None], sender: Sender, writer: AnswerWriter
 ) -> AsyncGenerator[bytes | memoryview, None]:
     def frames_of(delta: Delta) -> bytes:
         return _encoded(writer.take(delta))
@@ -191,13 +213,15 @@ async def _frames(
     try:
         yield _encoded(writer.begin())
         # Closed before `deltas` is: the next delta may be awaited while a keep-alive is being sent.
-        async with aclosing(with_silences(deltas, server.settings.sse_keep_alive_interval)) as paced:
+        async with aclosing(with_silences(deltas, sender.keep_alive_s)) as paced:
             async for delta in paced:
                 if delta is None:
                     yield _KEEP_ALIVE
                     continue
-                is_large = delta.num_logprobs >= _LARGE
-                frames = await server.tokenizer.run_answer(frames_of, delta) if is_large else frames_of(delta)
+                if delta.num_logprobs >= _LARGE:
+                    frames = await sender.tokenizer.run_answer(frames_of, delta)
+                else:
+                    frames = frames_of(delta)
                 for piece in _pieces_of([frames]):
                     yield piece
         last = writer.end()
@@ -209,11 +233,15 @@ async def _frames(
 
 
 def _encoded(events: Sequence[Event]) -> bytes:
-    return b"".join(
-        (b"event: " + event["type"].encode() + b"\n" if isinstance(event, dict) else b"")
-        + (b"data: " + encode(event) + b"\n\n")
-        for event in events
-    )
+    return b"".join(map(_frame, events))
+
+
+def _frame(event: Event) -> bytes:
+    data = b"data: " + encode(event) + b"\n\n"
+    if isinstance(event, dict):
+        name: str = event["type"]
+        return b"event: " + name.encode() + b"\n" + data
+    return data
 
 
 async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncGenerator[Delta | None, None]:
@@ -251,4 +279,6 @@ def speculation_headers(metrics: Metrics) -> dict[str, str]:
 
 def bound_headers(generation: Generation) -> dict[str, str]:
     """Return the header with the maximum number of answer tokens, if the context had less room than requested."""
-    return {} if generation.cut_bound is None else {"x-polydraft-max-tokens": str(generation.cut_bound)}
+    if generation.cut_bound is None:
+        return {}
+    return {"x-polydraft-max-tokens": str(generation.cut_bound)}

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from engine.api import Outcome, Request, StepStats
-from server.openai.answers import DraftedStep
 from server.serving.statistics import Clock, SpeculationCount, answer_part, drafters_of
 from server.text.call_pieces import Call, Piece
 from server.text.logprobs import SpelledToken, spell
@@ -23,9 +22,13 @@ from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.answers import DraftedStep
 
 # Some chat templates (Mistral) accept no other ids of calls.
-_ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+_BYTES_PER_LOGPROB = 64
+"""Bytes of a prompt's logprobs that take about as long to encode as a logprob of the answer."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,23 @@ class Choice:
         self.num_tokens = 0
         self.num_cached = 0
         self.num_predicted = 0
-        self.text = self.thoughts = ""
+        self.text = ""
+        self.thoughts = ""
         self.num_thought = 0
         """Number of tokens of thoughts."""
         self.finish_reason: str | None = None
         self._last_token: int | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
-        self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
-        self.token_ids: list[int] | None = [] if options.reports_token_ids else None
-        self.drafts: list[DraftedStep] | None = [] if options.reports_drafts else None
+        self.logprobs: list[SpelledToken] | None = None
+        if request.num_logprobs is not None:
+            self.logprobs = []
+        self.token_ids: list[int] | None = None
+        if options.reports_token_ids:
+            self.token_ids = []
+        self.drafts: list[DraftedStep] | None = None
+        if options.reports_drafts:
+            self.drafts = []
         self._tokenizer = tokenizer
         self._offset = 0
         """Number of characters before the next token."""
@@ -95,33 +105,45 @@ class Choice:
         self._has_begun = False
         self._shown = options.shown
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens, options.shown)
-        looks_at_hidden = options.skip_special_tokens and bool(options.stops)
-        hidden = tokenizer.special_texts(options.shown) if looks_at_hidden else ()
+        hidden: Collection[str] = ()
+        if options.skip_special_tokens and options.stops:
+            hidden = tokenizer.special_texts(options.shown)
         self._cut = StopCut(options.stops, options.include_stop, hidden)
         # One parser splits the released text, which lags because of stop strings; the other counts tokens at once.
-        self._reasoning, self._counting = (None if options.thoughts is None else options.thoughts() for _ in range(2))
-        tools, template = options.tools, tokenizer.response_template
-        self._calls = None if tools is None else ToolCalls(tools, template)
-        self._counting_calls = None if tools is None or tools.parallel else ToolCalls(tools, template)
+        self._reasoning: ThoughtReader | None = None
+        self._counting: ThoughtReader | None = None
+        if options.thoughts is not None:
+            self._reasoning = options.thoughts()
+            self._counting = options.thoughts()
+        self._calls: ToolCalls | None = None
+        self._counting_calls: ToolCalls | None = None
+        if options.tools is not None:
+            self._calls = ToolCalls(options.tools, tokenizer.response_template)
+            if not options.tools.parallel:
+                self._counting_calls = ToolCalls(options.tools, tokenizer.response_template)
         self.call_ids: list[str] = []
 
     @property
     def calls(self) -> Sequence[Call]:
         """Function calls of the answer."""
-        return () if self._calls is None else self._calls.calls
+        if self._calls is None:
+            return ()
+        return self._calls.calls
 
     @property
     def stop_string(self) -> str | None:
         """Stop string that has ended the answer; None if it runs or has ended otherwise."""
-        return self._cut.found
+        return self._cut.stop
 
     @property
     def stop_reason(self) -> str | int | None:
-        """Stop string, or the id from stop_token_ids, that has ended the answer; None if nothing of the request has."""
+        """Stop string, or the id from stop_token_ids, that has ended the answer; None if neither has."""
         if self.finish_reason is None or self.stop_string is not None:
             return self.stop_string
-        ends = self.finish_reason != "length" and self._last_token in self.request.limits.stop_token_ids
-        return self._last_token if ends else None
+        is_stop_token = self._last_token in self.request.limits.stop_token_ids
+        if self.finish_reason == "length" or not is_stop_token:
+            return None
+        return self._last_token
 
     @property
     def num_mispredicted(self) -> int:
@@ -131,14 +153,19 @@ class Choice:
     @property
     def num_reported(self) -> int:
         """Number of logprobs, token ids and drafted tokens that a whole answer reports."""
-        logprobs = len(self.logprobs or ()) * (1 + (self.request.num_logprobs or 0))
+        num_alternatives = self.request.num_logprobs or 0
+        num_logprobs = len(self.logprobs or ()) * (1 + num_alternatives)
+        num_token_ids = len(self.token_ids or ())
         num_drafted = sum(len(chain) for step in self.drafts or () for chain in step.chains)
-        return logprobs + len(self.token_ids or ()) + num_drafted + len(bytes(self.prompt_logprobs or b"")) // 64
+        num_prompt_bytes = len(bytes(self.prompt_logprobs or b""))
+        return num_logprobs + num_token_ids + num_drafted + num_prompt_bytes // _BYTES_PER_LOGPROB
 
     @property
     def prompt_logprobs(self) -> msgspec.Raw | None:
         """Logprobs of the prompt as JSON, if they were requested."""
-        return None if self._prompt is None else self._prompt.by_place
+        if self._prompt is None:
+            return None
+        return self._prompt.by_place
 
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None, Outcome]:
         """Take a step's tokens. Returns the parts to release, the seconds per token, and the part of the outcome in
@@ -149,7 +176,7 @@ class Choice:
         text, num_taken = self._detokenize(outcome)
         if self._cut.is_cut:
             self.finish_reason = "stop"
-        elif self._counting_calls is not None and self._counting_calls.is_over:
+        elif self._has_its_only_call:
             self.finish_reason = "stop"
             text += self._cut.finish()
         elif outcome.finish_reason is not None:
@@ -157,7 +184,8 @@ class Choice:
             text += self._cut.finish()
         parts = self._read(echoed + text)
         self.num_tokens += num_taken
-        self._last_token = outcome.token_ids[num_taken - 1] if num_taken else self._last_token
+        if num_taken:
+            self._last_token = outcome.token_ids[num_taken - 1]
         self.num_predicted += min(outcome.num_predicted, num_taken)
         self.text += "".join(part for part in parts if isinstance(part, str))
         self.thoughts += "".join(part.text for part in parts if isinstance(part, Thought))
@@ -170,6 +198,11 @@ class Choice:
         self.speculation.add_step(taken, stats)
         return parts, self.clock.add(outcome, num_taken), taken
 
+    @property
+    def _has_its_only_call(self) -> bool:
+        """Whether only one call is allowed, and it is complete."""
+        return self._counting_calls is not None and self._counting_calls.is_over
+
     def _drafted(self, outcome: Outcome, num_taken: int) -> DraftedStep:
         def texts(tokens: Sequence[int]) -> list[str]:
             return [self._tokenizer.spell(token)[0] for token in tokens]
@@ -181,25 +214,36 @@ class Choice:
     def _read(self, text: str) -> list[Part]:
         """Return the thoughts and the other parts of a text, in order."""
         is_last = self.finish_reason is not None
-        found = [text] if self._reasoning is None else self._reasoning.feed(text, is_last)
+        pieces: Sequence[str | Thought] = [text]
+        if self._reasoning is not None:
+            pieces = self._reasoning.feed(text, is_last)
         parts: list[Part] = []
-        for part in found:
-            parts += [part] if isinstance(part, Thought) else self._read_calls(part)
-        return [*parts, *self._read_calls("", is_last)] if is_last else parts
+        for piece in pieces:
+            if isinstance(piece, Thought):
+                parts.append(piece)
+            else:
+                parts += self._read_calls(piece)
+        if is_last:
+            parts += self._read_calls("", is_last)
+        return parts
 
     def _read_calls(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
         """Return the text outside calls and the pieces of calls. If only one call is allowed, it ends the answer."""
         if self._calls is None:
             return [text] if text else []
-        found = self._calls.feed(text, is_last)
+        parts: list[str | CallPiece] = []
+        for piece in self._calls.feed(text, is_last):
+            parts.append(piece if isinstance(piece, str) else self._identified(piece))
         if is_last and self.finish_reason == "stop" and self._calls.are_complete:
             self.finish_reason = "tool_calls"
-        return [part if isinstance(part, str) else self._named(part) for part in found]
+        return parts
 
-    def _named(self, piece: Piece) -> CallPiece:
+    def _identified(self, piece: Piece) -> CallPiece:
+        """Return a piece of a call; the first piece of each call gets an id."""
+        call_id = None
         if piece.name is not None:
-            self.call_ids.append("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
-        call_id = self.call_ids[piece.index] if piece.name is not None else None
+            call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+            self.call_ids.append(call_id)
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 
     def _echo_prompt(self) -> str:
@@ -216,24 +260,28 @@ class Choice:
         """Add the logprobs of the tokens that belong to the answer."""
         if self.logprobs is None:
             return
-        taken = zip(outcome.token_ids[:num_taken], outcome.logprobs, [*self._num_characters, 0], strict=False)
-        for token, found, num_characters in taken:
-            self.logprobs.append(spell(self._tokenizer, token, found, self._offset))
+        tokens = outcome.token_ids[:num_taken]
+        lengths = [*self._num_characters, 0]
+        for token, logprob, num_characters in zip(tokens, outcome.logprobs, lengths, strict=False):
+            self.logprobs.append(spell(self._tokenizer, token, logprob, self._offset))
             self._offset += num_characters
 
     def _count(self, piece: str) -> None:
-        """Count the tokens of thoughts (with their tags) and calls."""
+        """Count a token if it belongs to a thought or its tags, and follow the calls."""
         parts: Sequence[str | Thought] = [piece]
         if self._counting is not None:
             was_inside = self._counting.is_inside
             parts = self._counting.feed(piece)
             self.num_thought += was_inside or self._counting.is_inside
         if self._counting_calls is not None:
-            self._counting_calls.feed("".join(part for part in parts if isinstance(part, str)), False)
+            text = "".join(part for part in parts if isinstance(part, str))
+            self._counting_calls.feed(text, False)
 
     def _hidden_text(self, token: int) -> str:
         """Return the text of a token that the answer leaves out, if a stop string may spell it; else ""."""
-        if not self._cut.looks_at_hidden or not self._tokenizer.is_special(token) or token in self._shown:
+        if not self._cut.looks_at_hidden or token in self._shown:
+            return ""
+        if not self._tokenizer.is_special(token):
             return ""
         return self._tokenizer.token_text(token)
 
@@ -245,11 +293,11 @@ class Choice:
         for count, token in enumerate(outcome.token_ids, start=1):
             if ended_by_token and count == len(outcome.token_ids):
                 return text, count
-            looks = self.num_tokens + count > self.request.limits.min_tokens
+            may_stop = self.num_tokens + count > self.request.limits.min_tokens
             piece = self._detokenizer.step(token)
             self._num_characters.append(len(piece))
             self._count(piece)
-            text += self._cut.feed(piece, looks, self._hidden_text(token))
-            if self._cut.is_cut or (self._counting_calls is not None and self._counting_calls.is_over):
+            text += self._cut.feed(piece, may_stop, self._hidden_text(token))
+            if self._cut.is_cut or self._has_its_only_call:
                 return text, count
         return text, len(outcome.token_ids)

@@ -47,6 +47,8 @@ log = logging.getLogger("polydraft")
 
 StepPart = tuple[Outcome, StepStats]
 _POLL_S = 0.25
+_STOP_S = 5
+"""Time that a stopped engine has to end; then it is killed."""
 _TOO_LATE = "the request took longer than this server lets one take (--request-timeout); ask for fewer tokens"
 
 
@@ -61,7 +63,9 @@ class Ticket:
         self._undecided = {request.request_id for request in requests if request.sampling.grammar}
         self._is_decided = asyncio.Event()
         self._error: Exception | None = None
-        self._deadline_s = asyncio.get_running_loop().time() + most_s if most_s else None
+        self._deadline_s: float | None = None
+        if most_s:
+            self._deadline_s = asyncio.get_running_loop().time() + most_s
         if not self._undecided:
             self._is_decided.set()
 
@@ -114,9 +118,9 @@ class EngineClient:
         request_timeout_s: float = 0.0,
         max_queued_tokens: int = 0,
     ) -> None:
-        """max_open_requests: running and waiting ones together; stall_timeout_s: time without a message while requests
-        are open; request_timeout_s: time limit of a call; max_queued_tokens: prompt tokens of requests without a token
-        yet. 0 means no limit, except for max_open_requests.
+        """max_open_requests: running and waiting requests together. stall_timeout_s: time without a message while
+        requests are open. request_timeout_s: time limit of a call. max_queued_tokens: prompt tokens of requests without
+        a token yet. 0 means no limit, except for max_open_requests.
         """
         self.config = config
         self.max_open_requests = max_open_requests
@@ -148,7 +152,8 @@ class EngineClient:
         """Whether the engine has work and has been silent for too long, also if its clients have left meanwhile."""
         if self.facts is None or self._waiting_since_s is None:
             return False
-        return 0 < self._stall_timeout_s < time.monotonic() - self._waiting_since_s
+        silence_s = time.monotonic() - self._waiting_since_s
+        return 0 < self._stall_timeout_s < silence_s
 
     @property
     def is_ready(self) -> bool:
@@ -175,18 +180,24 @@ class EngineClient:
         log.info("starting the engine")
         self.process = process
         self._folder = SocketFolder()
-        inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in (INBOX, OUTBOX))
+        inbox = f"ipc://{self._folder.name}/{INBOX}"
+        outbox = f"ipc://{self._folder.name}/{OUTBOX}"
         self._context = zmq.Context()
-        self._bound = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        for socket, address in zip(self._bound, (inbox, outbox), strict=True):
-            socket.set_hwm(0)
-            socket.bind(address)
+        self._bound_inbox = self._bind(zmq.PUSH, inbox)
+        self._bound_outbox = self._bind(zmq.PULL, outbox)
         try:
             launch(process, self.config, inbox, outbox)
         except BaseException:  # also a signal that ends this process
             self._context.destroy(linger=0)
             self._folder.cleanup()
             raise
+
+    def _bind(self, socket_type: int, address: str) -> zmq.Socket[bytes]:
+        """Return a socket with an unlimited queue, bound to an address."""
+        socket = self._context.socket(socket_type)
+        socket.set_hwm(0)
+        socket.bind(address)
+        return socket
 
     def kill(self) -> None:
         """Kill the process before anything is read from it."""
@@ -198,16 +209,18 @@ class EngineClient:
     async def start(self) -> None:
         """Start the task that reads from the process."""
         # Asynchronous wrappers of sockets that were bound before the event loop existed.
-        self._to_engine, self._from_engine = (zmq.asyncio.Socket.from_socket(socket) for socket in self._bound)
+        self._to_engine = zmq.asyncio.Socket.from_socket(self._bound_inbox)
+        self._from_engine = zmq.asyncio.Socket.from_socket(self._bound_outbox)
         self._reader = asyncio.create_task(self._read())
 
     async def close(self) -> None:
         """Stop the process and release everything."""
         if self.process.poll() is None:
             self._send(Stop())
+            # A loading engine does not read its messages.
+            timeout_s = 0 if self.facts is None else _STOP_S
             try:
-                # A loading engine does not read its messages.
-                await asyncio.wait_for(self.ended.wait(), timeout=0 if self.facts is None else 5)
+                await asyncio.wait_for(self.ended.wait(), timeout_s)
             except TimeoutError:
                 self.process.kill()
         self._reader.cancel()
@@ -216,7 +229,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
-        """Submit requests; leaving the block aborts those that still run.
+        """Submit requests; leaving the block aborts the requests that still run.
 
         Raises EngineBusy if the queue has no room for all of them, RequestError if it never will, and EngineStopped
         while the engine serves none.
@@ -224,8 +237,10 @@ class EngineClient:
         self.ready_facts()
         self.check_count(len(requests))
         if self.num_open + len(requests) > self.max_open_requests:
-            most = f"the most is {self.max_open_requests} (--max-num-seqs and --max-num-queued-reqs)"
-            raise EngineBusy(f"{self.num_open} requests are open, {most}; try again soon")
+            raise EngineBusy(
+                f"{self.num_open} requests are open, the most is {self.max_open_requests} (--max-num-seqs and "
+                "--max-num-queued-reqs); try again soon"
+            )
         self._check_queued_tokens(requests)
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
@@ -337,7 +352,7 @@ class EngineClient:
 
     def _leave_nothing(self) -> None:
         """Remove the folder of the sockets if both are connected, so that a killed process does not leave it."""
-        if self._bound[0].poll(0, zmq.POLLOUT):
+        if self._bound_inbox.poll(0, zmq.POLLOUT):
             self._folder.cleanup()
 
     def _deliver(self, step: StepResults) -> None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats
-from server.http.current_call import this_call
-from server.openai.answers import CompletionTokensDetails, DraftedStep, Metrics, PromptTokensDetails, Usage
 from server.serving.choice import Choice, Part, TextOptions
 from server.serving.engine_client import EngineClient
 from server.serving.observer import Observer
@@ -18,6 +16,8 @@ from server.serving.statistics import Clock, GenerationState, SpeculationCount
 from server.text.logprobs import SpelledToken
 from server.text.prompts import Arrival, ShownPrompt, with_prompts
 from server.text.tokenizer import Tokenizer
+from server.wire.answers import CompletionTokensDetails, DraftedStep, Metrics, PromptTokensDetails, Usage
+from server.wire.current_call import this_call
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,20 @@ class Delta:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of its logprobs, with those of alternatives."""
-        return len(self.logprobs) * (1 + len(self.logprobs[-1].top)) if self.logprobs else 0
+        """Number of its logprobs, with the logprobs of alternatives."""
+        if not self.logprobs:
+            return 0
+        num_alternatives = len(self.logprobs[-1].top)
+        return len(self.logprobs) * (1 + num_alternatives)
 
     @property
     def text(self) -> str:
         """Text outside calls."""
         return "".join(part for part in self.parts if isinstance(part, str))
+
+
+ADMITTED = Delta(index=-1, parts=(), finish_reason=None)
+"""First delta of every generation: its requests are admitted, and no choice has a token yet."""
 
 
 class Generation:
@@ -63,49 +70,57 @@ class Generation:
         cut_bound: int | None = None,
     ) -> None:
         """grammar_param: field of the body that defines the grammar. cut_bound: maximum number of answer tokens, if
-        the context left less room than the body asked for; the least one of all prompts.
+        the context left less room than the body asked for; the least bound of all prompts.
         """
         self._grammar_param = grammar_param
         self.cut_bound = cut_bound
         self._tokenizer = tokenizer
-        top = options.num_prompt_logprobs
-        self._prompts = [
-            ShownPrompt(request, tokenizer, options.echo, options.skip_special_tokens, top)
-            for request in (requests[::num_choices] if options.echo or top is not None else ())
-        ]
-        self.choices = [
-            Choice(request, tokenizer, options, self._prompts[number // num_choices] if self._prompts else None)
-            for number, request in enumerate(requests)
-        ]
         self.num_choices = num_choices
+        self._prompts: list[ShownPrompt] = []
+        if options.echo or options.num_prompt_logprobs is not None:
+            self._prompts = [
+                ShownPrompt(
+                    request,
+                    tokenizer,
+                    options.echo,
+                    options.skip_special_tokens,
+                    options.num_prompt_logprobs,
+                )
+                for request in requests[::num_choices]
+            ]
+        self.choices = [
+            Choice(request, tokenizer, options, self._shown_prompt(number)) for number, request in enumerate(requests)
+        ]
         self.clock = Clock()
 
+    def _shown_prompt(self, number: int) -> ShownPrompt | None:
+        """Return the prompt of a choice, if answers show prompts."""
+        if not self._prompts:
+            return None
+        return self._prompts[number // self.num_choices]
+
     async def run(self, client: EngineClient, observer: Observer) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of all choices. Closing the iterator aborts the running requests."""
-        call, early_end = this_call(), "abort"
-        async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
+        """Yield `ADMITTED`, then the deltas of all choices. Closing the iterator aborts the running requests."""
+        call = this_call()
+        early_end = "abort"
+        requests = [choice.request for choice in self.choices]
+        async with client.submit(requests) as ticket, self._naming_its_field():
             await ticket.grammars_ready()
             observer.begin(call, self.num_prompt_tokens_each, self.state)
             if self.cut_bound is not None:
                 observer.metrics.cut_bound()
             try:
-                # The requests are admitted: a stream may send its headers now.
-                yield Delta(-1, (), None)
+                # A stream may send its headers now.
+                yield ADMITTED
                 async with aclosing(ticket.parts()) as parts, aclosing(self._read_prompts(parts)) as ready:
                     async for index, outcome, stats in ready:
                         choice = self.choices[index]
                         if choice.finish_reason is not None:
                             continue
-                        known, before = len(choice.logprobs or ()), choice.num_tokens
-                        released = self._add(choice, outcome, stats, observer)
+                        delta = self._advance(index, outcome, stats, observer)
                         if choice.finish_reason is not None:
                             client.abort(choice.request.request_id)
-                        new = None if choice.logprobs is None else choice.logprobs[known:]
-                        token_ids = None if choice.token_ids is None else choice.token_ids[before:]
-                        of_prompt = choice.request.prompt_token_ids if token_ids is not None and not before else None
-                        drafts = None if choice.drafts is None else choice.drafts[-1:]
-                        stop = choice.stop_reason
-                        yield Delta(index, released, choice.finish_reason, new, token_ids, of_prompt, drafts, stop)
+                        yield delta
             except PolydraftError:
                 early_end = "error"
                 raise
@@ -113,7 +128,9 @@ class Generation:
                 observer.end(call, self.state, early_end)
 
     def _read_prompts(self, parts: AsyncGenerator[Arrival, None]) -> AsyncGenerator[Arrival, None]:
-        return with_prompts(parts, self._prompts, self.num_choices, self._tokenizer) if self._prompts else parts
+        if not self._prompts:
+            return parts
+        return with_prompts(parts, self._prompts, self.num_choices, self._tokenizer)
 
     @asynccontextmanager
     async def _naming_its_field(self) -> AsyncIterator[None]:
@@ -125,14 +142,43 @@ class Generation:
                 raise
             raise RequestError(f"{self._grammar_param}: {error}", self._grammar_param, error.code) from error
 
+    def _advance(self, index: int, outcome: Outcome, stats: StepStats, observer: Observer) -> Delta:
+        """Add a step to a choice, and return what the step has added."""
+        choice = self.choices[index]
+        num_tokens = choice.num_tokens
+        num_logprobs = len(choice.logprobs or ())
+        parts = self._add(choice, outcome, stats, observer)
+        logprobs = token_ids = prompt_token_ids = drafts = None
+        if choice.logprobs is not None:
+            logprobs = choice.logprobs[num_logprobs:]
+        if choice.token_ids is not None:
+            token_ids = choice.token_ids[num_tokens:]
+            if num_tokens == 0:
+                prompt_token_ids = choice.request.prompt_token_ids
+        if choice.drafts is not None:
+            drafts = choice.drafts[-1:]
+        return Delta(
+            index,
+            parts,
+            choice.finish_reason,
+            logprobs,
+            token_ids,
+            prompt_token_ids,
+            drafts,
+            choice.stop_reason,
+        )
+
     def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, observer: Observer) -> list[Part]:
-        is_first, before = choice.num_tokens == 0, choice.num_tokens
+        num_tokens_before = choice.num_tokens
         parts, gap_s, taken = choice.add(outcome, stats)
-        num_new = choice.num_tokens - before
+        num_new = choice.num_tokens - num_tokens_before
         self.clock.add(outcome, num_new)
         metrics = observer.metrics
         observer.take(taken, stats)
-        metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first and num_new else None)
+        ttft_s = None
+        if num_tokens_before == 0 and num_new:
+            ttft_s = choice.clock.ttft_s
+        metrics.tokens(num_new, gap_s, ttft_s)
         if choice.finish_reason is not None:
             times_s = choice.clock.times_s()
             metrics.finish(choice.finish_reason, choice.num_tokens, times_s, choice.speculation)
@@ -163,8 +209,9 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens whose K/V was cached."""
-        cached = [choice.num_cached for choice in self.choices]
-        return sum(min(cached[i : i + self.num_choices]) for i in range(0, len(cached), self.num_choices))
+        num_cached = [choice.num_cached for choice in self.choices]
+        starts = range(0, len(num_cached), self.num_choices)
+        return sum(min(num_cached[start : start + self.num_choices]) for start in starts)
 
     @property
     def num_answer_tokens(self) -> int:
@@ -173,10 +220,11 @@ class Generation:
 
     def speculation(self) -> SpeculationCount:
         """Return the sum of the choices' speculation counts."""
-        first = self.choices[0].speculation
-        total = SpeculationCount(first.rule, max(choice.speculation.num_spec_tokens for choice in self.choices))
-        for choice in self.choices:
-            total.merge(choice.speculation)
+        counts = [choice.speculation for choice in self.choices]
+        num_spec_tokens = max(count.num_spec_tokens for count in counts)
+        total = SpeculationCount(counts[0].rule, num_spec_tokens)
+        for count in counts:
+            total.merge(count)
         return total
 
     def state(self) -> GenerationState:

@@ -21,7 +21,9 @@ class Live:
         self._running: dict[Hashable, Callable[[], GenerationState]] = {}
         self._stats: StepStats | None = None
         self._num_tokens = 0
-        self._num_passes = self._num_steps = self._num_emitted = 0
+        self._num_passes = 0
+        self._num_steps = 0
+        self._num_emitted = 0
         self.timing = Timing()
 
     def step(self, step: StepResults) -> None:
@@ -48,12 +50,17 @@ class Live:
 
     def state(self, num_blocks: int) -> dict[str, Any]:
         """Return the state that a page polls; num_blocks: of the K/V cache, 0 while the model loads."""
-        stats = self._stats
+        num_running = num_waiting = num_blocks_used = 0
+        if self._stats is not None:
+            num_running = self._stats.num_running
+            num_waiting = self._stats.num_waiting
+            num_blocks_used = self._stats.num_blocks_used
+        shown = islice(self._running.values(), _MOST_SHOWN)
         return {
             "time_s": time.monotonic(),
-            "num_running": stats.num_running if stats else 0,
-            "num_waiting": stats.num_waiting if stats else 0,
-            "kv_cache_usage": stats.num_blocks_used / num_blocks if stats and num_blocks else 0.0,
+            "num_running": num_running,
+            "num_waiting": num_waiting,
+            "kv_cache_usage": num_blocks_used / num_blocks if num_blocks else 0.0,
             "totals": {
                 "tokens": self._num_tokens,
                 "passes": self._num_passes,
@@ -62,13 +69,14 @@ class Live:
             },
             # Not totals that grow: noise can make the time of a prompt negative.
             "timing": asdict(self.timing),
-            "requests": [_shown(read_state()) for read_state in islice(self._running.values(), _MOST_SHOWN)],
+            "requests": [_shown(read_state()) for read_state in shown],
             "num_requests": len(self._running),
         }
 
 
 def _shown(state: GenerationState) -> dict[str, Any]:
-    counted, clock = state.speculation, state.clock
+    counted = state.speculation
+    clock = state.clock
     return {
         "num_prompt_tokens": state.num_prompt_tokens,
         "num_choices": len(state.reasons),

@@ -24,28 +24,35 @@ class LoadLog:
 
     def __init__(self, live: Live, num_blocks: Callable[[], int]) -> None:
         """num_blocks: blocks of the K/V cache; 0 while the model loads."""
-        self._live, self._num_blocks = live, num_blocks
+        self._live = live
+        self._num_blocks = num_blocks
         self._before = live.state(0)
 
     def read(self) -> dict[str, Any] | None:
         """Return the facts of the time since the last call, or None if no answer received a token in it.
 
         tokens_per_second: of all answers; tokens_per_pass: of all target passes; tokens_per_step: of speculative steps
-        alone, which is the acceptance length; speedup: see `Timing`. The last two are None if nothing was drafted or
+        alone, which is the acceptance length, None if nothing was drafted; speedup: see `Timing`, None if nothing was
         timed.
         """
-        now, before = self._live.state(self._num_blocks()), self._before
+        before = self._before
+        now = self._live.state(self._num_blocks())
         self._before = now
-        more = {name: total - before["totals"][name] for name, total in now["totals"].items()}
-        if not more["tokens"]:
+        grown = {name: total - before["totals"][name] for name, total in now["totals"].items()}
+        if not grown["tokens"]:
             return None
+        duration_s = now["time_s"] - before["time_s"]
+        tokens_per_step = None
+        if grown["spec_steps"]:
+            tokens_per_step = grown["spec_tokens"] / grown["spec_steps"]
+        timing = Timing(**now["timing"]) - Timing(**before["timing"])
         return {
             "running": now["num_running"],
             "waiting": now["num_waiting"],
-            "tokens_per_second": more["tokens"] / (now["time_s"] - before["time_s"]),
-            "tokens_per_pass": more["tokens"] / more["passes"],
-            "tokens_per_step": more["spec_tokens"] / more["spec_steps"] if more["spec_steps"] else None,
-            "speedup": (Timing(**now["timing"]) - Timing(**before["timing"])).speedup,
+            "tokens_per_second": grown["tokens"] / duration_s,
+            "tokens_per_pass": grown["tokens"] / grown["passes"],
+            "tokens_per_step": tokens_per_step,
+            "speedup": timing.speedup,
             "kv_cache_usage": now["kv_cache_usage"],
         }
 

@@ -275,7 +275,7 @@ class ServerMetrics:
         self._cut_bounds.inc()
 
     def tokens(self, num_tokens: int, gap_s: float | None, ttft_s: float | None) -> None:
-        """Count tokens of an answer; `ttft_s` only with the first ones."""
+        """Count tokens of an answer; `ttft_s` only with the first tokens."""
         self._answer_tokens.inc(num_tokens)
         if ttft_s is not None:
             self._ttft.observe(ttft_s)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.api import Outcome, StepStats, log_fields
-from server.http.current_call import HttpCall
 from server.serving.live import Live
 from server.serving.metrics import ServerMetrics
 from server.serving.statistics import GenerationState
 from server.serving.tracing import Tracing
+from server.wire.answers import SpeculativeDecoding
+from server.wire.current_call import HttpCall
 
 log = logging.getLogger("polydraft")
 
@@ -43,33 +44,42 @@ class Observer:
         self.live.end(call)
         state = read_state()
         self.metrics.abort(state.reasons.count(None), early_end)
-        if self._logs_requests or self._tracing:
-            facts = facts_of(state, early_end)
-            if self._logs_requests:
-                log.info("request", extra=log_fields(id=call.request_id, path=call.path, **facts))
-            if self._tracing:
-                self._tracing.record(state, call, facts)
+        if not self._logs_requests and self._tracing is None:
+            return
+        facts = facts_of(state, early_end)
+        if self._logs_requests:
+            log.info("request", extra=log_fields(id=call.request_id, path=call.path, **facts))
+        if self._tracing is not None:
+            self._tracing.record(state, call, facts)
 
     def close(self) -> None:
         """Send the traces that have not been sent yet."""
-        if self._tracing:
+        if self._tracing is not None:
             self._tracing.close()
 
 
 def facts_of(state: GenerationState, early_end: str) -> dict[str, Any]:
     """Return the facts of a generation that logs and traces may hold: counts and times, never text."""
     metrics = state.clock.report(state.speculation.report())
-    counted = metrics.speculative_decoding
+    reasons = [reason or early_end for reason in state.reasons]
     return {
         "prompt_tokens": state.num_prompt_tokens,
         "cached_tokens": state.num_cached_tokens,
         "answer_tokens": state.num_answer_tokens,
-        "finish_reason": ",".join(reason or early_end for reason in state.reasons),
+        "finish_reason": ",".join(reasons),
         "queue_ms": metrics.queue_time_ms,
         "ttft_ms": metrics.time_to_first_token_ms,
         "total_ms": metrics.generation_time_ms,
-        "tokens_per_pass": counted.tokens_per_pass if counted else None,
-        "acceptance_length": counted.mean_acceptance_length if counted else None,
-        "speedup": counted.speedup if counted else None,
-        "rule": counted.rule if counted else "off",
+        **_speculation_facts(metrics.speculative_decoding),
+    }
+
+
+def _speculation_facts(counted: SpeculativeDecoding | None) -> dict[str, Any]:
+    if counted is None:
+        return {"tokens_per_pass": None, "acceptance_length": None, "speedup": None, "rule": "off"}
+    return {
+        "tokens_per_pass": counted.tokens_per_pass,
+        "acceptance_length": counted.mean_acceptance_length,
+        "speedup": counted.speedup,
+        "rule": counted.rule,
     }

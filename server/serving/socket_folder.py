@@ -13,7 +13,8 @@ from pathlib import Path
 
 from engine.api import ConfigError
 
-INBOX, OUTBOX = "inbox", "outbox"
+INBOX = "inbox"
+OUTBOX = "outbox"
 _PREFIX = "polydraft-"
 _LONGEST_SOCKET = 103
 """Maximum number of bytes in the path of a unix socket, on every system."""
@@ -24,9 +25,10 @@ class SocketFolder(tempfile.TemporaryDirectory[str]):
 
     def __init__(self) -> None:
         """Raises ConfigError if no folder can be created."""
-        usual = tempfile.gettempdir()
-        is_short = len(os.fsencode(usual)) <= _LONGEST_SOCKET - len(f"/{_PREFIX}12345678/{OUTBOX}")
-        parent = usual if is_short else "/tmp"
+        parent = tempfile.gettempdir()
+        num_bytes_inside = len(f"/{_PREFIX}12345678/{OUTBOX}")
+        if len(os.fsencode(parent)) + num_bytes_inside > _LONGEST_SOCKET:
+            parent = "/tmp"
         try:
             for folder in Path(parent).glob(f"{_PREFIX}*"):
                 _remove_if_left(folder)
@@ -43,7 +45,9 @@ def _remove_if_left(folder: Path) -> None:
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, number)
         names = os.listdir(number)
-        if os.fstat(number).st_uid != os.geteuid() or not names or not {INBOX, OUTBOX}.issuperset(names):
+        is_ours = os.fstat(number).st_uid == os.geteuid()
+        has_sockets_only = bool(names) and {INBOX, OUTBOX}.issuperset(names)
+        if not is_ours or not has_sockets_only:
             return
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in names:

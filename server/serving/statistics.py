@@ -9,10 +9,20 @@ from dataclasses import dataclass, field, fields
 import msgspec
 
 from engine.api import MODEL, Outcome, StepStats, Timing
-from server.openai.answers import DrafterMetrics, Metrics, SpeculativeDecoding
+from server.wire.answers import DrafterMetrics, Metrics, SpeculativeDecoding
 
-_OF_MS, _OF_RATIOS, _OF_SHARES = 2, 2, 3
+_MS_DECIMALS = 2
+_RATIO_DECIMALS = 2
+_SHARE_DECIMALS = 3
+_RATE_DECIMALS = 1
 """Decimals of an answer's figures; more would be noise."""
+_MERGED_ALONE = ("rule", "num_spec_tokens")
+"""Fields of a count that a sum takes from its own request."""
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    """Return a ratio; None if the denominator is 0."""
+    return numerator / denominator if denominator else None
 
 
 def _rounded(value: float | None, decimals: int) -> float | None:
@@ -24,22 +34,30 @@ def answer_part(outcome: Outcome, num_taken: int) -> Outcome:
 
     Answers and the daemon's metrics count the same part, so that their sums agree.
     """
-    num_accepted = left = min(outcome.num_accepted, num_taken)
     if num_taken == len(outcome.token_ids) and not outcome.text_draft_counts:
         return outcome
-    from_text = []
-    for part in outcome.text_draft_counts:
-        accepted = min(left, part.num_accepted)
-        left -= accepted
-        from_text.append(msgspec.structs.replace(part, num_accepted=accepted))
-    tokens = outcome.token_ids[:num_taken]
-    return msgspec.structs.replace(outcome, token_ids=tokens, num_accepted=num_accepted, text_draft_counts=from_text)
+    num_accepted = min(outcome.num_accepted, num_taken)
+    num_left = num_accepted
+    text_draft_counts = []
+    for counts in outcome.text_draft_counts:
+        num_from_text = min(num_left, counts.num_accepted)
+        num_left -= num_from_text
+        text_draft_counts.append(msgspec.structs.replace(counts, num_accepted=num_from_text))
+    return msgspec.structs.replace(
+        outcome,
+        token_ids=outcome.token_ids[:num_taken],
+        num_accepted=num_accepted,
+        text_draft_counts=text_draft_counts,
+    )
 
 
 def drafters_of(outcome: Outcome) -> list[str]:
     """Return the name of the drafter of each reported chain; chains of text drafters come last."""
-    from_text = [part.name for part in outcome.text_draft_counts] if outcome.drafts else []
-    return [MODEL] * (len(outcome.drafts) - len(from_text)) + from_text
+    if not outcome.drafts:
+        return []
+    from_text = [counts.name for counts in outcome.text_draft_counts]
+    num_sampled = len(outcome.drafts) - len(from_text)
+    return [MODEL] * num_sampled + from_text
 
 
 @dataclass
@@ -80,17 +98,19 @@ class SpeculationCount:
             self.num_spec_tokens = max(self.num_spec_tokens, outcome.draft_length)
             self.num_emitted += num_taken
             self.bias += outcome.bias
-            for part in outcome.text_draft_counts:
-                counts = {"chains": part.num_chains, "nodes": part.num_nodes, "accepted": part.num_accepted}
-                self.text_draft_counts.update({(part.name, what): count for what, count in counts.items()})
+            for counts in outcome.text_draft_counts:
+                self.text_draft_counts[counts.name, "chains"] += counts.num_chains
+                self.text_draft_counts[counts.name, "nodes"] += counts.num_nodes
+                self.text_draft_counts[counts.name, "accepted"] += counts.num_accepted
         if outcome.gap is not None:
             self.gaps.append(outcome.gap)
 
     def merge(self, other: SpeculationCount) -> None:
         """Add all counts of another choice."""
-        for one in fields(self):
-            if one.name not in ("rule", "num_spec_tokens"):
-                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for field_ in fields(self):
+            if field_.name not in _MERGED_ALONE:
+                total = getattr(self, field_.name) + getattr(other, field_.name)
+                setattr(self, field_.name, total)
 
     @property
     def num_steps(self) -> int:
@@ -105,12 +125,12 @@ class SpeculationCount:
     @property
     def acceptance_length(self) -> float | None:
         """Mean number of tokens of a speculative step, with the bonus token; plain steps do not count."""
-        return self.num_emitted / self.num_steps if self.num_steps else None
+        return _ratio(self.num_emitted, self.num_steps)
 
     @property
     def tokens_per_pass(self) -> float | None:
         """Mean number of tokens of a target pass, plain passes included; None before the first token."""
-        return self.num_tokens / self.num_passes if self.num_passes else None
+        return _ratio(self.num_tokens, self.num_passes)
 
     @property
     def speedup(self) -> float | None:
@@ -118,39 +138,51 @@ class SpeculationCount:
 
         None if nothing was drafted or timed.
         """
-        return self.timing.speedup if self.num_steps else None
+        if not self.num_steps:
+            return None
+        return self.timing.speedup
 
     def report(self) -> SpeculativeDecoding | None:
         """Return the answer's `speculative_decoding`; None if it did not speculate."""
         if not self.num_steps:
             return None
-        drafters = {
-            name: DrafterMetrics(*(self.text_draft_counts[name, what] for what in ("chains", "nodes", "accepted")))
-            for name in dict.fromkeys(name for name, _ in self.text_draft_counts)
-        }
-        if self.num_chains > sum(one.num_drafts for one in drafters.values()):
-            drafters[MODEL] = DrafterMetrics(
-                self.num_chains - sum(one.num_drafts for one in drafters.values()),
-                self.num_nodes - sum(one.num_draft_tokens for one in drafters.values()),
-                self.num_accepted - sum(one.num_accepted_tokens for one in drafters.values()),
-            )
+        lengths = range(self.num_spec_tokens + 1)
         return SpeculativeDecoding(
-            mean_acceptance_length=_rounded(self.acceptance_length, _OF_RATIOS),
-            draft_acceptance_rate=_rounded(self.num_accepted / self.num_nodes if self.num_nodes else None, _OF_SHARES),
-            acceptance_histogram=[self.accepted_per_step[length] for length in range(self.num_spec_tokens + 1)],
-            tokens_per_pass=_rounded(self.tokens_per_pass, _OF_RATIOS),
+            mean_acceptance_length=_rounded(self.acceptance_length, _RATIO_DECIMALS),
+            draft_acceptance_rate=_rounded(_ratio(self.num_accepted, self.num_nodes), _SHARE_DECIMALS),
+            acceptance_histogram=[self.accepted_per_step[length] for length in lengths],
+            tokens_per_pass=_rounded(self.tokens_per_pass, _RATIO_DECIMALS),
             num_passes=self.num_passes,
             num_spec_steps=self.num_steps,
             num_accepted_draft_tokens=self.num_accepted,
             num_draft_tokens=self.num_nodes,
             num_spec_tokens=self.num_spec_tokens,
-            speedup=_rounded(self.speedup, _OF_RATIOS),
-            draft_time_share=_rounded(self.draft_s / self.wall_s if self.wall_s else None, _OF_SHARES),
+            speedup=_rounded(self.speedup, _RATIO_DECIMALS),
+            draft_time_share=_rounded(_ratio(self.draft_s, self.wall_s), _SHARE_DECIMALS),
             rule=self.rule,
-            optimal_acceptance_gap=_rounded(sum(self.gaps) / len(self.gaps) if self.gaps else None, _OF_SHARES),
+            optimal_acceptance_gap=_rounded(_ratio(sum(self.gaps), len(self.gaps)), _SHARE_DECIMALS),
             bias_bound=float(f"{self.bias:.3g}"),
-            drafters=drafters,
+            drafters=self._drafters(),
         )
+
+    def _drafters(self) -> dict[str, DrafterMetrics]:
+        """Return the contribution of each drafter; the model has all that text drafters do not have."""
+        counts = self.text_draft_counts
+        names = dict.fromkeys(name for name, _ in counts)
+        drafters = {
+            name: DrafterMetrics(counts[name, "chains"], counts[name, "nodes"], counts[name, "accepted"])
+            for name in names
+        }
+        num_chains = self.num_chains - sum(drafter.num_drafts for drafter in drafters.values())
+        num_nodes = self.num_nodes - sum(drafter.num_draft_tokens for drafter in drafters.values())
+        num_accepted = self.num_accepted - sum(drafter.num_accepted_tokens for drafter in drafters.values())
+        if num_chains > 0:
+            drafters[MODEL] = DrafterMetrics(num_chains, num_nodes, num_accepted)
+        return drafters
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, _MS_DECIMALS)
 
 
 class Clock:
@@ -164,11 +196,12 @@ class Clock:
         self.num_tokens = 0
 
     def add(self, outcome: Outcome, num_taken: int) -> float | None:
-        """Note a step's tokens. Returns the seconds per token since the last ones, None for the first."""
+        """Note a step's tokens. Returns the seconds per token since the last step, None for the first step."""
         now = time.perf_counter()
         gap = None
         if self.first_token is None:
-            self.first_token, self.queue_s = now, outcome.queue_s
+            self.first_token = now
+            self.queue_s = outcome.queue_s
         elif self.last_token is not None and num_taken:
             gap = (now - self.last_token) / num_taken
         self.last_token = now
@@ -178,34 +211,44 @@ class Clock:
     @property
     def ttft_s(self) -> float | None:
         """Time from arrival to the first token."""
-        return None if self.first_token is None else self.first_token - self.started
+        if self.first_token is None:
+            return None
+        return self.first_token - self.started
 
     def times_s(self) -> dict[str, float | None]:
-        """Return the durations for the histograms of `ServerMetrics.finish`; None for those that do not exist."""
-        first, last, queue_s = self.first_token, self.last_token, self.queue_s
-        if first is None or last is None or queue_s is None:
+        """Return the durations for the histograms of `ServerMetrics.finish`; empty before the first token.
+
+        The time per token is None for an answer of one token.
+        """
+        if self.first_token is None or self.last_token is None or self.queue_s is None:
             return {}
-        gaps = self.num_tokens - 1
         return {
-            "e2e": last - self.started,
-            "queue": queue_s,
-            "prefill": max(0.0, first - self.started - queue_s),
-            "decode": last - first,
-            "tpot": (last - first) / gaps if gaps > 0 else None,
+            "e2e": self.last_token - self.started,
+            "queue": self.queue_s,
+            "prefill": max(0.0, self.first_token - self.started - self.queue_s),
+            "decode": self.last_token - self.first_token,
+            "tpot": self._time_per_token_s(),
         }
+
+    def _time_per_token_s(self) -> float | None:
+        """Return the mean time between two tokens; None before the second token."""
+        num_gaps = self.num_tokens - 1
+        if self.first_token is None or self.last_token is None or num_gaps <= 0:
+            return None
+        return (self.last_token - self.first_token) / num_gaps
 
     def report(self, speculation: SpeculativeDecoding | None) -> Metrics:
         """Return the answer's `metrics`."""
-        first, last = self.first_token, self.last_token
-        end = last if last is not None else time.perf_counter()
-        decode_s = None if first is None or last is None else last - first
-        gaps = self.num_tokens - 1
+        end = self.last_token
+        if end is None:
+            end = time.perf_counter()
+        generation_s = end - self.started
         return Metrics(
-            time_to_first_token_ms=_rounded(None if first is None else 1000 * (first - self.started), _OF_MS),
-            generation_time_ms=round(1000 * (end - self.started), _OF_MS),
-            queue_time_ms=_rounded(None if self.queue_s is None else 1000 * self.queue_s, _OF_MS),
-            mean_itl_ms=_rounded(1000 * decode_s / gaps if decode_s is not None and gaps > 0 else None, _OF_MS),
-            tokens_per_second=_rounded(self.num_tokens / (end - self.started) if end > self.started else None, 1),
+            time_to_first_token_ms=_milliseconds(self.ttft_s),
+            generation_time_ms=round(1000 * generation_s, _MS_DECIMALS),
+            queue_time_ms=_milliseconds(self.queue_s),
+            mean_itl_ms=_milliseconds(self._time_per_token_s()),
+            tokens_per_second=_rounded(_ratio(self.num_tokens, generation_s), _RATE_DECIMALS),
             speculative_decoding=speculation,
         )
 

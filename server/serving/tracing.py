@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from engine.api import ConfigError
-from server.http.current_call import HttpCall
 from server.serving.statistics import GenerationState
 from server.version import VERSION
+from server.wire.current_call import HttpCall
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -20,7 +20,7 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
 }
-# The attribute of each fact of `observer.facts_of`; the last ones have no convention.
+# The attribute of each fact of `observer.facts_of`; the conventions have no names for facts about speculation.
 _ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "answer_tokens": "gen_ai.usage.output_tokens",
@@ -64,9 +64,12 @@ class Tracing:
         """Send the span of a generation that has ended; it is a child of the client's span, if there is one."""
         # The path may have a proxy's prefix.
         operation = next((name for path, name in _OPERATIONS.items() if call.path.endswith(path)), "chat")
-        parent = self._propagator.extract({"traceparent": call.trace_parent}) if call.trace_parent else None
+        parent = None
+        if call.trace_parent:
+            parent = self._propagator.extract({"traceparent": call.trace_parent})
         end_ns = time.time_ns()
-        started_ns = end_ns - int(1e9 * (time.perf_counter() - state.clock.started))
+        duration_s = time.perf_counter() - state.clock.started
+        started_ns = end_ns - int(1e9 * duration_s)
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "polydraft",
@@ -79,7 +82,9 @@ class Tracing:
             "gen_ai.response.finish_reasons": facts["finish_reason"].split(","),
             "polydraft.request_id": call.request_id,
         }
-        attributes |= {name: facts[fact] for fact, name in _ATTRIBUTES.items() if facts[fact] is not None}
+        for fact, name in _ATTRIBUTES.items():
+            if facts[fact] is not None:
+                attributes[name] = facts[fact]
         span = self._tracer.start_span(
             f"{operation} {self._model}", parent, self._kind, attributes, start_time=started_ns
         )

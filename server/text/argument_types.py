@@ -23,11 +23,13 @@ _MOST_STEPS = 200
 def as_value(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
     """Return the value of an argument; parameters: the schema of the function's arguments."""
     schemas = _Schemas(parameters)
-    of_key = schemas.at(parameters, key)
+    schema = schemas.at(parameters, key)
     for value in _readings(text):
-        if schemas.admit(of_key, value):
-            is_whole = isinstance(value, float) and value.is_integer() and not schemas.admit(of_key, value + 0.5)
-            return int(value) if is_whole else value  # clients of integers may not read 5.0
+        if not schemas.admit(schema, value):
+            continue
+        if isinstance(value, float) and value.is_integer() and not schemas.admit(schema, value + 0.5):
+            return int(value)  # clients of integers may not read 5.0
+        return value
     return text
 
 
@@ -46,25 +48,27 @@ def referred(root: Mapping[str, Any], reference: Any) -> Any:
     """Return the schema of a reference within `root`; an unrestricted one if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
-    found: Any = root
+    part: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(part, Mapping) and name in part:
+            part = part[name]
+        elif isinstance(part, list) and name.isdigit() and int(name) < len(part):
+            part = part[int(name)]
         else:
             return True
-    return found
+    return part
 
 
 def _readings(text: str) -> list[Any]:
-    """Yield the values that a text may stand for besides itself, the likeliest first."""
+    """Return the values that a text may stand for besides itself, the likeliest first."""
     readings: list[Any] = []
     with contextlib.suppress(ValueError, RecursionError):
         spelled = json.loads(text, parse_constant=finite_number, parse_float=finite_number)
-        # A string in quotes is text; its quotes are dropped only if the schema does not admit them.
-        readings += [text, spelled] if isinstance(spelled, str) else [spelled]
+        if isinstance(spelled, str):
+            # A string in quotes is text; its quotes are dropped only if the schema does not admit them.
+            readings.append(text)
+        readings.append(spelled)
     if (spelled := text.strip().lower()) in _SPELLINGS and not readings:
         # Only if the schema does not admit the text itself.
         readings += [text, _SPELLINGS[spelled]]
@@ -73,7 +77,8 @@ def _readings(text: str) -> list[Any]:
 
 def finite_number(text: str) -> float:
     """Return a JSON number. Raises ValueError for NaN and infinity, which Python's decoder accepts."""
-    if not math.isfinite(number := float(text)):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(text)
     return number
 
@@ -92,18 +97,20 @@ class _Schemas:
             return schema is not False
         if "$ref" in schema and not self.admit(referred(self._root, schema["$ref"]), value):
             return False
-        if not is_of(value, schema.get("type")):
-            return isinstance(schema.get("nullable"), bool) and schema["nullable"] and value is None
-        choices = schema["enum"] if isinstance(schema.get("enum"), list) else None
+        if not has_type(value, schema.get("type")):
+            return value is None and schema.get("nullable") is True
+        choices = schema.get("enum")
         if "const" in schema:
             choices = [schema["const"]]
-        if choices is not None and not any(_equal(value, one) for one in choices):
+        if isinstance(choices, list) and not any(_equal(value, choice) for choice in choices):
             return False
-        return all(self.admit(one, value) for one in _schemas(schema, "allOf")) and all(
-            any(self.admit(one, value) for one in some)
-            for name in ("anyOf", "oneOf")
-            if (some := _schemas(schema, name))
-        )
+        if not all(self.admit(part, value) for part in _schemas(schema, "allOf")):
+            return False
+        for name in ("anyOf", "oneOf"):
+            branches = _schemas(schema, name)
+            if branches and not any(self.admit(branch, value) for branch in branches):
+                return False
+        return True
 
     def at(self, schema: Any, key: str) -> Schema | None:
         """Return the schema of a property; None if the schema does not define it."""
@@ -111,42 +118,50 @@ class _Schemas:
         if not isinstance(schema, Mapping) or self._num_steps > _MOST_STEPS:
             return None
         properties = schema.get("properties")
-        found: list[Schema | None] = []
+        parts: list[Schema | None] = []
         if isinstance(properties, Mapping) and key in properties:
-            found.append(properties[key])
+            parts.append(properties[key])
         elif isinstance(schema.get("additionalProperties"), Mapping):
-            found.append(schema["additionalProperties"])
+            parts.append(schema["additionalProperties"])
         if "$ref" in schema:
-            found.append(self.at(referred(self._root, schema["$ref"]), key))
-        found += [self.at(one, key) for one in _schemas(schema, "allOf")]
+            parts.append(self.at(referred(self._root, schema["$ref"]), key))
+        parts += [self.at(part, key) for part in _schemas(schema, "allOf")]
         for name in ("anyOf", "oneOf"):
-            some = [known for one in _schemas(schema, name) if (known := self.at(one, key)) is not None]
-            found.append({"anyOf": some} if some else None)
-        every = [one for one in found if one is not None]
-        return {"allOf": every} if every else None
+            branches = [self.at(branch, key) for branch in _schemas(schema, name)]
+            parts.append(_combined("anyOf", branches))
+        return _combined("allOf", parts)
+
+
+def _combined(name: str, schemas: Sequence[Schema | None]) -> Schema | None:
+    """Return a combination of those schemas that are not None; None if there are none."""
+    defined = [schema for schema in schemas if schema is not None]
+    return {name: defined} if defined else None
 
 
 def _schemas(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
-    found = schema.get(name)
-    return found if isinstance(found, list) else ()
+    schemas = schema.get(name)
+    return schemas if isinstance(schemas, list) else ()
 
 
-def is_of(value: Any, types: Any) -> bool:
+def has_type(value: Any, types: Any) -> bool:
     """Return whether a value has one of the types of a JSON schema; None stands for any."""
-    some = [types] if isinstance(types, str) else types
-    return not isinstance(some, list) or any(_has_type(value, name) for name in some)
+    if isinstance(types, str):
+        types = [types]
+    return not isinstance(types, list) or any(_is_a(value, name) for name in types)
 
 
-def _has_type(value: Any, name: Any) -> bool:
-    if isinstance(value, bool) or value is None:
-        return bool(name == ("null" if value is None else "boolean"))
+def _is_a(value: Any, name: Any) -> bool:
+    if value is None:
+        return bool(name == "null")
+    if isinstance(value, bool):
+        return bool(name == "boolean")
     if isinstance(value, int | float):
         return name == "number" or (name == "integer" and value == int(value))
     return isinstance(value, {"string": str, "object": dict, "array": list}.get(name, ()))
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
     """Compare JSON values; true is not 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    return bool(one == other)
+    if isinstance(value, bool) or isinstance(other, bool):
+        return value is other
+    return bool(value == other)

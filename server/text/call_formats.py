@@ -35,7 +35,7 @@ class JsonFormat:
 
     opens: Mapping[str, str]
     """Marks that begin a call, each with the pattern of the text up to the object's first bracket."""
-    behind: str = ""
+    after: str = ""
     """Pattern of the text after the object; a group `more` matches the text up to the next object's bracket."""
     close: str | None = None
     """Mark that ends a call whose JSON is invalid."""

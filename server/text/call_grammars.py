@@ -12,8 +12,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from server.openai.fields import Tool
 from server.text.call_formats import (
     BEGIN,
     CALL_LIST,
@@ -29,6 +29,7 @@ from server.text.call_formats import (
 )
 from server.text.structured import cleaned, closed, compact, lark_literal
 from server.text.xml_grammars import XML_SYNTAXES, XmlArguments
+from server.wire.fields import Tool
 
 SpecialToken = Callable[[str], int | None]
 """Returns the special token with a text, or None."""
@@ -64,7 +65,8 @@ def _object(key: str = "arguments") -> str:
     return rf'"{{\"name\":\"NAME\",\"{key}\":" ARGUMENTS "}}"'
 
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 _NEXT = rf'"\n" "{_OPEN}"'
 _DEEPSEEK_MARKS = (CALLS_END, BEGIN, SEPARATOR, END)
 SYNTAXES: Mapping[str, CallSyntax] = {
@@ -135,49 +137,57 @@ class CallGrammar:
 
     def __init__(self, tools: Sequence[Tool], form: str, special_token: SpecialToken, is_parallel: bool) -> None:
         """form: a key of SYNTAXES. is_parallel: whether calls may follow each other."""
-        self._tools, self._form, self._syntax = tools, form, SYNTAXES[form]
+        self._tools = tools
+        self._form = form
+        self._syntax = SYNTAXES[form]
         self._is_parallel = is_parallel and self._syntax.between is not None
         marks = [mark for mark in (self._syntax.mark, *self._syntax.more_marks) if mark]
         self._tokens = {mark: special_token(mark) for mark in marks}
 
-    def of_calls(self) -> str:
+    def calls(self) -> str:
         """Return the grammar of calls alone."""
         return self._lark([f"start: {self._syntax.before} calls"], is_forced=True)
 
-    def of_calls_or(self, answer_rule: str) -> str:
+    def calls_or(self, answer_rule: str) -> str:
         """Return the grammar of calls, or of an answer with this right side of a rule."""
         start = f"start: {self._syntax.before} ({self._syntax.answer} | calls)"
         return self._lark([start], is_forced=False, more=[f"answer: {answer_rule}"])
 
-    def of_text_and_calls(self) -> str:
+    def text_and_calls(self) -> str:
         """Return the grammar of text with calls."""
         mark = self._syntax.mark
         if self._syntax.in_text:
             return self._lark(self._syntax.in_text, is_forced=False)
-        # In free text, a call with its own mark follows another one like any other text.
-        after_mark = "call" if f'"{mark}"' in (self._syntax.between or "") else "rest"
-        token = self._token(mark)
-        others = "".join(f" & ~{_containing(text)}" for text in self._syntax.not_in_text)
+        # In free text, a call with its own mark follows another call like any other text.
+        has_own_mark = f'"{mark}"' in (self._syntax.between or "")
+        after_mark = "call" if has_own_mark else "rest"
+        before = "trigger"
+        if token := self._token(mark):
+            before = f"trigger | TEXT {token}"
+        without = "".join(f" & ~{_containing(text)}" for text in self._syntax.not_in_text)
         more = [
-            f"before: trigger | TEXT {token}" if token else "before: trigger",
-            f"trigger[lazy]: {lark_literal(f'(?s:.*){re.escape(mark)}')}{others}",
-            f"TEXT: /(?s:.*)/ & ~{_containing(mark)}{others}",
+            f"before: {before}",
+            f"trigger[lazy]: {lark_literal(f'(?s:.*){re.escape(mark)}')}{without}",
+            f"TEXT: /(?s:.*)/ & ~{_containing(mark)}{without}",
         ]
         return self._lark([f"start: (before {after_mark})* TEXT"], is_forced=False, more=more)
 
     def _lark(self, head: Sequence[str], is_forced: bool, more: Sequence[str] = ()) -> str:
         """Return a grammar. head: its first rules; more: rules without marks."""
         syntax = self._syntax
-        others = " (between call)*" if self._is_parallel else ""
-        mark = f'"{syntax.mark}" ' if syntax.mark else ""
+        calls = "rest"
+        if syntax.mark:
+            calls = f'"{syntax.mark}" rest'
+        further = " (between call)*" if self._is_parallel else ""
         rules = [
             *(self._with_marks(rule) for rule in (*head, *syntax.rules)),
             *more,
-            f"calls: {self._with_marks(mark)}rest",
-            f"rest: {self._with_marks(f'{syntax.first} call{others} {syntax.last}')}",
-            *([f"between: {self._with_marks(syntax.between)}"] if self._is_parallel and syntax.between else []),
-            "call: " + " | ".join(f"call_{number}" for number in range(len(self._tools))),
+            f"calls: {self._with_marks(calls)}",
+            f"rest: {self._with_marks(f'{syntax.first} call{further} {syntax.last}')}",
         ]
+        if self._is_parallel and syntax.between:
+            rules.append(f"between: {self._with_marks(syntax.between)}")
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self._tools))))
         for number, tool in enumerate(self._tools):
             call = syntax.call.replace("ARGUMENTS", f"args_{number}").replace("NAME", tool.function.name)
             rules += [f"call_{number}: {self._with_marks(call)}", *self._argument_rules(tool, number, is_forced)]
@@ -186,7 +196,9 @@ class CallGrammar:
     def _argument_rules(self, tool: Tool, number: int, is_forced: bool) -> list[str]:
         """Return the rule `args_NUMBER` with the rules that it needs."""
         is_followed = is_forced or bool(tool.function.strict)
-        parameters = cleaned((tool.function.parameters if is_followed else None) or {})
+        parameters: dict[str, Any] = {}
+        if is_followed:
+            parameters = cleaned(tool.function.parameters or {})
         # The schema is a separate root, for its references.
         schema = closed({"type": "object", **parameters}, is_followed)
         if self._form not in XML_SYNTAXES:
@@ -194,12 +206,14 @@ class CallGrammar:
         syntax = XML_SYNTAXES[self._form]
         end = self._token(syntax.end)
         arguments = XmlArguments(syntax, self._with_marks, end, tool.function.name, number)
-        return arguments.of_schema(schema) if is_followed else arguments.of_any()
+        if is_followed:
+            return arguments.following(schema)
+        return arguments.unrestricted()
 
     def _token(self, mark: str) -> str:
         """Return a mark's special token in Lark; "" if it is text."""
-        number = self._tokens.get(mark)
-        return "" if number is None else f"<[{number}]>"
+        token = self._tokens.get(mark)
+        return "" if token is None else f"<[{token}]>"
 
     def _with_marks(self, lark: str) -> str:
         """Return the right side of a rule with the names of rules in place of marks."""
@@ -209,11 +223,13 @@ class CallGrammar:
 
     def _mark_rules(self) -> list[str]:
         """Return the rules of marks. A mark is text, or the special token with this text."""
-        spelled = [(json.dumps(mark), self._token(mark)) for mark in self._tokens]
-        return [
-            f"mark_{number}: {text} | {token}" if token else f"mark_{number}: {text}"
-            for number, (text, token) in enumerate(spelled)
-        ]
+        rules = []
+        for number, mark in enumerate(self._tokens):
+            spellings = json.dumps(mark)
+            if token := self._token(mark):
+                spellings = f"{spellings} | {token}"
+            rules.append(f"mark_{number}: {spellings}")
+        return rules
 
 
 def _containing(text: str) -> str:

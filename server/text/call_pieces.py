@@ -5,6 +5,7 @@ Not for: finding the beginning and the end of a call (`json_calls.py`, `xml_call
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -65,22 +66,22 @@ class CallParts:
 
     def parts(self) -> list[str | Piece]:
         """Return the parts, with adjacent texts joined."""
-        result: list[list[str] | Piece] = []
-        for part in self._parts:
-            if isinstance(part, str) and result and isinstance(result[-1], list):
-                result[-1].append(part)
+        result: list[str | Piece] = []
+        for is_text, group in itertools.groupby(self._parts, lambda part: isinstance(part, str)):
+            if is_text:
+                result.append("".join(map(str, group)))
             else:
-                result.append([part] if isinstance(part, str) else part)
-        return ["".join(part) if isinstance(part, list) else part for part in result]
+                result += group
+        return result
 
 
 class Reader(Protocol):
     """Reader of an answer's text, piece by piece."""
 
-    def feed(self, text: str, found: CallParts) -> None:
+    def feed(self, text: str, output: CallParts) -> None:
         """Read a piece of text."""
 
-    def finish(self, found: CallParts) -> None:
+    def finish(self, output: CallParts) -> None:
         """Read the end of the answer."""
 
 
@@ -91,30 +92,37 @@ class _Object:
         """name: of the function, if the object has only its arguments."""
         self.pieces: list[str] = []
         self.name = name
-        self.is_complete = self.is_broken = False
+        self.is_complete = False
+        self.is_broken = False
         self._open: list[str] = []
-        self._in_string = self._is_escaped = False
-        self._has_just_opened = self._in_arguments = False
-        """Whether an object has opened and is still empty, and whether it is inside the arguments."""
+        self._in_string = False
+        self._is_escaped = False
+        self._has_just_opened = False
+        """Whether an object has opened and is still empty."""
+        self._in_arguments = False
         self._depth_outside = 0 if name is not None else 1
         """Number of open brackets at the end of the arguments."""
         self._head = ""
 
-    def feed(self, text: str, position: int, found: list[str]) -> int:
+    def feed(self, text: str, position: int, arguments: list[str]) -> int:
         """Read from a position to the object's end, to invalid JSON, or to the end of the text, and return that
         position.
 
-        found: receives additions to the arguments once the name is known.
+        arguments: receives additions to the arguments once the name is known.
         """
         while position < len(text) and not self.is_complete and not self.is_broken:
-            begin, in_string, in_arguments = position, self._in_string, self._in_arguments
-            position = self._string(text, position) if self._in_string else self._outside(text, position)
+            begin = position
+            was_in_string = self._in_string
+            was_in_arguments = self._in_arguments
+            position = self._string(text, begin) if was_in_string else self._outside(text, begin)
             piece = text[begin:position]
             self.pieces.append(piece)
             if self.name is None and len(self._open) <= 2 and len(self._head) <= _LONGEST_HEAD:
                 self._head += piece
-            if in_arguments or self._in_arguments:
-                found.append(_CONTROL.sub(_escaped, piece) if in_string else piece)
+            if was_in_string:
+                piece = _CONTROL.sub(_escaped, piece)
+            if was_in_arguments or self._in_arguments:
+                arguments.append(piece)
         return position
 
     def _string(self, text: str, position: int) -> int:
@@ -124,13 +132,15 @@ class _Object:
         end = _STRING_END.search(text, position)
         if end is None:
             return len(text)
-        self._in_string, self._is_escaped = end[0] != '"', end[0] == "\\"
+        self._in_string = end[0] != '"'
+        self._is_escaped = end[0] == "\\"
         return end.end()
 
     def _outside(self, text: str, position: int) -> int:
         """Read one bracket, the beginning of a string, or the text between them."""
         character = text[position]
-        has_just_opened, self._has_just_opened = self._has_just_opened, False
+        has_just_opened = self._has_just_opened
+        self._has_just_opened = False
         if character == '"':
             self._in_string = True
         elif character in _CLOSER:
@@ -142,11 +152,12 @@ class _Object:
             self._in_arguments = self._in_arguments and len(self._open) > self._depth_outside
             self.is_complete = not self._open
         else:
-            end = (_SPACE if has_just_opened else _PLAIN).match(text, position)
-            assert end is not None
-            self.is_broken = end.end() == position
+            allowed = _SPACE if has_just_opened else _PLAIN
+            match = allowed.match(text, position)
+            assert match is not None
+            self.is_broken = match.end() == position
             self._has_just_opened = has_just_opened
-            return end.end()
+            return match.end()
         return position + 1
 
     def _opens(self, bracket: str) -> None:
@@ -154,9 +165,11 @@ class _Object:
         self._has_just_opened = bracket == "{"
         if self.name is not None:
             self._in_arguments = self._in_arguments or len(self._open) == 1
-        elif bracket == "{" and len(self._open) == 2 and (head := _HEAD.fullmatch(self._head)):
-            self.name = _string(head[1])
-            self._in_arguments = self.name is not None
+        elif bracket == "{" and len(self._open) == 2:
+            head = _HEAD.fullmatch(self._head)
+            if head is not None:
+                self.name = _string(head[1])
+                self._in_arguments = self.name is not None
 
 
 def _escaped(control: re.Match[str]) -> str:
@@ -179,8 +192,10 @@ def whole_call(raw: str) -> tuple[str, str] | None:
         value = json.loads(raw, strict=False, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError):
         return None
-    arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
         return None
     return value["name"], json.dumps(arguments)
 
@@ -196,16 +211,19 @@ class Calls:
         self.num_broken = 0
         """Number of calls with invalid JSON whose end mark was read."""
         self._object: _Object | None = None
-        self._is_announced = self._is_named = False
+        self._is_announced = False
+        self._is_named = False
         self._waiting = ""
         """Arguments that are held back: a bracket alone does not prove that this is a call."""
 
     def begin(self, name: str | None = None) -> None:
         """Begin a possible call's object; name: of the function, if the object has only its arguments."""
-        self._object, self._is_announced, self._is_named = _Object(name), False, name is not None
+        self._object = _Object(name)
+        self._is_announced = False
+        self._is_named = name is not None
         self._waiting = ""
 
-    def feed(self, text: str, position: int, found: CallParts) -> int:
+    def feed(self, text: str, position: int, output: CallParts) -> int:
         """Read more of the object and return the position after its part."""
         assert self._object is not None
         arguments: list[str] = []
@@ -213,46 +231,53 @@ class Calls:
         if arguments and self._object.name in self.names:
             self._waiting += "".join(arguments)
             if self._is_announced or len(self._waiting.strip()) > 1:
-                self.add("", found)
+                self.add("", output)
         return position
 
-    def add(self, arguments: str, found: CallParts) -> None:
+    def add(self, arguments: str, output: CallParts) -> None:
         """Add arguments to the open call, whose name is known."""
         assert self._object is not None
-        arguments, self._waiting = self._waiting + arguments, ""
-        name = None if self._is_announced else self._object.name or ""
-        if name is not None:
+        arguments = self._waiting + arguments
+        self._waiting = ""
+        name = None
+        if not self._is_announced:
             self._is_announced = True
+            name = self._object.name or ""
             self.calls.append(Call(name))
         self.calls[-1].add(arguments)
-        found.call(Piece(len(self.calls) - 1, name, arguments))
+        output.call(Piece(len(self.calls) - 1, name, arguments))
 
-    def settle(self, found: CallParts) -> bool:
+    def settle(self, output: CallParts) -> bool:
         """Report a complete object that was held back, if it is a call. Returns whether it is one."""
         assert self._object is not None
-        if not self._is_announced and not self._is_named:
-            whole = whole_call("".join(self._object.pieces))
-            if whole is not None and whole[0] in self.names:
-                self._object.name = whole[0]
-                self.add(whole[1], found)
-        return self._is_announced
+        if self._is_announced or self._is_named:
+            return self._is_announced
+        call = whole_call("".join(self._object.pieces))
+        if call is None or call[0] not in self.names:
+            return False
+        name, arguments = call
+        self._object.name = name
+        self.add(arguments, output)
+        return True
 
-    def end(self, found: CallParts, before: str = "") -> bool:
+    def end(self, output: CallParts, before: str = "") -> bool:
         """End the call and return whether it was one. If not, it becomes text, together with the text before it."""
         assert self._object is not None
         is_complete = self._object.is_complete
-        if not (is_complete and self.settle(found)) and not self._is_announced:
-            found.say(before)
-            found.say("".join(self._object.pieces))
+        if is_complete:
+            self.settle(output)
+        if not self._is_announced:
+            output.say(before)
+            output.say("".join(self._object.pieces))
         self.num_ended += is_complete and self._is_announced
         self._object = None
         return self._is_announced
 
-    def whole(self, name: str, arguments: str, found: CallParts) -> None:
+    def whole(self, name: str, arguments: str, output: CallParts) -> None:
         """Add a complete call."""
         self.calls.append(Call(name, [arguments]))
         self.num_ended += 1
-        found.call(Piece(len(self.calls) - 1, name, arguments))
+        output.call(Piece(len(self.calls) - 1, name, arguments))
 
     @property
     def is_open(self) -> bool:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from engine.api import ConfigError, RequestError
-from server.openai.fields import Function, Tool
 from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat, call_marks
 from server.text.harmony import HarmonyMessages
-from server.text.reasoning import Reasoning, Thought, is_open
+from server.text.reasoning import Reasoning, Thought, ThoughtReader, is_open
 from server.text.shipped_templates import advice_for
 from server.text.thought_marks import thought_marks
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
+from server.wire.fields import Function, Tool
 
 _NAME = "polydraft_probe"
 _ARGUMENTS = {"text": 'It is "so".', "count": 3}
@@ -58,24 +58,34 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
         return Dialogue(call_format, "this model's chat template fails or refuses a question; see --chat-template")
     shows_tools = _shows_tools(tokenizer)
     call = _call(tokenizer, shows_tools)
-    found = _format_by_token(tokenizer) if call is None else next(_readers_of(tokenizer, call), None)
     warnings = []
     if reasoning_parser != "none" and not _reads_thoughts(tokenizer, reasoning_parser):
         warnings.append("the chat template shows thoughts in a format that is not read; they are a part of the answers")
-    call_format = call_format or found
-    if call is not None and call_parser not in ("auto", *_readers_of(tokenizer, call)):
-        hint = "" if found is None else f"; {found} reads them"
-        warnings.append(f"--tool-call-parser {call_parser} does not read the calls that the chat template shows{hint}")
+    if call is None:
+        likely_format = _format_by_token(tokenizer)
+    else:
+        likely_format = next(_readers_of(tokenizer, call), None)
+        if call_parser != "auto" and call_parser not in _readers_of(tokenizer, call):
+            warnings.append(_parser_warning(call_parser, likely_format))
+    call_format = call_format or likely_format
+    if shows_tools and call_format is not None:
+        return Dialogue(call_format, "", tuple(warnings))
     if not shows_tools:
         why = "this model's chat template has no place for tools"
-    elif call_format is not None:
-        return Dialogue(call_format, "", tuple(warnings))
     elif call is None:
         why = "this model's chat template does not show calls, so their format is not known"
     else:
         why = "this server does not read calls in the format of this model's chat template"
         warnings.append("the chat template shows calls in a format that is not read; requests with tools are refused")
     return Dialogue(call_format, f"{why}; {advice_for(tokenizer, shows_tools)}", tuple(warnings))
+
+
+def _parser_warning(call_parser: str, fitting: str | None) -> str:
+    """Return the warning about a format that does not read the template's calls; fitting: a format that does."""
+    warning = f"--tool-call-parser {call_parser} does not read the calls that the chat template shows"
+    if fitting is not None:
+        warning += f"; {fitting} reads them"
+    return warning
 
 
 def _describes_calls(tokenizer: Tokenizer) -> bool:
@@ -85,8 +95,12 @@ def _describes_calls(tokenizer: Tokenizer) -> bool:
 
 def _rendered(tokenizer: Tokenizer, answer: dict[str, Any] | None, shows_tools: bool = False) -> str | None:
     """Return the prompt of a question and an answer, or of a question alone; None if the template refuses it."""
-    messages = [_USER] if answer is None else [_USER, {"role": "assistant", "content": "", **answer}]
-    tools = [_TOOL.model_dump(exclude_none=True)] if shows_tools else []
+    messages: list[dict[str, Any]] = [_USER]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": "", **answer})
+    tools = []
+    if shows_tools:
+        tools.append(_TOOL.model_dump(exclude_none=True))
     try:
         return tokenizer.render_chat(messages, add_generation_prompt=answer is None, tools=tools)
     except RequestError:
@@ -108,20 +122,25 @@ def _call(tokenizer: Tokenizer, shows_tools: bool) -> str | None:
 
 def _beyond(text: str, other: str) -> str:
     """Return the part of a text from the first character on in which it differs from another."""
-    same = next((place for place, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), len(other))
-    return text[same:]
+    for place, (character, other_character) in enumerate(zip(text, other, strict=False)):
+        if character != other_character:
+            return text[place:]
+    return text[len(other) :]
 
 
 def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
     """Yield the formats that read a call back."""
-    described = [RESPONSE_TEMPLATE] if _describes_calls(tokenizer) else []
-    named = [name for name in get_args(CallFormat) if name != RESPONSE_TEMPLATE]
-    for name in [*described, *named]:
-        reader = ToolCalls(ToolUse((_TOOL,), name, parallel=True, forced=False), tokenizer.response_template)
+    formats = [name for name in get_args(CallFormat) if name != RESPONSE_TEMPLATE]
+    if _describes_calls(tokenizer):
+        formats.insert(0, RESPONSE_TEMPLATE)
+    for name in formats:
+        use = ToolUse((_TOOL,), name, parallel=True, forced=False)
+        reader = ToolCalls(use, tokenizer.response_template)
         reader.feed(call, True)
-        if [(one.name, json.loads(one.arguments)) for one in reader.calls if reader.are_complete] == [
-            (_NAME, _ARGUMENTS)
-        ]:
+        if not reader.are_complete:
+            continue
+        calls = [(read_call.name, json.loads(read_call.arguments)) for read_call in reader.calls]
+        if calls == [(_NAME, _ARGUMENTS)]:
             yield name
 
 
@@ -145,6 +164,6 @@ def _reads_thoughts(tokenizer: Tokenizer, setting: str) -> bool:
     marks = thought_marks(setting, tokenizer.chat_template)
     if marks is None:
         return False
-    reader = HarmonyMessages(prompt) if marks.lead else Reasoning(is_open(prompt, marks), marks)
+    reader: ThoughtReader = HarmonyMessages(prompt) if marks.lead else Reasoning(is_open(prompt, marks), marks)
     parts = reader.feed(_beyond(text, prompt), True)
     return any(isinstance(part, Thought) and part.text == _THOUGHT for part in parts)

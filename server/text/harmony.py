@@ -17,7 +17,8 @@ import regex
 from server.text.reasoning import Thought
 from server.text.stops import num_held
 
-_START, _CHANNEL = "<|start|>", "<|channel|>"
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", _START, _CHANNEL)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _RECIPIENT = r"to=[^\s<]{1,99}"
@@ -42,8 +43,10 @@ class HarmonyMessages:
 
     def __init__(self, prompt_end: str) -> None:
         """prompt_end: last part of the prompt, with the header that it has opened."""
-        self._held = self._opened = ""
-        """Text that is not released yet, and the part of a header that the prompt has before it."""
+        self._held = ""
+        """Text that is not released yet."""
+        self._opened = ""
+        """Part of a header that the prompt has before this text."""
         self._kind = _Kind.HEADER
         self._begins = False
         """Whether nothing of the open message has been released."""
@@ -55,7 +58,8 @@ class HarmonyMessages:
             self._kind = _Kind.TEXT
         self._released.clear()
         self._begins = False
-        self._opened, self._held = self._held, ""
+        self._opened = self._held
+        self._held = ""
 
     @property
     def is_inside(self) -> bool:
@@ -68,7 +72,9 @@ class HarmonyMessages:
         parts: list[str | Thought] = []
         while self._held and self._advance(parts):
             pass
-        if is_last and not (self._kind is _Kind.HEADER and (_START in self._held or _CHANNEL in self._held)):
+        has_mark = _START in self._held or _CHANNEL in self._held
+        is_unfinished_header = self._kind is _Kind.HEADER and has_mark
+        if is_last and not is_unfinished_header:
             self._release(len(self._held), parts)
         return parts
 
@@ -90,9 +96,11 @@ class HarmonyMessages:
         header = _HEADER.match(self._opened + self._held, partial=True)
         if header is not None and header.partial:
             return False
-        length, self._opened = len(self._opened), ""
+        length = len(self._opened)
+        self._opened = ""
         if header is None:
-            self._kind, self._begins = _Kind.TEXT, False
+            self._kind = _Kind.TEXT
+            self._begins = False
             mark = next((mark for mark in (_START, _CHANNEL) if self._held.startswith(mark)), "")
             self._release(len(mark), parts)
             return True
@@ -107,10 +115,12 @@ class HarmonyMessages:
 
     def _release(self, length: int, parts: list[str | Thought]) -> None:
         """Release held text as a part of the open message. An empty line separates messages of one kind."""
-        text, self._held = self._held[:length], self._held[length:]
+        text = self._held[:length]
+        self._held = self._held[length:]
         if not text:
             return
-        if self._begins and self._kind in self._released and self._kind is not _Kind.CALL:
+        is_further = self._kind in self._released and self._kind is not _Kind.CALL
+        if self._begins and is_further:
             text = _SEPARATOR + text
         self._begins = False
         self._released.add(self._kind)

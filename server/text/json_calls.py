@@ -24,7 +24,7 @@ class _JsonState(Enum):
     OBJECT = auto()
     BROKEN = auto()
     """In a call that has been reported and has become invalid JSON."""
-    BEHIND = auto()
+    AFTER = auto()
     """In the text after a call's object."""
 
 
@@ -32,64 +32,72 @@ class JsonRegions:
     """Reader of calls between marks, and of the text outside them."""
 
     def __init__(self, calls: Calls, form: JsonFormat) -> None:
-        self._calls, self._form = calls, form
-        self._marks = sorted([*form.opens, *([form.last] if form.last else [])], key=len, reverse=True)
+        self._calls = calls
+        self._form = form
+        marks = [*form.opens, form.last] if form.last else [*form.opens]
+        self._marks = sorted(marks, key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, self._marks)))
         self._heads = {mark: regex.compile(head) for mark, head in form.opens.items()}
-        self._behind = regex.compile(form.behind)
+        self._after = regex.compile(form.after)
         self._at = _JsonState.TEXT
-        self._mark = self._before = ""
-        """Mark of the current call, and the text between it and the object."""
-        self._text, self._position = "", 0
+        self._mark = ""
+        """Mark of the current call."""
+        self._before = ""
+        """Text from the mark to the object."""
+        self._text = ""
+        self._position = 0
         self._follows_call = False
         """Whether only white space has followed the last call."""
 
-    def feed(self, text: str, found: CallParts) -> None:
-        self._text, self._position = self._text[self._position :] + text, 0
+    def feed(self, text: str, output: CallParts) -> None:
+        self._text = self._text[self._position :] + text
+        self._position = 0
         steps = {
             _JsonState.TEXT: self._say,
             _JsonState.HEAD: self._read_head,
             _JsonState.OBJECT: self._read_object,
             _JsonState.BROKEN: self._read_broken,
-            _JsonState.BEHIND: self._read_behind,
+            _JsonState.AFTER: self._read_after,
         }
-        while self._position < len(self._text) and steps[self._at](found):
+        while self._position < len(self._text) and steps[self._at](output):
             pass
 
-    def finish(self, found: CallParts) -> None:
+    def finish(self, output: CallParts) -> None:
         """Read the end of the answer. The beginning of a mark is text, unless the mark would end a complete call."""
         rest = self._text[self._position :]
         if self._at is _JsonState.TEXT:
-            found.say(rest)
+            output.say(rest)
         elif self._at is _JsonState.HEAD:
-            found.say(self._mark + rest)
+            output.say(self._mark + rest)
         else:
             if self._at is _JsonState.BROKEN:
-                self._calls.add(rest, found)
-            self._calls.end(found, self._before)
+                self._calls.add(rest, output)
+            self._calls.end(output, self._before)
 
-    def _say(self, found: CallParts) -> bool:
+    def _say(self, output: CallParts) -> bool:
         """Read text up to the next mark."""
         mark = self._find.search(self._text, self._position)
-        end = len(self._text) - num_held(self._text, self._marks) if mark is None else mark.start()
+        end = mark.start() if mark else len(self._text) - num_held(self._text, self._marks)
         said = self._text[self._position : max(end, self._position)]
         self._follows_call = self._follows_call and not said.strip()
-        found.say(said)
+        output.say(said)
         if mark is None:
             self._position += len(said)
             return False
         self._position = mark.end()
         if mark[0] in self._heads:
-            self._at, self._mark = _JsonState.HEAD, mark[0]
+            self._at = _JsonState.HEAD
+            self._mark = mark[0]
         elif not self._follows_call:
-            found.say(mark[0])
+            output.say(mark[0])
         return True
 
-    def _read_head(self, found: CallParts) -> bool:
+    def _read_head(self, output: CallParts) -> bool:
         head = self._heads[self._mark].match(self._text, self._position, partial=True)
         if head is None:
-            found.say(self._mark)
-            self._at, self._follows_call = _JsonState.TEXT, False
+            output.say(self._mark)
+            self._at = _JsonState.TEXT
+            self._follows_call = False
         elif head.partial:
             return False
         else:
@@ -98,53 +106,57 @@ class JsonRegions:
 
     def _begin(self, head: regex.Match[str], before: str) -> None:
         """Begin an object, at the last character of a head."""
-        self._before, self._position = before + head[0][:-1], head.end() - 1
+        self._before = before + head[0][:-1]
+        self._position = head.end() - 1
         self._calls.begin(head["name"] if self._form.is_named else None)
         self._at = _JsonState.OBJECT
 
-    def _read_object(self, found: CallParts) -> bool:
-        self._position = self._calls.feed(self._text, self._position, found)
+    def _read_object(self, output: CallParts) -> bool:
+        self._position = self._calls.feed(self._text, self._position, output)
         if self._calls.is_complete:
-            if self._form.behind and self._calls.settle(found):
-                self._at = _JsonState.BEHIND
+            if self._form.after and self._calls.settle(output):
+                self._at = _JsonState.AFTER
             else:
-                self._end(found)
+                self._end(output)
         elif self._calls.is_broken:
             if self._calls.is_announced:
                 self._at = _JsonState.BROKEN
             else:
-                self._end(found)
+                self._end(output)
         return True
 
-    def _end(self, found: CallParts) -> None:
+    def _end(self, output: CallParts) -> None:
         self._calls.num_broken += self._at is _JsonState.BROKEN
-        self._follows_call = self._calls.end(found, self._before)
+        self._follows_call = self._calls.end(output, self._before)
         self._at = _JsonState.TEXT
 
-    def _read_broken(self, found: CallParts) -> bool:
+    def _read_broken(self, output: CallParts) -> bool:
         close = self._form.close
-        end = self._text.find(close, self._position) if close else -1
+        if not close:
+            self._calls.add(self._text[self._position :], output)
+            self._position = len(self._text)
+            return False
+        end = self._text.find(close, self._position)
         if end < 0:
-            end = max(len(self._text) - num_held(self._text, [close] if close else []), self._position)
-            self._calls.add(self._text[self._position : end], found)
+            end = max(len(self._text) - num_held(self._text, [close]), self._position)
+            self._calls.add(self._text[self._position : end], output)
             self._position = end
             return False
-        assert close is not None
-        self._calls.add(self._text[self._position : end], found)
+        self._calls.add(self._text[self._position : end], output)
         self._position = end + len(close)
-        self._end(found)
+        self._end(output)
         return True
 
-    def _read_behind(self, found: CallParts) -> bool:
-        behind = self._behind.match(self._text, self._position, partial=True)
-        if behind is not None and behind.partial:
+    def _read_after(self, output: CallParts) -> bool:
+        match = self._after.match(self._text, self._position, partial=True)
+        if match is not None and match.partial:
             return False
-        self._end(found)
-        if behind is None:
+        self._end(output)
+        if match is None:
             return True
-        self._position = behind.end()
-        if behind.groupdict().get("more"):
-            self._begin(behind, "")
+        self._position = match.end()
+        if match.groupdict().get("more"):
+            self._begin(match, "")
         return True
 
 
@@ -164,7 +176,7 @@ class JsonAnswer:
         self._between = ""
         """Text before an object; it is part of the answer if the object is not a call."""
 
-    def feed(self, text: str, found: CallParts) -> None:
+    def feed(self, text: str, output: CallParts) -> None:
         position = 0
         if self._start is not None:
             text = self._start + text
@@ -172,12 +184,14 @@ class JsonAnswer:
             if not start or (self._TAG.startswith(start) and start != self._TAG):
                 self._start = text
                 return
-            self._start, position = None, len(text) - len(start)
-            position += len(self._TAG) * start.startswith(self._TAG)
+            self._start = None
+            position = len(text) - len(start)
+            if start.startswith(self._TAG):
+                position += len(self._TAG)
             self._between = text[:position]
         while position < len(text) and not self._is_text:
             if self._calls.is_open:
-                position = self._in_call(text, position, found)
+                position = self._in_call(text, position, output)
             elif text[position] == "{":
                 self._calls.begin()
             elif text[position] in " \n\t;":
@@ -185,19 +199,21 @@ class JsonAnswer:
                 position += 1
             else:
                 self._is_text = True
-                found.say(self._between)
-        found.say(text[position:])
+                output.say(self._between)
+        output.say(text[position:])
 
-    def _in_call(self, text: str, position: int, found: CallParts) -> int:
-        position = self._calls.feed(text, position, found)
+    def _in_call(self, text: str, position: int, output: CallParts) -> int:
+        position = self._calls.feed(text, position, output)
         if self._calls.is_complete or self._calls.is_broken:
-            self._is_text = not self._calls.end(found, self._between) or self._calls.num_ended < len(self._calls.calls)
+            is_call = self._calls.end(output, self._between)
+            are_complete = self._calls.num_ended == len(self._calls.calls)
+            self._is_text = not is_call or not are_complete
             self._between = ""
         return position
 
-    def finish(self, found: CallParts) -> None:
+    def finish(self, output: CallParts) -> None:
         if self._calls.is_open:
-            self._calls.end(found, self._between)
+            self._calls.end(output, self._between)
         elif not self._is_text and not self._calls.calls:
-            found.say(self._between)
-        found.say(self._start or "")
+            output.say(self._between)
+        output.say(self._start or "")

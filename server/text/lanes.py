@@ -1,4 +1,4 @@
-"""Threads for work on texts. Short texts never wait for long ones.
+"""Threads for work on texts. Short texts never wait for long texts.
 
 Not for: the amount of text that waits, which is bounded before bodies are decoded (`http/body_queue.py`).
 """

@@ -1,6 +1,6 @@
 """Log probabilities of an answer's tokens in OpenAI's formats.
 
-They are those of the target model's distribution before temperature, filters, bias and penalties. They do not depend
+They come from the target model's distribution before temperature, filters, bias and penalties. They do not depend
 on sampling or on speculation.
 """
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import TokenLogprob
-from server.openai.answers import (
+from server.text.tokenizer import Tokenizer
+from server.wire.answers import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
@@ -21,7 +22,6 @@ from server.openai.answers import (
     TopLogprob,
     raw_list,
 )
-from server.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0
 """OpenAI's value for a probability of 0; JSON has no infinity."""
@@ -41,16 +41,16 @@ class SpelledToken:
     offset: int
     """Number of characters of the answer before it."""
     rank: int | None = None
-    """Index of the token among the likeliest ones; None if it is not one of them."""
+    """Index of the token among the likeliest tokens; None if it is not among them."""
 
 
-def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: int) -> SpelledToken:
-    """Return a token with its text; without a logprob for the first token of a prompt."""
-    if found is None:
+def spell(tokenizer: Tokenizer, token: int, scores: TokenLogprob | None, offset: int) -> SpelledToken:
+    """Return a token with its text; scores: None for the first token of a prompt, which has no logprob."""
+    if scores is None:
         return SpelledToken(*tokenizer.spell(token), None, (), offset)
-    top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in found.top)
-    rank = next((index for index, (other, _) in enumerate(found.top) if other == token), None)
-    return SpelledToken(*tokenizer.spell(token), max(found.logprob, _LEAST), top, offset, rank)
+    top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in scores.top)
+    rank = next((index for index, (other, _) in enumerate(scores.top) if other == token), None)
+    return SpelledToken(*tokenizer.spell(token), max(scores.logprob, _LEAST), top, offset, rank)
 
 
 def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
@@ -68,28 +68,29 @@ def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
 
 
 def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
-    """Return `logprobs` of a completion choice or chunk. The emitted token is always among the likeliest ones."""
+    """Return `logprobs` of a completion choice or chunk. The emitted token is always among the likeliest."""
+    ranked = (None if token.logprob is None else _ranked(token, token.logprob) for token in tokens)
     return CompletionLogprobs(
-        [_name(token.text, token.raw) for token in tokens],
-        [token.logprob for token in tokens],
-        raw_list((None if token.logprob is None else _ranked(token, token.logprob) for token in tokens), _PER_SLICE),
-        [token.offset for token in tokens],
+        tokens=[_name(token.text, token.raw) for token in tokens],
+        token_logprobs=[token.logprob for token in tokens],
+        top_logprobs=raw_list(ranked, _PER_SLICE),
+        text_offset=[token.offset for token in tokens],
     )
 
 
 def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
     """Return logprobs by name. A token whose text another one has is named by its bytes."""
-    own = _name(token.text, token.raw)
+    token_name = _name(token.text, token.raw)
     ranked: dict[str, float] = {}
     for index, (text, raw, score) in enumerate(token.top):
         name = _name(text, raw)
         if index == token.rank:
-            ranked[own] = logprob
-        elif name == own or name in ranked:
+            ranked[token_name] = logprob
+        elif name == token_name or name in ranked:
             ranked.setdefault(_name_of_bytes(raw), score)
         else:
             ranked[name] = score
-    ranked[own] = logprob
+    ranked[token_name] = logprob
     return ranked
 
 
@@ -107,21 +108,21 @@ def _name_of_bytes(raw: bytes) -> str:
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[TokenLogprob], num_top: int
+    tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Iterable[TokenLogprob], num_top: int
 ) -> msgspec.Raw:
     """Return `prompt_logprobs` of a choice in vLLM's format: null for the first token, then for each token the
     logprobs by id, with the likeliest tokens at its position.
     """
 
-    def place_of(token: int, one: TokenLogprob) -> dict[str, PromptLogprob]:
-        ranked = {other: (score, rank) for rank, (other, score) in enumerate(one.top[:num_top], start=1)}
-        place = {
-            str(other): PromptLogprob(max(score, _LEAST), tokenizer.spell(other)[0], rank)
-            for other, (score, rank) in ranked.items()
-        }
-        if token not in ranked:
-            place[str(token)] = PromptLogprob(max(one.logprob, _LEAST), tokenizer.spell(token)[0])
+    def place_of(token: int, scores: TokenLogprob) -> dict[str, PromptLogprob]:
+        place = {}
+        for rank, (other, score) in enumerate(scores.top[:num_top], start=1):
+            text, _ = tokenizer.spell(other)
+            place[str(other)] = PromptLogprob(max(score, _LEAST), text, rank)
+        if str(token) not in place:
+            text, _ = tokenizer.spell(token)
+            place[str(token)] = PromptLogprob(max(scores.logprob, _LEAST), text)
         return place
 
-    places = itertools.starmap(place_of, zip(prompt[1:], found, strict=True))
+    places = itertools.starmap(place_of, zip(prompt[1:], logprobs, strict=True))
     return raw_list(itertools.chain([None], places), _PER_SLICE)

@@ -28,12 +28,12 @@ class PlainMessages:
     def __init__(self, backend: Any, chat_template: str) -> None:
         """Raises ConfigError for a tokenizer that cannot write a control token as text."""
         added = backend.get_added_tokens_decoder()
-        self._controls = {
-            token.content: number
-            for number, token in added.items()
-            if token.special or (token.content in chat_template and not token.content.strip().isalnum())
-        }
-        self._controls = {text: number for text, number in self._controls.items() if text.strip()}
+        self._controls: dict[str, int] = {}
+        for number, token in added.items():
+            text = token.content
+            is_mark = text in chat_template and not text.strip().isalnum()
+            if text.strip() and (token.special or is_mark):
+                self._controls[text] = number
         secret = secrets.token_hex(8)
         self._break = f"\ufdd0{secret}\ufdd1"
         self._breaks = (self._break, json.dumps(self._break)[1:-1])
@@ -41,7 +41,8 @@ class PlainMessages:
         self._find = re.compile(_pattern([*self._controls]) or r"(?!)")
         self._beginnings = {text[:length] for text in self._controls for length in range(1, len(text))}
         self._longest = max(map(len, self._controls), default=1)
-        self._copy, self._numbers = self._renamed(backend, {number: token.content for number, token in added.items()})
+        texts = {number: token.content for number, token in added.items()}
+        self._copy, self._numbers = self._renamed(backend, texts)
         self._check(backend)
 
     def escaped(self, value: Any) -> Any:
@@ -49,25 +50,25 @@ class PlainMessages:
         if isinstance(value, str):
             return self._escaped_text(value)
         if isinstance(value, Mapping):
-            return {self.escaped(key): self.escaped(one) for key, one in value.items()}
+            return {self.escaped(key): self.escaped(element) for key, element in value.items()}
         if isinstance(value, list | tuple):
-            return [self.escaped(one) for one in value]
+            return [self.escaped(element) for element in value]
         return value
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt."""
-        named = self._find.sub(lambda found: self._names[found[0]], text)
+        named = self._find.sub(lambda match: self._names[match[0]], text)
         (encoded,) = self._copy.encode_batch_fast([self.without_breaks(named)], add_special_tokens=False)
         return [self._numbers.get(number, number) for number in encoded.ids]
 
     def without_breaks(self, text: str) -> str:
-        """Return a rendered prompt without breaks, also those that a template has written in JSON."""
-        for one in self._breaks:
-            text = text.replace(one, "")
+        """Return a rendered prompt without breaks, also without breaks that a template has written in JSON."""
+        for spelling in self._breaks:
+            text = text.replace(spelling, "")
         return text
 
     def _escaped_text(self, text: str) -> str:
-        broken = self._find.sub(lambda found: found[0][:1] + self._break + found[0][1:], text)
+        broken = self._find.sub(lambda match: match[0][:1] + self._break + match[0][1:], text)
         # The text after it, of the template or of another part, could complete a control token.
         body = broken.rstrip()
         if any(body[-length:] in self._beginnings for length in range(1, self._longest)):
@@ -82,7 +83,7 @@ class PlainMessages:
         copy = Backend.from_str(json.dumps(description))
         names = {number: self._names.get(text, text) for number, text in added.items()}
         numbers = {copy.token_to_id(name): number for number, name in names.items()}
-        return copy, {one: number for one, number in numbers.items() if one is not None}
+        return copy, {copied: number for copied, number in numbers.items() if copied is not None}
 
     def _check(self, backend: Any) -> None:
         """Raise ConfigError if the copy encodes a control token, or a text that spells one, in another way."""
@@ -90,7 +91,7 @@ class PlainMessages:
         for text in self._controls:
             around = f"a{text}b"
             right = backend.encode(around, add_special_tokens=False).ids
-            spelled = [self.encode(self._escaped_text(one)) for one in (text, around)]
+            spelled = [self.encode(self._escaped_text(spelling)) for spelling in (text, around)]
             if self.encode(around) != right or not all(map(controls.isdisjoint, spelled)):
                 raise ConfigError(
                     f"--special-tokens-in-messages text: this tokenizer cannot write {text!r} as text; leave it out"
@@ -105,4 +106,5 @@ def _pattern(words: Sequence[str]) -> str:
     if not rests:
         return ""
     choices = "|".join(re.escape(first) + _pattern(rest) for first, rest in rests.items())
-    return f"(?:{choices})" + ("?" if "" in words else "")
+    is_optional = "" in words
+    return f"(?:{choices})?" if is_optional else f"(?:{choices})"

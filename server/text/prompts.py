@@ -38,11 +38,11 @@ class ShownPrompt:
         self._skips_special = skips_special
         self._num_top = num_top
 
-    def read(self, found: Sequence[msgspec.Raw]) -> None:
+    def read(self, logprobs: Sequence[msgspec.Raw]) -> None:
         """Read the logprobs that the engine has sent (`Outcome.prompt_logprobs`)."""
         prompt = self._request.prompt_token_ids
         if self._num_top is not None:
-            self.by_place = prompt_logprobs(self._tokenizer, prompt, read_logprobs(found), self._num_top)
+            self.by_place = prompt_logprobs(self._tokenizer, prompt, read_logprobs(logprobs), self._num_top)
         if not self._echo:
             return
         self.text = self._tokenizer.decode(prompt, self._skips_special)
@@ -50,9 +50,9 @@ class ShownPrompt:
         if most is None:
             return
         first: tuple[TokenLogprob | None, ...] = (None,)
-        every = itertools.chain(first, read_logprobs(found))
-        for token, one, offset in zip(prompt, every, self._offsets(), strict=True):
-            shown = one and msgspec.structs.replace(one, top=one.top[:most])
+        every = itertools.chain(first, read_logprobs(logprobs))
+        for token, logprob, offset in zip(prompt, every, self._offsets(), strict=True):
+            shown = logprob and msgspec.structs.replace(logprob, top=logprob.top[:most])
             self.tokens.append(spell(self._tokenizer, token, shown, offset))
         self.num_characters = len(self.text)
 

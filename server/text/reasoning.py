@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from server.text.stops import num_held
 from server.text.thought_marks import THINK, ThoughtMarks
+from server.wire.fields import Effort
 
 _VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _State(Enum):
     START = auto()
     """Only white space or a part of the opening tag has arrived."""
     INSIDE = auto()
-    BEHIND = auto()
+    AFTER = auto()
     """The thoughts have ended, and only white space has followed."""
     OUTSIDE = auto()
 
@@ -53,7 +53,8 @@ class Reasoning:
 
     def __init__(self, starts_inside: bool, marks: ThoughtMarks = THINK) -> None:
         """starts_inside: the prompt has opened the thoughts."""
-        self._open, self._close = marks.open.rstrip(), marks.close
+        self._open = marks.open.rstrip()
+        self._close = marks.close
         self._state = _State.INSIDE if starts_inside else _State.START
         self._is_blank = True
         """Whether the thoughts have been white space so far."""
@@ -71,7 +72,10 @@ class Reasoning:
         while self._advance(parts):
             pass
         if is_last and self._held:
-            parts += self._thought(self._held) if self._state is _State.INSIDE else [self._held]
+            if self._state is _State.INSIDE:
+                parts += self._thought(self._held)
+            else:
+                parts.append(self._held)
             self._held = ""
         return parts
 
@@ -81,32 +85,40 @@ class Reasoning:
         if self._state is _State.START:
             start = self._held.lstrip()
             if start.startswith(self._open):
-                self._state, self._held = _State.INSIDE, start.removeprefix(self._open)
+                self._state = _State.INSIDE
+                self._held = start.removeprefix(self._open)
             elif start and not self._open.startswith(start):
                 self._state = _State.OUTSIDE
         elif self._state is _State.INSIDE:
             self._think(parts)
         else:
-            self._held = self._held.lstrip() if self._state is _State.BEHIND else self._held
+            if self._state is _State.AFTER:
+                self._held = self._held.lstrip()
             if self._held:
                 parts.append(self._held)
-                self._held, self._state = "", _State.OUTSIDE
+                self._held = ""
+                self._state = _State.OUTSIDE
         return self._state is not before
 
     def _think(self, parts: list[str | Thought]) -> None:
         thought, tag, rest = self._held.partition(self._close)
         if tag:
             parts += self._thought(thought.rstrip())
-            self._held, self._state = rest, _State.BEHIND
+            self._held = rest
+            self._state = _State.AFTER
             return
-        sure = self._held[: len(self._held) - num_held(self._held, [self._close])].rstrip()
+        end = len(self._held) - num_held(self._held, [self._close])
+        sure = self._held[:end].rstrip()
         parts += self._thought(sure)
         self._held = self._held[len(sure) :]
 
     def _thought(self, text: str) -> list[str | Thought]:
-        text = text.lstrip() if self._is_blank else text
-        self._is_blank = self._is_blank and not text
-        return [Thought(text)] if text else []
+        if self._is_blank:
+            text = text.lstrip()
+        if not text:
+            return []
+        self._is_blank = False
+        return [Thought(text)]
 
 
 class WrappedReasoning:
@@ -115,8 +127,10 @@ class WrappedReasoning:
     def __init__(self, reader: ThoughtReader, wrapper: tuple[str, str]) -> None:
         self._reader = reader
         self._open, self._close = wrapper
-        self._is_begun = self._is_wrapped = False
-        """Whether the beginning of the rest has been read, and whether it is the opening tag."""
+        self._is_begun = False
+        """Whether the beginning of the rest has been read."""
+        self._is_wrapped = False
+        """Whether the rest begins with the opening tag."""
         self._is_blank = True
         """Whether only white space has followed the opening tag."""
         self._held = ""
@@ -130,12 +144,16 @@ class WrappedReasoning:
         """Return the parts found in a piece of text; the last piece releases everything."""
         parts: list[str | Thought] = []
         for part in self._reader.feed(text, is_last):
-            parts += [part] if isinstance(part, Thought) else self._unwrapped(part)
+            if isinstance(part, Thought):
+                parts.append(part)
+            else:
+                parts += self._unwrapped(part)
         if is_last and self._held:
-            rest = self._held.rstrip()
-            is_closed = self._is_wrapped and rest.endswith(self._close)
-            rest = rest.removesuffix(self._close).rstrip() if is_closed else self._held
-            parts += [rest] if rest else []
+            rest = self._held
+            if self._is_wrapped and rest.rstrip().endswith(self._close):
+                rest = rest.rstrip().removesuffix(self._close).rstrip()
+            if rest:
+                parts.append(rest)
             self._held = ""
         return parts
 
@@ -145,30 +163,38 @@ class WrappedReasoning:
             start = self._held.lstrip()
             if len(start) < len(self._open) and self._open.startswith(start):
                 return []
-            self._is_begun, self._is_wrapped = True, start.startswith(self._open)
-            self._held = start.removeprefix(self._open) if self._is_wrapped else self._held
+            self._is_begun = True
+            self._is_wrapped = start.startswith(self._open)
+            if self._is_wrapped:
+                self._held = start.removeprefix(self._open)
         if not self._is_wrapped:
-            released, self._held = self._held, ""
+            released = self._held
+            self._held = ""
             return [released]
         return self._released()
 
     def _released(self) -> list[str | Thought]:
         """Release all text that is not white space or a closing tag at the end."""
-        self._held = self._held.lstrip() if self._is_blank else self._held
+        if self._is_blank:
+            self._held = self._held.lstrip()
         end = len(self._held.rstrip())
         end -= num_held(self._held[:end], [self._close])
         if self._held[:end].endswith(self._close):
             end -= len(self._close)
         sure = self._held[:end].rstrip()
         self._held = self._held[len(sure) :]
-        self._is_blank = self._is_blank and not sure
-        return [sure] if sure else []
+        if not sure:
+            return []
+        self._is_blank = False
+        return [sure]
 
 
 def reasoning_of(starts_inside: bool, marks: ThoughtMarks) -> ThoughtReader:
     """Return a parser of an answer with these marks; starts_inside: the prompt has opened the thoughts."""
     reader = Reasoning(starts_inside, marks)
-    return WrappedReasoning(reader, marks.wrapper) if marks.wrapper[0] else reader
+    if not marks.wrapper[0]:
+        return reader
+    return WrappedReasoning(reader, marks.wrapper)
 
 
 def is_open(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
@@ -190,5 +216,10 @@ def thinking_variables(effort: Effort | None, is_wanted: bool | None) -> dict[st
     """Return the variables that switch thinking on or off in chat templates; none if nothing is requested."""
     if is_wanted is None and effort is None:
         return {}
-    is_on = effort != "none" if is_wanted is None else is_wanted
-    return {**({"reasoning_effort": effort} if effort else {}), "enable_thinking": is_on, "thinking": is_on}
+    is_on = effort != "none"
+    if is_wanted is not None:
+        is_on = is_wanted
+    variables: dict[str, Any] = {"enable_thinking": is_on, "thinking": is_on}
+    if effort:
+        variables["reasoning_effort"] = effort
+    return variables

@@ -12,9 +12,12 @@ from collections.abc import Collection, Sequence
 
 def num_held(text: str, marks: Sequence[str]) -> int:
     """Return the number of last characters of a text that may begin a mark; no whole mark may be among them."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
-    sizes = (size for size in range(longest, 0, -1) if any(mark.startswith(text[-size:]) for mark in marks))
-    return next(sizes, 0)
+    longest_mark = max(map(len, marks), default=1)
+    for size in range(min(len(text), longest_mark - 1), 0, -1):
+        end = text[-size:]
+        if any(mark.startswith(end) for mark in marks):
+            return size
+    return 0
 
 
 class StopCut:
@@ -29,13 +32,13 @@ class StopCut:
         self._held = ""
         self._places: list[int] = []
         """Places of the shown characters in the text that is held back; the other characters are hidden."""
-        self.found: str | None = None
+        self.stop: str | None = None
         """Stop string that has ended the answer."""
 
     @property
     def is_cut(self) -> bool:
         """Whether a stop string has ended the answer."""
-        return self.found is not None
+        return self.stop is not None
 
     @property
     def looks_at_hidden(self) -> bool:
@@ -48,28 +51,46 @@ class StopCut:
         looks: False for text in which stop strings do not count (before min_tokens). hidden: text of a special token
         after the piece.
         """
-        if self.is_cut or not self._stops:
-            return "" if self.is_cut else text
+        if self.is_cut:
+            return ""
+        if not self._stops:
+            return text
         self._places += range(len(self._held), len(self._held) + len(text))
         self._held += text + hidden
         if not looks:
             return self._release(len(self._held))
         shown = self._shown_text()
-        hits = [(at + len(stop), at, stop) for stop in self._with_hidden if (at := self._held.find(stop)) >= 0]
-        for stop in self._shown:
-            if (at := shown.find(stop)) >= 0:
-                hits.append((self._places[at + len(stop) - 1] + 1, self._places[at], stop))
+        hits = self._hits(shown)
         if hits:
-            # The first complete stop string ends the answer, the longer one if two end together.
-            _, at, self.found = min(hits)
-            return self._release(at) + (self.found if self._include else "")
-        first_held = len(shown) - num_held(shown, self._shown)
-        first_place = self._places[first_held] if first_held < len(shown) else len(self._held)
-        return self._release(min(first_place, len(self._held) - num_held(self._held, self._with_hidden)))
+            # The first complete stop string ends the answer, the longer stop string if two end together.
+            _, begin, self.stop = min(hits)
+            released = self._release(begin)
+            return released + self.stop if self._include else released
+        end = len(self._held) - num_held(self._held, self._with_hidden)
+        num_shown = len(shown) - num_held(shown, self._shown)
+        if num_shown < len(shown):
+            end = min(end, self._places[num_shown])
+        return self._release(end)
+
+    def _hits(self, shown: str) -> list[tuple[int, int, str]]:
+        """Return (end, begin, stop string) of the complete stop strings in the held text; shown: its shown part."""
+        hits = []
+        for stop in self._with_hidden:
+            begin = self._held.find(stop)
+            if begin >= 0:
+                hits.append((begin + len(stop), begin, stop))
+        for stop in self._shown:
+            begin = shown.find(stop)
+            if begin >= 0:
+                last = self._places[begin + len(stop) - 1]
+                hits.append((last + 1, self._places[begin], stop))
+        return hits
 
     def finish(self) -> str:
         """Return the text held back, after the answer has ended without a stop string."""
-        return "" if self.is_cut else self._release(len(self._held))
+        if self.is_cut:
+            return ""
+        return self._release(len(self._held))
 
     def _shown_text(self) -> str:
         if len(self._places) == len(self._held):
@@ -77,7 +98,7 @@ class StopCut:
         return "".join(self._held[place] for place in self._places)
 
     def _release(self, count: int) -> str:
-        """Take the first `count` characters out of the text that is held back, and return the shown ones."""
+        """Take the first `count` characters out of the text that is held back, and return the shown characters."""
         released = "".join(self._held[place] for place in self._places if place < count)
         self._places = [place - count for place in self._places if place >= count]
         self._held = self._held[count:]

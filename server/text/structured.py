@@ -10,20 +10,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.api import RequestError
-from server.openai.fields import GenerationFields
-from server.openai.unsupported_fields import UNKNOWN
+from server.wire.fields import GenerationFields
+from server.wire.unsupported_fields import UNKNOWN
 
 # vLLM's older names of `structured_outputs`.
 _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # Escaped characters are unchanged; a slash or a line break would end the literal.
 _IN_LITERAL = re.compile(r"\\[\n\r]|\\.|/|[\n\r]")
 _ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
-# Keys of `response_format` by its type, and those of `json_schema` in it.
+# Keys of `response_format` by its type, and the keys of `json_schema` in it.
 _FORMAT_KEYS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
 _JSON_SCHEMA_KEYS = ("name", "description", "schema", "strict")
 # vLLM's options for white space in JSON.
@@ -72,21 +72,31 @@ class Structure:
     """The same as the right side of a rule in Lark, to combine it with others; "" for grammars of clients."""
 
 
+class Wish(NamedTuple):
+    """Structure that a field of a body requests."""
+
+    param: str
+    kind: str
+    """json, regex, choice or grammar."""
+    value: Any
+
+
 def structure_of(body: GenerationFields) -> Structure:
     """Return the structure that a body requests; raises RequestError for an invalid one."""
-    wanted: list[tuple[str, str, Any]] = []
+    wishes: list[Wish] = []
     if body.response_format is not None:
-        wanted += _of_response_format(body.response_format)
+        wishes += _response_format_wishes(body.response_format)
     if body.structured_outputs is not None:
-        wanted += _of_kinds(body.structured_outputs, "structured_outputs")
+        wishes += _structured_outputs_wishes(body.structured_outputs)
     for name, kind in _OLD_NAMES.items():
         if getattr(body, name) is not None:
-            wanted.append((name, kind, getattr(body, name)))
-    if not wanted:
+            wishes.append(Wish(name, kind, getattr(body, name)))
+    if not wishes:
         return Structure()
-    if len(wanted) > 1:
-        raise RequestError(f"{wanted[0][0]} and {wanted[1][0]}: ask for one structure only", wanted[1][0])
-    param, kind, value = wanted[0]
+    if len(wishes) > 1:
+        first, second = wishes[0].param, wishes[1].param
+        raise RequestError(f"{first} and {second}: ask for one structure only", second)
+    param, kind, value = wishes[0]
     try:
         grammar, rule = _compile(param, kind, value)
         grammar.encode()
@@ -97,7 +107,7 @@ def structure_of(body: GenerationFields) -> Structure:
     return Structure(grammar, param, rule)
 
 
-def _of_response_format(value: Any) -> list[tuple[str, str, Any]]:
+def _response_format_wishes(value: Any) -> list[Wish]:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
         raise RequestError("response_format.type must be text, json_object or json_schema", "response_format")
@@ -106,13 +116,14 @@ def _of_response_format(value: Any) -> list[tuple[str, str, Any]]:
         return []
     if kind == "json_object":
         schema = value.get("schema")
-        return [("response_format", "json", {"type": "object"} if schema is None else schema)]
+        if schema is None:
+            schema = {"type": "object"}
+        return [Wish("response_format", "json", schema)]
     outer = value.get("json_schema")
-    schema = outer.get("schema") if isinstance(outer, dict) else None
-    if not isinstance(schema, dict):
+    if not isinstance(outer, dict) or not isinstance(outer.get("schema"), dict):
         raise RequestError("response_format: json_schema.schema must hold the schema", "response_format")
     _refuse_odd(outer, _JSON_SCHEMA_KEYS, "response_format.json_schema")
-    return [("response_format", "json", schema)]
+    return [Wish("response_format", "json", outer["schema"])]
 
 
 def _refuse_odd(value: dict[str, Any], known: Sequence[str], where: str) -> None:
@@ -122,29 +133,40 @@ def _refuse_odd(value: dict[str, Any], known: Sequence[str], where: str) -> None
         raise RequestError(f"Unrecognized request argument supplied: {param}", param, UNKNOWN)
 
 
-def _of_kinds(value: Any, param: str) -> list[tuple[str, str, Any]]:
+def _structured_outputs_wishes(value: Any) -> list[Wish]:
+    param = "structured_outputs"
     if not isinstance(value, dict):
         raise RequestError(f"{param} must be an object with json, regex, choice or grammar", param)
-    options = {name: value.get(name) for name in _OPTIONS}
-    kinds = [(param, kind, value[kind]) for kind in value if kind not in _OPTIONS and value[kind] is not None]
-    for _, kind, _ in kinds:
+    kinds = [kind for kind in value if kind not in _OPTIONS and value[kind] is not None]
+    for kind in kinds:
         if kind not in _OLD_NAMES.values():
             raise RequestError(f"{param}.{kind} is not supported; use json, regex, choice or grammar", param)
-    return [(param, kind, _with_whitespace(of_kind, kind, options, param)) for param, kind, of_kind in kinds]
+    wishes = [Wish(param, kind, value[kind]) for kind in kinds]
+    return [wish._replace(value=_with_whitespace(wish, value)) for wish in wishes]
 
 
-def _with_whitespace(value: Any, kind: str, options: Mapping[str, Any], param: str) -> Any:
-    """Return a schema with vLLM's options of white space inserted."""
-    compact, pattern = (options[name] for name in _OPTIONS)
-    if compact is None and pattern is None:
-        return value
-    if kind != "json":
+def _with_whitespace(wish: Wish, options: Mapping[str, Any]) -> Any:
+    """Return the value of a wish with vLLM's options of white space inserted into its schema."""
+    param = wish.param
+    compact_option, pattern_option = _OPTIONS
+    is_compact = options.get(compact_option)
+    pattern = options.get(pattern_option)
+    if is_compact is None and pattern is None:
+        return wish.value
+    if wish.kind != "json":
         raise RequestError(f"{param}: {' and '.join(_OPTIONS)} go with json only", param)
-    if not isinstance(compact, bool | None) or not isinstance(pattern, str | None):
-        raise RequestError(f"{param}: {_OPTIONS[0]} must be true or false, {_OPTIONS[1]} a regular expression", param)
-    schema = _schema_of(value, param)
-    space = _COMPACT if compact else {"whitespace_pattern": pattern} if pattern is not None else _FLEXIBLE
-    return {"x-guidance": space, **schema} if isinstance(schema, dict) else schema
+    if not isinstance(is_compact, bool | None) or not isinstance(pattern, str | None):
+        message = f"{param}: {compact_option} must be true or false, {pattern_option} a regular expression"
+        raise RequestError(message, param)
+    schema = _schema_of(wish.value, param)
+    if not isinstance(schema, dict):
+        return schema
+    space: Mapping[str, Any] = _FLEXIBLE
+    if is_compact:
+        space = _COMPACT
+    elif pattern is not None:
+        space = {"whitespace_pattern": pattern}
+    return {"x-guidance": space, **schema}
 
 
 def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
@@ -153,9 +175,10 @@ def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
         schema = compact(_schema_of(value, param))
         return json.dumps({"grammars": [{"json_schema": schema}]}), f"%json {json.dumps(schema)}"
     if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
             raise RequestError(f"{param}: choice must be a list of strings that are not empty", param)
-        value, kind = "|".join(f"({re.escape(one)})" for one in value), "regex"
+        value = "|".join(f"({re.escape(text)})" for text in value)
+        kind = "regex"
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param}: {kind} must be a string that is not empty", param)
     if kind == "grammar":
@@ -169,19 +192,21 @@ def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
 
     schema: without unknown formats and nulls (`cleaned`), or with them.
     """
-    return {"x-guidance": _COMPACT, **cleaned(schema)} if isinstance(schema, dict) else schema
+    if not isinstance(schema, dict):
+        return schema
+    return {"x-guidance": _COMPACT, **cleaned(schema)}
 
 
 def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without keywords that are null, which generators write for absent ones, and without formats that
-    the grammar library does not support, as JSON schema ignores unknown formats. Its integers have bounds.
+    """Return a schema without keywords that are null, which generators write for absent keywords, and without formats
+    that the grammar library does not support, as JSON schema ignores unknown formats. Its integers have bounds.
     """
     result: dict[str, Any] = _cleaned(schema)
     return result
 
 
 def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-    """Return a schema of arguments whose objects allow no properties besides the listed ones, unless it says so.
+    """Return a schema of arguments whose objects allow only the listed properties, unless it says otherwise.
 
     Without this, a model may invent names. Objects without listed properties remain open, except for the root. Objects
     that are combined from parts (`allOf`, a reference next to properties) remain open, and so do definitions in such
@@ -195,16 +220,17 @@ def _closed(schema: Any, is_root: bool, with_definitions: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
+    named = {"properties", "$defs", "definitions"} if with_definitions else {"properties"}
     for key, value in schema.items():
-        if key == "properties" or (with_definitions and key in ("$defs", "definitions")):
-            if isinstance(value, dict):
-                result[key] = {name: _closed(one, False, with_definitions) for name, one in value.items()}
+        if key in named and isinstance(value, dict):
+            result[key] = {name: _closed(part, False, with_definitions) for name, part in value.items()}
         elif key in ("items", "additionalProperties"):
             result[key] = _closed(value, False, with_definitions)
         elif key in ("prefixItems", "anyOf", "oneOf") and isinstance(value, list) and "properties" not in schema:
-            result[key] = [_closed(one, False, with_definitions) for one in value]
-    is_object = schema.get("type", "object") == "object" and (is_root or bool(schema.get("properties")))
-    if is_object and schema.keys().isdisjoint(_PARTS):
+            result[key] = [_closed(part, False, with_definitions) for part in value]
+    is_object = schema.get("type", "object") == "object"
+    has_names = is_root or bool(schema.get("properties"))
+    if is_object and has_names and schema.keys().isdisjoint(_PARTS):
         result.setdefault("additionalProperties", False)
     return result
 
@@ -215,37 +241,49 @@ def _has_parts(schema: Any) -> bool:
         return any(map(_has_parts, schema))
     if not isinstance(schema, dict):
         return False
-    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
-    return (
-        several or ("properties" in schema and not schema.keys().isdisjoint(_PARTS)) or _has_parts([*schema.values()])
-    )
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        return True
+    if "properties" in schema and not schema.keys().isdisjoint(_PARTS):
+        return True
+    return _has_parts([*schema.values()])
 
 
 def _cleaned(schema: Any, is_negated: bool = False) -> Any:
     if not isinstance(schema, dict):
         return schema
-    kept = {
-        key: value
-        for key, value in schema.items()
-        if (value is not None or key in _NULL_VALUES) and (key != "format" or value in _FORMATS)
-    }
-    for key, value in kept.items():
-        if key in _NAMED_SCHEMAS and isinstance(value, dict):
-            kept[key] = {name: _cleaned(one, is_negated) for name, one in value.items()}
-        elif key in _SCHEMAS:
-            of_key = is_negated or key in ("not", "if")
-            kept[key] = [_cleaned(one, of_key) for one in value] if isinstance(value, list) else _cleaned(value, of_key)
-    return kept if is_negated else _with_bounds(kept)
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if value is None and key not in _NULL_VALUES:
+            continue
+        if key == "format" and value not in _FORMATS:
+            continue
+        result[key] = _cleaned_value(key, value, is_negated)
+    if is_negated:
+        return result
+    return _with_bounds(result)
+
+
+def _cleaned_value(key: str, value: Any, is_negated: bool) -> Any:
+    """Return the value of a keyword with the schemas in it cleaned."""
+    if key in _NAMED_SCHEMAS and isinstance(value, dict):
+        return {name: _cleaned(schema, is_negated) for name, schema in value.items()}
+    if key not in _SCHEMAS:
+        return value
+    are_negated = is_negated or key in ("not", "if")
+    if isinstance(value, list):
+        return [_cleaned(schema, are_negated) for schema in value]
+    return _cleaned(value, are_negated)
 
 
 def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema whose integers have bounds: a small model that repeats a digit would never end its answer."""
-    kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "integer" not in kinds or "number" in kinds or not schema.keys().isdisjoint(("enum", "const")):
+    types = schema.get("type")
+    if not isinstance(types, list):
+        types = [types]
+    if "integer" not in types or "number" in types or not schema.keys().isdisjoint(("enum", "const")):
         return schema
     stated = [schema[key] for keys in _BOUNDS for key in keys[:2] if key in schema]
-    if not all(isinstance(one, int | float) and abs(one) < _LARGEST_INTEGER for one in stated):
+    if not all(isinstance(bound, int | float) and abs(bound) < _LARGEST_INTEGER for bound in stated):
         return schema
     missing = {key: bound for key, exclusive, bound in _BOUNDS if schema.keys().isdisjoint((key, exclusive))}
     return {**schema, **missing}
@@ -264,7 +302,7 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
 
 
 def _lark(param: str, grammar: str) -> str:
-    """Return a grammar in Lark's notation; one in GBNF (llama.cpp) or EBNF is translated. Raises RequestError."""
+    """Return a grammar in Lark's notation; a grammar in GBNF (llama.cpp) or EBNF is translated. Raises RequestError."""
     if not _GBNF_RULE.search(grammar) or len(grammar) > LONGEST_GRAMMAR:
         return grammar
     # Imported when it is needed: other requests do without the library in this process.
@@ -280,4 +318,5 @@ def _lark(param: str, grammar: str) -> str:
 
 def lark_literal(regex: str) -> str:
     """Return a regular expression as a literal of Lark, with escapes for characters that would end it."""
-    return f"/{_IN_LITERAL.sub(lambda found: _ESCAPES.get(found[0], found[0]), regex)}/"
+    escaped = _IN_LITERAL.sub(lambda match: _ESCAPES.get(match[0], match[0]), regex)
+    return f"/{escaped}/"

@@ -29,24 +29,26 @@ class TemplateRegions:
         self._seen: list[str] = []
         """The same characters as the parser sees them."""
         self._num_fed = 0
-        self._in_region = self._in_string = self._is_escaped = False
+        self._in_region = False
+        self._in_string = False
+        self._is_escaped = False
         self._is_over = False
         """Whether the parser has failed; the rest is text."""
 
-    def feed(self, text: str, found: CallParts) -> None:
+    def feed(self, text: str, output: CallParts) -> None:
         """Read a piece of text, character by character: if the parser fails, the position is known."""
         for number, character in enumerate(text):
             if self._is_over:
-                found.say(text[number:])
+                output.say(text[number:])
                 return
             self._raw.append(character)
             self._seen.append(self._shown(character))
             if not self._in_string:
-                self._take(lambda: self._parser.feed(self._not_fed()), found)
+                self._take(lambda: self._parser.feed(self._not_fed()), output)
 
-    def finish(self, found: CallParts) -> None:
+    def finish(self, output: CallParts) -> None:
         if not self._is_over:
-            self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], found)
+            self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], output)
 
     def _not_fed(self) -> str:
         """Yield the parser's next characters; a JSON string is fed at once, so that the time is linear."""
@@ -64,47 +66,54 @@ class TemplateRegions:
         if self._is_escaped:
             self._is_escaped = False
             return character
-        self._in_string, self._is_escaped = character != '"', character == "\\"
-        return json.dumps(character)[1:-1] if ord(character) > 127 else _QUOTED.sub(_spelled, character)
+        self._in_string = character != '"'
+        self._is_escaped = character == "\\"
+        if ord(character) > 127:
+            return json.dumps(character)[1:-1]
+        return _QUOTED.sub(_spelled, character)
 
-    def _take(self, step: Callable[[], list[dict[str, Any]]], found: CallParts) -> None:
+    def _take(self, step: Callable[[], list[dict[str, Any]]], output: CallParts) -> None:
         try:
             for event in step():
-                self._event(event, found)
+                self._event(event, output)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self._is_over = True
-            found.say("".join(self._raw))
+            output.say("".join(self._raw))
 
-    def _event(self, event: dict[str, Any], found: CallParts) -> None:
-        kind, region = event["type"], event["field"]
+    def _event(self, event: dict[str, Any], output: CallParts) -> None:
+        kind = event["type"]
+        region = event["field"]
         if region == "content" and kind == "region_chunk":
-            self._give(len(event["text"]), found)
+            self._give(len(event["text"]), output)
         elif region == "tool_calls" and kind == "region_open":
-            self._in_region, self._in_string, self._is_escaped = True, False, False
+            self._in_region = True
+            self._in_string = False
+            self._is_escaped = False
         elif region == "tool_calls" and kind == "region_close":
             self._in_region = False
-            self._close(event["value"], found)
+            self._close(event["value"], output)
         elif region != "content" and kind == "region_close":
             # This reader ignores other fields.
-            self._give(self._region(self._fields[region])[0], found)
+            length, _ = self._region(self._fields[region])
+            self._give(length, output)
 
-    def _close(self, value: Any, found: CallParts) -> None:
+    def _close(self, value: Any, output: CallParts) -> None:
         values = value if isinstance(value, list) else [value]
-        calls = [whole_call(json.dumps(one.get("function", one))) for one in values]
+        calls = [whole_call(json.dumps(call.get("function", call))) for call in values]
         length, is_closed = self._region(self._field)
         # Truncated arguments that are not JSON would look like fewer arguments.
         is_cut = not is_closed and self._field.content != "json"
         if is_cut or any(call is None or call[0] not in self._calls.names for call in calls):
-            self._give(length, found)
+            self._give(length, output)
             return
         self._give(length, CallParts())
         for call in calls:
             assert call is not None
-            self._calls.whole(*call, found)
+            self._calls.whole(*call, output)
 
-    def _give(self, length: int, found: CallParts) -> None:
+    def _give(self, length: int, output: CallParts) -> None:
         """Report the first unreported characters as text."""
-        found.say("".join(self._raw[:length]))
+        output.say("".join(self._raw[:length]))
         del self._raw[:length], self._seen[:length]
         self._num_fed -= length
 
@@ -116,7 +125,8 @@ class TemplateRegions:
         if not end:
             return len(self._raw), False
         ends = itertools.accumulate(map(len, self._seen))
-        return 1 + next(number for number, size in enumerate(ends) if size >= end.end()), True
+        last = next(number for number, size in enumerate(ends) if size >= end.end())
+        return last + 1, True
 
 
 def _spelled(mark: re.Match[str]) -> str:

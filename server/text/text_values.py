@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from server.text.argument_types import is_of, referred
+from server.text.argument_types import has_type, referred
 
 Schema = Mapping[str, Any]
 
@@ -65,15 +65,15 @@ class Alternatives:
     @property
     def are_bounded(self) -> bool:
         """Whether a text in JSON may have a type of `others` without following the schema."""
-        plain = {"type": "null"}, {"type": "boolean"}, {"type": "integer"}
-        return any(one not in plain for one in self.others)
+        plain = ({"type": "null"}, {"type": "boolean"}, {"type": "integer"})
+        return any(schema not in plain for schema in self.others)
 
 
 def alternatives(schema: Any, root: Schema) -> Alternatives:
     """Return the values that follow a schema; raises CannotSplit. root: resolves its references."""
-    found = Alternatives()
-    _Splitter(root, found).split(schema)
-    return found
+    values = Alternatives()
+    _Splitter(root, values).split(schema)
+    return values
 
 
 def merged(schema: Any, root: Schema) -> dict[str, Any]:
@@ -93,18 +93,23 @@ def with_root(schema: Schema, root: Schema) -> dict[str, Any]:
 def _moved(part: Any) -> Any:
     """Return a part of a schema with references to the whole as references to its definition."""
     if isinstance(part, list):
-        return [_moved(one) for one in part]
+        return [_moved(element) for element in part]
     if not isinstance(part, Mapping):
         return part
-    moved = {key: value if key in ("const", "enum", "default") else _moved(value) for key, value in part.items()}
+    moved = dict(part)
+    for key, value in part.items():
+        if key not in ("const", "enum", "default"):
+            moved[key] = _moved(value)
     if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#"):
         moved["$ref"] = f"#/$defs/{_ROOT}{part['$ref'][1:]}"
     return moved
 
 
 class _Splitter:
-    def __init__(self, root: Schema, found: Alternatives) -> None:
-        self._root, self._found = root, found
+    def __init__(self, root: Schema, values: Alternatives) -> None:
+        """values: receives the values that follow a schema."""
+        self._root = root
+        self._values = values
         self._num_steps = 0
 
     def merged(self, schema: Any) -> dict[str, Any]:
@@ -116,10 +121,11 @@ class _Splitter:
         if not isinstance(schema, Mapping):
             return {}
         is_nullable = schema.get("nullable") is True
-        parts = [{key: value for key, value in schema.items() if key not in _ANNOTATIONS | {"$ref", "allOf"}}]
+        left_out = _ANNOTATIONS | {"$ref", "allOf"}
+        parts = [{key: value for key, value in schema.items() if key not in left_out}]
         if "$ref" in schema:
             parts.append(self.merged(referred(self._root, schema["$ref"])))
-        parts += [self.merged(one) for one in schema.get("allOf") or ()]
+        parts += [self.merged(part) for part in schema.get("allOf") or ()]
         result: dict[str, Any] = {}
         for part in parts:
             if twice := next((key for key in part if key in result and result[key] != part[key]), None):
@@ -140,36 +146,37 @@ class _Splitter:
             self._choose(schema)
             return
         for kind in self._types(schema):
-            one = {**schema, "type": kind}
+            typed = {**schema, "type": kind}
             if kind == "string":
-                self._found.strings.append(patterns_of(one))
-            elif one == {"type": "number"}:
-                self._found.strings.append([_NUMBER])
+                self._values.strings.append(patterns_of(typed))
+            elif typed == {"type": "number"}:
+                self._values.strings.append([_NUMBER])
             else:
-                self._found.others.append(one)
+                self._values.others.append(typed)
 
     def _split_each(self, schema: dict[str, Any], name: str) -> None:
-        kind = {"type": schema["type"]} if "type" in schema else {}
-        branches = [self.merged({"allOf": [kind, one]}) for one in schema[name]]
-        others = schema.keys() - {name, "type"}
-        if others:
-            raise CannotSplit(f"{name!r} next to {min(others)!r}")
-        if name == "oneOf" and len({str(one.get("type")) for one in branches}) < len(branches):
+        typed = {key: schema[key] for key in schema if key == "type"}
+        branches = [self.merged({"allOf": [typed, branch]}) for branch in schema[name]]
+        other_keys = schema.keys() - {name, "type"}
+        if other_keys:
+            raise CannotSplit(f"{name!r} next to {min(other_keys)!r}")
+        types = {str(branch.get("type")) for branch in branches}
+        if name == "oneOf" and len(types) < len(branches):
             raise CannotSplit("'oneOf' of several values of one type")
-        for one in branches:
-            self.split(one)
+        for branch in branches:
+            self.split(branch)
 
     def _choose(self, schema: dict[str, Any]) -> None:
         if others := schema.keys() - {"const", "enum", "type"}:
             raise CannotSplit(f"{min(others)!r} next to listed values")
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        self._found.choices += [value for value in values if is_of(value, schema.get("type"))]
+        self._values.choices += [value for value in values if has_type(value, schema.get("type"))]
 
     def _types(self, schema: dict[str, Any]) -> Sequence[str]:
-        """Return the types of a schema's values; those that its keywords are about if it does not say."""
+        """Return the types of a schema's values; without `type`, the types that its keywords are about."""
         if "type" in schema:
-            wanted = schema["type"]
-            return [wanted] if isinstance(wanted, str) else wanted
+            types = schema["type"]
+            return [types] if isinstance(types, str) else types
         if not schema:
             return ["string"]  # the reader turns texts in JSON into any value
         for kind, keys in {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}.items():
@@ -202,9 +209,16 @@ def _whole(pattern: str) -> str:
         regex.compile(pattern)
     except regex.error as error:
         raise CannotSplit(f"the pattern {pattern!r} ({error})") from error
-    begin, body = ("", pattern[1:]) if pattern.startswith("^") else ("(?s:.*)", pattern)
-    ends = body.endswith("$") and not regex.search(r"(?<!\\)(?:\\\\)*\\\$\Z", body)
-    body, end = (body[:-1], "") if ends else (body, "(?s:.*)")
+    begin = "(?s:.*)"
+    end = "(?s:.*)"
+    body = pattern
+    if body.startswith("^"):
+        begin = ""
+        body = body[1:]
+    is_escaped = regex.search(r"(?<!\\)(?:\\\\)*\\\$\Z", body) is not None
+    if body.endswith("$") and not is_escaped:
+        end = ""
+        body = body[:-1]
     is_anchored = begin == "" or end == ""
     if is_anchored and _has_outer_choice(body):
         raise CannotSplit(f"the pattern {pattern!r}, whose ends hold for one of its choices; put them into a group")
@@ -213,16 +227,21 @@ def _whole(pattern: str) -> str:
 
 def _has_outer_choice(pattern: str) -> bool:
     """Return whether a regular expression has a `|` outside groups and classes."""
-    depth, in_class, position = 0, False, 0
+    depth = 0
+    in_class = False
+    position = 0
     while position < len(pattern):
         character = pattern[position]
-        position += 1 + (character == "\\")
+        is_escape = character == "\\"
+        position += 2 if is_escape else 1
         if in_class:
             in_class = character != "]"
         elif character == "[":
             in_class = True
-        else:
-            depth += (character == "(") - (character == ")")
-            if character == "|" and not depth:
-                return True
+        elif character == "(":
+            depth += 1
+        elif character == ")":
+            depth -= 1
+        elif character == "|" and not depth:
+            return True
     return False

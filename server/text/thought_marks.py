@@ -30,7 +30,8 @@ Parser = Literal[
     "auto", "none", "qwen3", "deepseek_r1", "harmony", "seed_oss", "mistral", "cohere", "gemma4", "apertus",
     "openthinker", "exaone_deep", "kimi_vl",
 ]  # fmt: skip
-HARMONY, DEEPSEEK_R1 = "harmony", "deepseek_r1"
+HARMONY = "harmony"
+DEEPSEEK_R1 = "deepseek_r1"
 MARKS: dict[str, ThoughtMarks] = {
     HARMONY: ThoughtMarks(
         "<|channel|>analysis<|message|>",
@@ -62,6 +63,9 @@ def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return MARKS[HARMONY]
     wrapper = next((tags for tags in _WRAPPERS if tags[1] in chat_template), ("", ""))
-    found = (one for one in MARKS.values() if one.close in chat_template or one.open.strip() in chat_template)
-    marks = next((one for one in found if not one.lead), None)
-    return replace(marks, wrapper=wrapper) if marks is not None and wrapper[0] else marks
+    for marks in MARKS.values():
+        if marks.lead:
+            continue
+        if marks.close in chat_template or marks.open.strip() in chat_template:
+            return replace(marks, wrapper=wrapper)
+    return None

@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 _AGAIN_S = 0.05
 _ENDING: set[asyncio.Task[None]] = set()
-"""References to running tasks; the event loop has only weak ones."""
+"""References to running tasks; the event loop has only weak references."""
 
 
 class TookTooLong(BaseException):

@@ -69,10 +69,13 @@ class Tokenizer:
         # A tokenizer's file may request either, and encoding would then change a prompt silently.
         self._backend.no_truncation()
         self._backend.no_padding()
-        # Also those without a role: decoding omits them as well.
+        # Also special tokens without a role: decoding omits them as well.
         added = self._backend.get_added_tokens_decoder().items()
-        self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
-        self._plain = PlainMessages(self._backend, self.chat_template) if has_plain_messages else None
+        special = {number for number, token in added if token.special}
+        self._special = frozenset(self._fast.all_special_ids) | special
+        self._plain: PlainMessages | None = None
+        if has_plain_messages:
+            self._plain = PlainMessages(self._backend, self.chat_template)
         self._lanes = Lanes()
         self._chat_limit_s = chat_limit_s
         self._spelled: dict[int, tuple[str, bytes]] = {}
@@ -148,8 +151,11 @@ class Tokenizer:
         """Return the token ids of words, at the beginning of a text and after a space; words without tokens are
         omitted.
         """
-        spelled = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
-        return tuple(dict.fromkeys(tuple(ids) for text in spelled if (ids := self.encode(text, False))))
+        encoded: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                encoded[tuple(self.encode(text, False))] = None
+        return tuple(tokens for tokens in encoded if tokens)
 
     def render_chat(
         self,
@@ -163,7 +169,7 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the model's chat template.
 
-        continue_final_message: leave the last message open. variables: additional ones for the template. tools:
+        continue_final_message: leave the last message open. variables: additional variables for the template. tools:
         functions that the model may call. documents: texts to answer from. call_marks: texts with which the model's
         calls may begin. Raises RequestError if the template omits a part of the conversation.
         """
@@ -178,7 +184,7 @@ class Tokenizer:
         def render(
             messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]
         ) -> str:
-            # Not by `apply_chat_template`, which drops a content of None. Some templates show calls only with such one.
+            # Not by `apply_chat_template`, which drops a content of None. Some templates show calls only with None.
             ((text, *_), _) = render_jinja_template(
                 [messages],
                 list(tools) or None,
@@ -201,8 +207,8 @@ class Tokenizer:
             self.render_chat(
                 messages, add_generation_prompt, continue_final_message, None, tools, documents, call_marks
             )
-            told = "chat_template_kwargs: the chat template fails with these values, and not without them"
-            raise RequestError(told, "chat_template_kwargs") from error
+            message = "chat_template_kwargs: the chat template fails with these values, and not without them"
+            raise RequestError(message, "chat_template_kwargs") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
@@ -220,11 +226,13 @@ class Tokenizer:
     def special_token(self, text: str) -> int | None:
         """Return the special token with this text, or None."""
         token = self.token_of(text)
-        return token if token in self._special else None
+        if token not in self._special:
+            return None
+        return token
 
-    def special_texts(self, but: frozenset[int] = frozenset()) -> frozenset[str]:
-        """Return the texts of all special tokens `but` some."""
-        return frozenset(map(self.token_text, self._special - but)) - {""}
+    def special_texts(self, without: frozenset[int] = frozenset()) -> frozenset[str]:
+        """Return the texts of all special tokens but those in `without`."""
+        return frozenset(map(self.token_text, self._special - without)) - {""}
 
     def token_text(self, token: int) -> str:
         """Return a token's spelling in the vocabulary."""
@@ -232,10 +240,10 @@ class Tokenizer:
 
     @cached_property
     def _before(self) -> list[int]:
-        """Token of plain text to decode others after it, because many decoders drop a leading space."""
+        """Token of plain text to decode other tokens after it, because many decoders drop a leading space."""
         return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
 
-    def _decode_behind(self, token: int) -> str:
+    def _decode_after(self, token: int) -> str:
         """Return a token's text in the middle of a text."""
         before = str(self._backend.decode(self._before, skip_special_tokens=False))
         both = str(self._backend.decode([*self._before, token], skip_special_tokens=False))
@@ -245,20 +253,21 @@ class Tokenizer:
 
     def spell(self, token: int) -> tuple[str, bytes]:
         """Return a token's text after other tokens, and its bytes, which may be a part of a character."""
-        spelled = self._spelled.get(token)
-        if spelled is None:
-            spelled = self._spelled[token] = self._new_spelling(token)
-        return spelled
+        if token not in self._spelled:
+            self._spelled[token] = self._new_spelling(token)
+        return self._spelled[token]
 
     def _new_spelling(self, token: int) -> tuple[str, bytes]:
-        text = self._decode_behind(token)
+        text = self._decode_after(token)
         if _REPLACEMENT not in text:
             return text, text.encode()
         piece = self.token_text(token)
         if piece.startswith("<0x") and piece.endswith(">"):
             return text, bytes([int(piece[1:-1], 16)])
-        known = [_BYTE_OF_CHARACTER.get(character) for character in piece]
-        return text, bytes(byte for byte in known if byte is not None) if None not in known else text.encode()
+        try:
+            return text, bytes(_BYTE_OF_CHARACTER[character] for character in piece)
+        except KeyError:
+            return text, text.encode()
 
     @property
     def vocab_size(self) -> int:
@@ -269,15 +278,17 @@ class Tokenizer:
         """Return class, size, special tokens (by name, as in vLLM) and chat template, for clients that tokenize
         themselves.
         """
-        named = ("bos_token", "eos_token", "pad_token", "unk_token")
-        special = {name: getattr(self._fast, name, None) for name in named}
-        return {
+        description: dict[str, Any] = {
             "tokenizer_class": type(self._backend.model).__name__,
             "vocab_size": self.vocab_size,
-            **{name: None if token is None else str(token) for name, token in special.items()},
-            "special_tokens": {name: str(token) for name, token in self._fast.special_tokens_map.items()},
-            "chat_template": self._fast.chat_template,
         }
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = getattr(self._fast, name, None)
+            description[name] = None if token is None else str(token)
+        special = self._fast.special_tokens_map
+        description["special_tokens"] = {name: str(token) for name, token in special.items()}
+        description["chat_template"] = self._fast.chat_template
+        return description
 
     @property
     def chat_template(self) -> str:
@@ -287,19 +298,23 @@ class Tokenizer:
     @property
     def response_template(self) -> dict[str, Any] | None:
         """Template for parsing the model's answers (transformers), if its tokenizer has one."""
-        found = getattr(self._fast, "response_template", None)
-        return found if isinstance(found, dict) else None
+        template = getattr(self._fast, "response_template", None)
+        if not isinstance(template, dict):
+            return None
+        return template
 
     def detokenizer(self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> Detokenizer:
         """Return a new incremental decoder of tokens that follow others.
 
         shown: special tokens that are not skipped, because a parser of the text needs them.
         """
-        skipped = self._special - shown if skip_special_tokens else frozenset()
+        skipped: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            skipped = self._special - shown
         return Detokenizer(self._backend, self._before, skipped)
 
     def special_in(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the special tokens of which these texts consist, next to ordinary ones."""
+        """Return the special tokens of which these texts consist, next to ordinary tokens."""
         tokens = {token for text in texts for token in self.encode(text, False)}
         return frozenset(tokens & self._special)
 
@@ -341,6 +356,6 @@ class Detokenizer:
         except Exception as error:  # the library has no class for it
             if "Invalid prefix" not in str(error):
                 raise
-            # Invalid bytes change the decoding of earlier ones, so decoding starts again after them.
+            # Invalid bytes change the decoding of earlier bytes, so decoding starts again after them.
             self._stream = self._new_stream()
             return _REPLACEMENT + (self._stream.step(self._backend, token) or "")

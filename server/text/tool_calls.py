@@ -36,7 +36,7 @@ class ToolCalls:
         self._most = None if use.parallel else 1
         self._held = ""
         """White space after a call; it becomes text if text follows."""
-        self._is_behind_call = False
+        self._follows_call = False
         self._reader = _reader(self._calls, use, response_template)
 
     @property
@@ -56,25 +56,34 @@ class ToolCalls:
 
     def feed(self, text: str, is_last: bool) -> list[str | Piece]:
         """Return the text outside calls and the pieces of calls in a piece of the answer."""
-        found = CallParts()
-        self._reader.feed(text, found)
+        output = CallParts()
+        self._reader.feed(text, output)
         if is_last:
-            self._reader.finish(found)
-        new = found.parts()
+            self._reader.finish(output)
+        new = output.parts()
         if self.is_over:
-            # Text after the last piece of the only call.
-            is_last_call = [isinstance(part, Piece) and part.index < (self._most or 0) for part in new]
-            del new[max((n + 1 for n, is_of_call in enumerate(is_last_call) if is_of_call), default=0) :]
+            new = self._up_to_only_call(new)
         parts: list[str | Piece] = []
         for part in new:
             if isinstance(part, Piece):
-                self._held, self._is_behind_call = "", True
+                self._held = ""
+                self._follows_call = True
                 parts.append(part)
                 continue
-            part, self._held = self._held + part, ""
-            if self._is_behind_call and not part.strip():
-                self._held = part
+            said = self._held + part
+            self._held = ""
+            if self._follows_call and not said.strip():
+                self._held = said
             else:
-                self._is_behind_call = False
-                parts.append(part)
+                self._follows_call = False
+                parts.append(said)
         return parts
+
+    def _up_to_only_call(self, parts: list[str | Piece]) -> list[str | Piece]:
+        """Return the parts up to the last piece of the only allowed call."""
+        assert self._most is not None
+        end = 0
+        for number, part in enumerate(parts, start=1):
+            if isinstance(part, Piece) and part.index < self._most:
+                end = number
+        return parts[:end]

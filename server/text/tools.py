@@ -1,9 +1,9 @@
 """Function tools of a chat request: their description for the template, and the grammar of an answer.
 
 Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
-with name and parameters; Llama 3), those of `call_formats.py` (Mistral, GLM, DeepSeek and others), and those that a
-tokenizer's `response_template` describes (transformers). Grammars (`call_grammars.py`) enforce forced calls and strict
-tools in all but the last.
+with name and parameters; Llama 3), the formats of `call_formats.py` (Mistral, GLM, DeepSeek and others), and formats
+that a tokenizer's `response_template` describes (transformers). Grammars (`call_grammars.py`) enforce forced calls and
+strict tools in all formats but the last.
 
 Not for: finding the model's format (`dialogue.py`), or reading calls from an answer (`tool_calls.py`).
 """
@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from engine.api import RequestError
-from server.http.bodies import nests_too_deeply
-from server.openai.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
-from server.openai.unsupported_fields import shown
 from server.text.call_formats import HARMONY
 from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
 from server.text.structured import LONGEST_GRAMMAR, Structure
+from server.wire.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
+from server.wire.nesting import nests_too_deeply
+from server.wire.unsupported_fields import shown
 
 PARTIAL_JSON = "partial_json"
 """Key of arguments that are not JSON, in an object with this key alone."""
@@ -81,11 +81,11 @@ class ToolUse:
             )
         grammar = CallGrammar(self.tools, self.format, special_token, self.parallel)
         if self.forced:
-            lark = grammar.of_calls()
+            lark = grammar.calls()
         elif bound:
-            lark = grammar.of_calls_or(answer.rule)
+            lark = grammar.calls_or(answer.rule)
         else:
-            lark = grammar.of_text_and_calls()
+            lark = grammar.text_and_calls()
         if len(lark) > LONGEST_GRAMMAR:
             raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
         return Structure(lark, "tools")
@@ -179,7 +179,7 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
 def _arguments(call: MadeCall) -> dict[str, Any]:
     """Return a call's arguments, which are sent as a string, as an object for templates.
 
-    Arguments that are not JSON, for example truncated ones or those with NaN, become one text in the object.
+    Arguments that are not JSON, for example truncated arguments or arguments with NaN, become one text in the object.
     """
     if nests_too_deeply(call.function.arguments):
         raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages")

@@ -53,7 +53,8 @@ class _Region:
         self.raw = [opening]
         self.is_complete = False
         self.values: dict[str, list[str]] = {}
-        self._quotes, self._is_value = quotes, is_value
+        self._quotes = quotes
+        self._is_value = is_value
         self._key = ""
         self._in_value = False
         self._since_end: list[str] | None = None
@@ -76,7 +77,8 @@ class _Region:
         if self._since_end is None:
             return False
         self.values[self._key] += self._since_end
-        self._in_value, self._since_end = True, None
+        self._in_value = True
+        self._since_end = None
         return True
 
     def tag(self, kind: str, tag: str, key: str | None) -> bool:
@@ -87,7 +89,9 @@ class _Region:
         if self._in_value:
             self._inside_value(kind, tag)
         elif key is not None and key not in self.values:
-            self._in_value, self._key, self._since_end = True, key, None
+            self._in_value = True
+            self._key = key
+            self._since_end = None
             self.values[key] = []
         elif kind == "closes":
             self.is_complete = True
@@ -100,7 +104,8 @@ class _Region:
 
     def _inside_value(self, kind: str, tag: str) -> None:
         if kind == "value_end" and not self._depth and self._may_end():
-            self._in_value, self._since_end = False, [tag]
+            self._in_value = False
+            self._since_end = [tag]
             return
         if kind == "opens" and self._quotes:
             self._depth += 1
@@ -110,7 +115,9 @@ class _Region:
 
     def _may_end(self) -> bool:
         """Return whether the open value may end here. JSON that must follow a schema ends when it is complete."""
-        return self._is_value is None or self._is_value(self._key, "".join(self.values[self._key]))
+        if self._is_value is None:
+            return True
+        return self._is_value(self._key, "".join(self.values[self._key]))
 
 
 class XmlRegions:
@@ -120,7 +127,9 @@ class XmlRegions:
         self, calls: Calls, form: XmlFormat, parameters: Parameters, followed: frozenset[str] = frozenset()
     ) -> None:
         """followed: names of the functions whose calls a grammar forces to follow their schema."""
-        self._calls, self._parameters, self._padding = calls, parameters, form.padding
+        self._calls = calls
+        self._parameters = parameters
+        self._padding = form.padding
         self._followed = followed
         self._opens = regex.compile(f"(?P<opens>{form.opens})")
         self._tags = regex.compile(
@@ -131,18 +140,19 @@ class XmlRegions:
         self._text = ""
         self._quotes = True
 
-    def feed(self, text: str, found: CallParts) -> None:
+    def feed(self, text: str, output: CallParts) -> None:
         self._text += text
         position = 0
         while (tag := self._pattern().search(self._text, position)) is not None:
-            self._take(tag, self._text[position : tag.start()], found)
+            self._take(tag, self._text[position : tag.start()], output)
             position = tag.end()
         end = self._first_held(position)
-        rest, self._text = self._text[position:end], self._text[end:]
+        rest = self._text[position:end]
+        self._text = self._text[end:]
         if self._region is None:
-            found.say(rest)
+            output.say(rest)
         elif rest and not self._region.text(rest):
-            self._give_back(found)
+            self._give_back(output)
 
     def _pattern(self) -> regex.Pattern[str]:
         """Return the pattern of the tags that may matter."""
@@ -158,25 +168,27 @@ class XmlRegions:
             place = self._text.find("<", place + 1)
         return len(self._text)
 
-    def _take(self, tag: regex.Match[str], before: str, found: CallParts) -> None:
+    def _take(self, tag: regex.Match[str], before: str, output: CallParts) -> None:
         """Read a tag and the text before it."""
         kind = next(name for name in ("opens", "parameter", "value_end", "closes") if tag.groupdict().get(name))
         if self._region is None:
-            found.say(before)
+            output.say(before)
         elif self._region.text(before) and self._region.tag(kind, tag[0], tag["key"]):
             if self._region.is_complete:
-                self._calls.whole(self._region.name, self._arguments(self._region), found)
+                self._calls.whole(self._region.name, self._arguments(self._region), output)
                 self._region = None
             return
         else:
-            self._give_back(found)
+            self._give_back(output)
         # Unreadable text may begin another call.
         if kind == "opens" and tag["function"] in self._parameters:
             name = tag["function"]
-            is_value = partial(self._is_value, self._parameters[name]) if name in self._followed else None
+            is_value = None
+            if name in self._followed:
+                is_value = partial(self._is_value, self._parameters[name])
             self._region = _Region(name, tag[0], self._quotes, is_value)
         else:
-            found.say(tag[0])
+            output.say(tag[0])
 
     def _arguments(self, region: _Region) -> str:
         """Return a call's arguments as JSON."""
@@ -190,25 +202,26 @@ class XmlRegions:
     def _without_padding(self, text: str) -> str:
         return text.removeprefix(self._padding).removesuffix(self._padding)
 
-    def _give_back(self, found: CallParts) -> None:
+    def _give_back(self, output: CallParts) -> None:
         """Report the open call as text."""
         assert self._region is not None
-        found.say("".join(self._region.raw))
+        output.say("".join(self._region.raw))
         self._region = None
 
-    def finish(self, found: CallParts) -> None:
+    def finish(self, output: CallParts) -> None:
         """Read the end of the answer. A quoted beginning of a call without its end may have hidden the end of the open
         call.
         """
         if self._region is None:
-            found.say(self._text)
+            output.say(self._text)
             self._text = ""
             return
         text = "".join(self._region.raw) + self._text
-        self._region, self._text = None, ""
+        self._region = None
+        self._text = ""
         if not self._quotes:
-            found.say(text)
+            output.say(text)
             return
         self._quotes = False
-        self.feed(text, found)
-        self.finish(found)
+        self.feed(text, output)
+        self.finish(output)

@@ -55,34 +55,38 @@ class XmlArguments:
         """with_marks: replaces marks in the right side of a rule. end_token: the special token for the tag that ends a
         value, in Lark; "" if it is text. number: of the function, for names of rules.
         """
-        self._syntax, self._with_marks, self._end_token = syntax, with_marks, end_token
-        self._function, self._number = function, number
+        self._syntax = syntax
+        self._with_marks = with_marks
+        self._end_token = end_token
+        self._function = function
+        self._number = number
         self._rules: list[str] = []
 
-    def of_any(self) -> list[str]:
+    def unrestricted(self) -> list[str]:
         """Return the rules for arguments with any names and values."""
         argument = self._argument(lark_literal(_KEY), self._text(f"TEXT_{self._number}", ["(?s:.*)"]))
         return [f"args_{self._number}: ({argument})*", *self._rules]
 
-    def of_schema(self, schema: Schema) -> list[str]:
+    def following(self, schema: Schema) -> list[str]:
         """Return the rules for arguments that follow a schema, in the order of its properties. Raises RequestError."""
         properties, required = self._properties(schema)
         arguments = []
-        for place, (key, of_key) in enumerate(properties.items()):
+        for place, (key, key_schema) in enumerate(properties.items()):
             name = f"{self._number}_{place}"
-            value = self._value(name, key, of_key, schema)
+            value = self._value(name, key, key_schema, schema)
             self._rules.append(f"arg_{name}: {self._argument(json.dumps(key), value)}")
             arguments.append(f"arg_{name}" if key in required else f"arg_{name}?")
         every = " ".join(arguments) or '""'
         return [f"args_{self._number}: {every}", *self._rules]
 
     def _properties(self, schema: Schema) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Return the properties of the arguments and the names of the required ones. Raises RequestError."""
+        """Return the properties of the arguments and the names of the required properties. Raises RequestError."""
         try:
             root = merged(schema, schema)
         except CannotSplit as error:
             raise self._refusal("", str(error)) from error
-        properties, required = root.get("properties") or {}, root.get("required") or []
+        properties = root.get("properties") or {}
+        required = root.get("required") or []
         if odd := next((key for key in root if key not in _ROOT_KEYS), None):
             raise self._refusal("", f"{odd!r} of their schema")
         if unlisted := next((key for key in required if key not in properties), None):
@@ -100,48 +104,61 @@ class XmlArguments:
     def _value(self, name: str, key: str, schema: Any, root: Schema) -> str:
         """Return the right side of a rule for a value with the tag that ends it. Raises RequestError."""
         try:
-            found = alternatives(schema, root)
+            values = alternatives(schema, root)
         except CannotSplit as error:
             raise self._refusal(key, str(error)) from error
-        excluded = (_BEGINS_AS_JSON,) if found.are_bounded else ()
-        strings = [*found.strings, *self._choices(found, key, root)]
-        sides = [self._text(f"TEXT_{name}_{place}", some, excluded) for place, some in enumerate(strings)]
-        if found.others:
-            other = found.others[0] if len(found.others) == 1 else {"anyOf": found.others}
-            self._rules.append(f"json_{name}: %json {json.dumps(compact(with_root(other, root)))}")
-            padding = f"{json.dumps(self._syntax.padding)} " if self._syntax.padding else ""
-            sides.append(f"json_{name} {padding}{self._end_token or json.dumps(self._syntax.end)}")
+        excluded = (_BEGINS_AS_JSON,) if values.are_bounded else ()
+        strings = [*values.strings, *self._choices(values, key, root)]
+        sides = [self._text(f"TEXT_{name}_{place}", patterns, excluded) for place, patterns in enumerate(strings)]
+        if values.others:
+            sides.append(self._json(name, values.others, root))
         if not sides:
             raise self._refusal(key, "any of its values")
         return f"({' | '.join(sides)})"
 
-    def _choices(self, found: Alternatives, key: str, root: Schema) -> list[list[str]]:
+    def _json(self, name: str, schemas: Sequence[Schema], root: Schema) -> str:
+        """Add a rule for values of any of these schemas in JSON. Return it with the tag that ends them."""
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        self._rules.append(f"json_{name}: %json {json.dumps(compact(with_root(schema, root)))}")
+        parts = [f"json_{name}"]
+        if self._syntax.padding:
+            parts.append(json.dumps(self._syntax.padding))
+        parts.append(self._end_token or json.dumps(self._syntax.end))
+        return " ".join(parts)
+
+    def _choices(self, values: Alternatives, key: str, root: Schema) -> list[list[str]]:
         """Return patterns of the listed values that are read back as they are."""
         spelled = []
-        for choice in found.choices:
+        for choice in values.choices:
             text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
-            is_whole = self._syntax.end not in text and self._syntax.mark not in text
-            if is_whole and json.dumps(as_value(text, key, root)) == json.dumps(choice):
+            if self._syntax.end in text or self._syntax.mark in text:
+                continue
+            if json.dumps(as_value(text, key, root)) == json.dumps(choice):
                 spelled.append(re.escape(text))
-        return [["|".join(spelled)]] if spelled else []
+        if not spelled:
+            return []
+        return [["|".join(spelled)]]
 
     def _text(self, name: str, patterns: Sequence[str], excluded: Sequence[str] = ()) -> str:
         """Add a terminal for texts that match all patterns. Return it with the tag that ends them."""
-        end = re.escape(self._syntax.padding) + ("" if self._end_token else re.escape(self._syntax.end))
         tag = re.escape(self._syntax.end)
-        # The first tag is the last one.
-        early = f"(?s:.*){tag}(?s:.*)" if self._end_token else f"(?s:.*){tag}(?s:.+)"
+        end = re.escape(self._syntax.padding)
+        # The first tag is the last tag.
+        early = f"(?s:.*){tag}(?s:.*)"
+        if not self._end_token:
+            end += tag
+            early = f"(?s:.*){tag}(?s:.+)"
         never = [early, f"(?s:.*){re.escape(self._syntax.mark)}(?s:.*)"]
         parts = [lark_literal(f"(?:{pattern}){end}") for pattern in patterns]
-        parts += [f"~{lark_literal(one)}" for one in never]
+        parts += [f"~{lark_literal(pattern)}" for pattern in never]
         self._rules.append(f"{name}: {' & '.join([*parts, *excluded])}")
         return f"{name} {self._end_token}"
 
-    def _refusal(self, key: str, what: str) -> RequestError:
+    def _refusal(self, key: str, part: str) -> RequestError:
         place = f"parameter {key!r} of " if key else "the parameters of "
         return RequestError(
             f"tools: {place}{self._function}: calls of this model, whose arguments are plain text, cannot be forced or "
-            f"strict with {what}; change the schema, or use tool_choice auto without strict",
+            f"strict with {part}; change the schema, or use tool_choice auto without strict",
             "tools",
             "unsupported_value",
         )

@@ -108,12 +108,3 @@ def test_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     file.write_text(content)
     assert main(["laws", str(file)]) == 2
     assert fault in capsys.readouterr().err
-
-
-def test_times_cover_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--num-drafts", "1,3", "--vocabulary", "10,50", "--requests", "2", "--repeats", "1"]
-    assert main(["times", *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {cell["rule"] for cell in found["cells"]} == set(RULES)
-    assert all(cell["milliseconds"] > 0 for cell in found["cells"])
-    assert {cell["num_drafts"] for cell in found["cells"] if cell["rule"] == "block"} == {1}

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from analysis.__main__ import main
 from analysis.arms import (
     Arm,
+    Durations,
     check_room,
     compared,
     make_arms,
@@ -184,7 +185,7 @@ def test_on_a_device_plain_decoding_alone_answers_greedily() -> None:
             arm.engine.works_meanwhile = True
         return {name: arms[name] for name in (OFF, "block:1x3")}
 
-    found = measure(on_device, load, 1, 0.1, tqdm(total=1, disable=True), 0.02, 0.01)
+    found = measure(on_device, load, 1, Durations(0.1, 0.02, 0.01), tqdm(total=1, disable=True))
     assert found["greedy_answers_equal_off"] == {}
     assert found["arms"]["block:1x3"]["tokens_per_second"] > 0
 

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from analysis import peers
+from analysis import peer_arms, peers
 from analysis.llama_cpp_arm import _gguf_name, _interleaved, gguf_of
 from demo import bench_pair
 from engine.errors import ConfigError
 from engine.models.gguf.folder import folder_of
+from engine.models.importing import import_transformers
 from tests.models.gguf_models import write_model
 from tests.wrong import instead
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 4096
+transformers = import_transformers()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_peers_agree_and_are_compared(folder: Path, tmp_path: Path, capsys: pyte
     arms = ("--shapes", "block:1x2", "bv_race:2x2")
     words = [str(folder / "target"), str(folder / "draft"), *arms, *few, *optional, "--output", str(output)]
     # Continuous batching takes a minute to start and stop.
-    with instead(peers.Transformers, "continuous", lambda _, arm, *operands: arm.generate(*operands)):
+    with instead(peer_arms.Transformers, "continuous", lambda _, arm, *operands: arm.generate(*operands)):
         assert peers.main(words) == 0
     result = json.loads(output.read_text())
     assert all(result["greedy_answers_equal_generate"].values())
@@ -155,7 +156,7 @@ def test_greedy_peers_do_not_sample_as_the_checkpoint_says(folder: Path, tmp_pat
     target = shutil.copytree(folder / "target", tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 50.0}))
     options = ["--tokens", "3", str(target), str(folder / "draft")]
-    arm = peers.Transformers(peers.parser().parse_args(options))
+    arm = peer_arms.Transformers(peers.parser().parse_args(options))
     (answer,) = arm.generate([[300, 301]], 0.0)
     texts = torch.tensor([[300, 301, *answer]])
     with torch.inference_mode():

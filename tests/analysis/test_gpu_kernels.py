@@ -52,7 +52,7 @@ def found_by(work: Callable[[KernelGroup], None]) -> Sent:
     return sent  # type: ignore[no-any-return]
 
 
-def of_text(num_nodes: int) -> Callable[[KernelGroup], None]:
+def text_check(num_nodes: int) -> Callable[[KernelGroup], None]:
     return partial(gpu_attention.measured, name="a text", texts=[Text(20, 1, num_nodes)])
 
 
@@ -72,9 +72,9 @@ def without_the_last_key(attend: Any, paged: Any, *rest: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[KernelGroup], None], Any, str, Any]] = {
-    "pages": (of_text(0), attention_kernel, "attend_paged", off_by_one_page),
-    "ancestry": (of_text(20), attention_kernel, "attend_paged", seeing_all),
-    "a key": (of_text(0), attention_kernel, "attend_paged", without_the_last_key),
+    "pages": (text_check(0), attention_kernel, "attend_paged", off_by_one_page),
+    "ancestry": (text_check(20), attention_kernel, "attend_paged", seeing_all),
+    "a key": (text_check(0), attention_kernel, "attend_paged", without_the_last_key),
     "merges": (gpu_kernels.layers, attention_kernel, "merged", lambda right, one, *rest: right(one.flip(0), *rest)),
     "norms": (gpu_kernels.layers, layer_kernels, "norm", lambda right, *rest: right(*rest) * 1.01),
     "gates": (gpu_kernels.layers, layer_kernels, "gate", lambda right, joined: right(joined.roll(1, 1))),

@@ -34,7 +34,7 @@ SMALL = Grids(
     RacesGrid(
         temperatures=(1.0,),
         shapes=("block:1x4", "bv_race:2x2"),
-        of_blocks=(("block:1x4", "block"), ("bv_race:2x2", "block"), ("block:1x12", "block")),
+        block_shapes=(("block:1x4", "block"), ("bv_race:2x2", "block"), ("block:1x12", "block")),
         second_pair=("tiny", "tiny", 256, 0.65, 128),
     ),
 )
@@ -199,7 +199,7 @@ def test_recorded_lengths_of_equal_and_of_different_models() -> None:
     for draft, is_equal in ((tiny.llama(1), True), (tiny.llama(9), False)):
         pair = cases.ServedPair(tiny.build(tiny.llama(1), draft), "", "tiny", 1, 16)
         rows = races.recorded(pair, grid, prompts, 8, lambda _: None)
-        assert len(rows) == len(grid.temperatures) * (len(grid.of_blocks) + len(races.OF_TOKENS))
+        assert len(rows) == len(grid.temperatures) * (len(grid.block_shapes) + len(races.TOKEN_SHAPES))
         for temperature in grid.temperatures:
             found = {
                 f"{row['rule']}:{row['size']}": row["tokens_per_pass"]
@@ -207,13 +207,13 @@ def test_recorded_lengths_of_equal_and_of_different_models() -> None:
                 if row["temperature"] == temperature
             }
             if is_equal:
-                of_blocks = {text: 1 + int(text.rpartition("x")[2]) for text, _ in grid.of_blocks}
+                expected = {text: 1 + int(text.rpartition("x")[2]) for text, _ in grid.block_shapes}
                 # nss draws its token apart from the drafts.
-                kept = of_blocks | dict.fromkeys(races.OF_TOKENS, 2) | {"nss:12x1": found["nss:12x1"]}
+                kept = expected | dict.fromkeys(races.TOKEN_SHAPES, 2) | {"nss:12x1": found["nss:12x1"]}
                 assert found == pytest.approx(kept, abs=1e-3)
             else:
                 assert found["token:1x12"] < found["block:1x12"] < found["greedy_block:1x12"] < 13
-                assert found["weighted_race:12x1"] == max(found[text] for text in races.OF_TOKENS) < 2
+                assert found["weighted_race:12x1"] == max(found[text] for text in races.TOKEN_SHAPES) < 2
 
 
 @pytest.mark.parametrize("task", TASKS)

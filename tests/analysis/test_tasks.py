@@ -1,4 +1,4 @@
-"""Answers to the prompts of several tasks, measured on a small GGUF file."""
+"""Answers to the prompts of several tasks, measured on a small GGUF file (`analysis.peers --task-prompts`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from analysis import tasks
+from analysis import peers
 from tests.engine import tiny
 from tests.models.gguf_models import write_model
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="files stay in their blocks on a CPU")
 
 TASKS = ("copying", "talking")
+SPEC_BENCH = Path(peers.__file__).parent / "task_prompts" / "spec_bench.jsonl"
 
 
 def write_prompts(file: Path) -> Path:
@@ -28,27 +29,27 @@ def test_all_prompts_are_answered_by_all_arms(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("analysis.loading.CACHE", str(tmp_path / "cache"))
     model = write_model(tmp_path / "model.gguf", "llama", "Q8_0")
     prompts, output = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "found.json"
-    flags = ["--prompts", str(prompts), "--per-task", "2", "--tokens", "6", "--threads", "1"]
+    flags = ["--task-prompts", str(prompts), "--warm-up", "0", "--per-task", "2", "--tokens", "6", "--threads", "1"]
     flags += ["--concurrency", "1,3", "--temperature", "0,0.8", "--without", "transformers", "llama.cpp"]
-    assert tasks.main([str(model), *flags, "--output", str(output)]) == 0
+    assert peers.main([str(model), *flags, "--output", str(output)]) == 0
     found: dict[str, Any] = json.loads(output.read_text())
     cells = [(cell["temperature"], cell["concurrency"]) for cell in found["cells"]]
     assert cells == [(0, 1), (0, 3), (0.8, 1), (0.8, 3)]
     for cell in found["cells"]:
         num_batches = -(-4 // cell["concurrency"])
         assert {name: len(arm["seconds"]) for name, arm in cell["arms"].items()} == {
-            tasks.OWN: num_batches,
-            tasks.OFF: num_batches,
+            peers.OWN: num_batches,
+            peers.OFF: num_batches,
         }
         assert cell["tokens_per_pass"].keys() == set(TASKS)
         # A plain pass emits one token, and drafts are six tokens at most.
         assert all(1 <= count <= 6 for count in cell["tokens_per_pass"].values())
-    assert tasks.markdown(found).count("\n") == 1 + len(cells) * 2
-    assert tasks.tasks_markdown(found).splitlines()[0] == "| temperature | c | copying | talking |"
+    assert peers.tasks_markdown(found).count("\n") == 1 + len(cells) * 2
+    assert peers.passes_markdown(found).splitlines()[0] == "| temperature | c | copying | talking |"
 
 
-def test_the_prompts_of_six_tasks_are_here() -> None:
-    stated = [json.loads(line) for line in tasks.PROMPTS.read_text(encoding="utf-8").splitlines()]
+def test_prompts_of_six_tasks_are_here() -> None:
+    stated = [json.loads(line) for line in SPEC_BENCH.read_text(encoding="utf-8").splitlines()]
     counts = {name: sum(line["task"] == name for line in stated) for name in {line["task"] for line in stated}}
     assert set(counts.values()) == {8}
     assert len(counts) == 6

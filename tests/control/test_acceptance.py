@@ -14,8 +14,8 @@ from engine.control.acceptance import SUREST, Acceptance, with_chains
 def observed(*seen: tuple[int, int, int], longest: int = 3) -> Acceptance:
     """Statistics after one step with these (chains, tried positions, accepted positions)."""
     acceptance = Acceptance(longest)
-    for one in seen:
-        acceptance.observe(*one)
+    for observation in seen:
+        acceptance.observe(*observation)
     acceptance.fade()
     return acceptance
 
@@ -34,21 +34,21 @@ def test_more_chains_accept_more() -> None:
 def test_estimates_move_from_the_prior_to_what_was_seen() -> None:
     """Three steps of 16 chains: 3 of 3 first positions are accepted, 1 of 3 second ones, and 0 of 2 third ones."""
     acceptance = Acceptance(3)
-    for one in ((16, 3, 1), (16, 3, 1), (16, 2, 2)):
-        acceptance.observe(*one)
+    for observation in ((16, 3, 1), (16, 3, 1), (16, 2, 2)):
+        acceptance.observe(*observation)
         assert acceptance.by_position(16) == pytest.approx([0.91] * 3), "until the next fade nothing changes"
     assert acceptance.expected(16, 3) == pytest.approx(3 * 0.91)
     acceptance.fade()
     # 8 observations with mean 1/2 and 6 of the prior; 16 chains accept as one does twice.
-    of_one = (6 * 0.7 + 8 * (1 - 0.5**0.5)) / 14
-    first = (3 + 6 * (1 - (1 - of_one) ** 2)) / 9
+    single = (6 * 0.7 + 8 * (1 - 0.5**0.5)) / 14
+    first = (3 + 6 * (1 - (1 - single) ** 2)) / 9
     second = (1 + 6 * first) / 9
     third = 6 * second / 8
     assert acceptance.by_position(16) == pytest.approx([first, second, third])
-    assert acceptance.by_position(1) == pytest.approx([of_one] * 3)
+    assert acceptance.by_position(1) == pytest.approx([single] * 3)
     assert [acceptance.expected(16, count) for count in range(4)] == pytest.approx(np.cumsum([0, first, second, third]))
     assert acceptance.log_std(16) == pytest.approx(0.15 * math.sqrt(6 / 14))
-    assert acceptance.log_std(1) == pytest.approx(0.15 * of_one / 0.7), "drafts that fail vary little"
+    assert acceptance.log_std(1) == pytest.approx(0.15 * single / 0.7), "drafts that fail vary little"
 
 
 def test_older_observations_count_less() -> None:
@@ -58,8 +58,8 @@ def test_older_observations_count_less() -> None:
     old = 0.998**500
     assert 0.3 < old < 0.4
     mean = old / (old + 2)
-    of_one = (4.2 + (old + 2) * mean) / (6 + old + 2)
-    first = (old + 6 * of_one) / (old + 1 + 6)
+    single = (4.2 + (old + 2) * mean) / (6 + old + 2)
+    first = (old + 6 * single) / (old + 1 + 6)
     assert acceptance.by_position(1) == pytest.approx([first, 6 * first / 7, 6 * first / 7])
     acceptance.fade(10**4)
     assert acceptance.by_position(1) == pytest.approx([0.7] * 3)
@@ -73,8 +73,8 @@ def test_no_estimate_reaches_one() -> None:
     sure = observed(*[(16, 3, 3)] * 10_000)
     assert sure.by_position(16).tolist() == [SUREST] * 3
     # One of 16 chains fails as often as the square root of what all fail.
-    of_one = (4.2 + 30_000 * (1 - (1 - SUREST) ** 0.5)) / 30_006
-    assert sure.by_position(1) == pytest.approx([of_one] * 3)
+    single = (4.2 + 30_000 * (1 - (1 - SUREST) ** 0.5)) / 30_006
+    assert sure.by_position(1) == pytest.approx([single] * 3)
     assert observed(*[(1, 3, 3)] * 10_000).by_position(256).tolist() == [SUREST] * 3
     assert observed((1, 0, 0)).by_position(1) == pytest.approx([0.7] * 3), "no position was tried"
 

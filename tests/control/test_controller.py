@@ -165,10 +165,10 @@ def test_steps_without_adaptive_requests_are_no_trial() -> None:
 
 def test_no_plain_step_is_tried_beside_requests_that_draft_in_any_case() -> None:
     controller = controller_of()
-    one = sequence(1)
+    request = sequence(1)
     for _ in range(400):
-        controller.choose([one], [(1, 1, 1)], other_text=1)
-        assert controller.fanout(one)
+        controller.choose([request], [(1, 1, 1)], other_text=1)
+        assert controller.fanout(request)
 
 
 # -- what it adapts to ------------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
     server = Server(Machine(), {1: 0.9, 2: 0.0, 3: 0.9})
     everybody = server.sequences
     drafted = []
-    for one, num_steps in zip(everybody, (100, 100, 3000), strict=True):
-        server.sequences = [one]
+    for request, num_steps in zip(everybody, (100, 100, 3000), strict=True):
+        server.sequences = [request]
         drafted.append(sum(shape != PLAIN for shape in server.run(num_steps)))
     assert drafted[0] > 80
     assert drafted[2] > 1000

@@ -57,8 +57,8 @@ READING = [reading(work, prompt) for work in (DECODING[3], *DRAFTING[15:19]) for
 def test_recorded_and_other_steps_are_predicted(device: Device, knows_eager: bool) -> None:
     """The wrong variant charges the tokens that the draft model reads for what passes launched one by one take."""
     times = times_of(device, knows_eager)
-    found = errors(times, device, [*DECODING, *DRAFTING, *READING])
-    assert (abs(found).max() < 0.08) == knows_eager, found
+    ratios = errors(times, device, [*DECODING, *DRAFTING, *READING])
+    assert (abs(ratios).max() < 0.08) == knows_eager, ratios
     assert (times.read_s(1) < 3e-6) == knows_eager, times.read_s(1)
 
 
@@ -103,10 +103,10 @@ def test_no_chunk_is_longer_than_a_step_or_a_text(
     assert all(work.prompt in (32, 128) for work, _, _ in device.measured() if work.prompt)
 
 
-def test_what_is_recorded_follows_from_sizes(device: Device) -> None:
+def test_recorded_steps_follow_from_sizes(device: Device) -> None:
     """`find` decides the same for plans of usual requests."""
     shapes: list[Shape] = [PLAIN, (1, 1), (1, 3), (2, 5), (4, 3), (4, 5), (8, 8)]
-    found = set()
+    answers = set()
     for rows in (1, 5, 12, 13, 16, 40, 64, 65):
         for num_drafts, length in shapes:
             for num_prompt, num_read in ((0, 1), (0, 2), (0, 3), (9, 1)):
@@ -115,8 +115,8 @@ def test_what_is_recorded_follows_from_sizes(device: Device) -> None:
                 plan = synthetic_plan(engine, rows, 99, drafts if num_drafts else OFF, num_prompt, num_read)
                 is_eager = device.recorded.find(plan) is None
                 assert device.recorded.is_eager(StepWork.of(plan)) == is_eager, (rows, num_drafts, length, num_read)
-                found.add(is_eager)
-    assert found == {True, False}
+                answers.add(is_eager)
+    assert answers == {True, False}
     mixed = replace(chains(16, (1, 4)), shape=(0, 1))
     assert not device.recorded.is_eager(mixed)
     assert device.recorded.is_eager(replace(mixed, nodes=16 * 20)), "320 nodes, and 256 rows are recorded"
@@ -185,8 +185,8 @@ def test_steps_that_are_never_recorded_say_nothing_of_recorded_ones(
         with nullcontext() if knows_eager else instead(StepTimes, "observe", by_prediction):
             load.rate(300, warm=0)
         device.serve_anew(times)
-    found = errors(times, device, [DECODING[1], *DRAFTING[5:10]])
-    assert (abs(found).max() < 0.12) == knows_eager, found
+    ratios = errors(times, device, [DECODING[1], *DRAFTING[5:10]])
+    assert (abs(ratios).max() < 0.12) == knows_eager, ratios
 
 
 @pytest.mark.parametrize("knows_plain", [True, False])
@@ -252,21 +252,21 @@ def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str
     load = Load(device, 4, 60, 100, **{"speculation": LIMITS, **KINDS[kind]})
     if beside:
         load.submit(5000, **BESIDE[beside])
-    controller, found = device.scheduler.controller, []
+    controller, options = device.scheduler.controller, []
     assert controller is not None
 
     def noted(options_of: Any, *asked: Any) -> Any:
-        found.append(options_of(*asked))
-        return found[-1]
+        options.append(options_of(*asked))
+        return options[-1]
 
     num_compared = 0
     with instead(Controller, "_options", noted):
         for _ in range(300):
-            found.clear()
+            options.clear()
             load.step()
             taken = load.works[-1]
             reads = taken.prompt > 0 or taken.read > taken.drafting  # which the controller does not know yet
-            for work in found[-1].works if found and not reads else ():
+            for work in options[-1].works if options and not reads else ():
                 if (work.shape, work.rows, work.nodes) == (taken.shape, taken.rows, taken.nodes):
                     num_compared += 1
                     assert controller.times.is_eager(work) == device.telemetry.is_eager, (work, taken)

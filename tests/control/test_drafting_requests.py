@@ -38,7 +38,7 @@ def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
     assert chosen == [True, False, True]
 
 
-def test_what_neighbours_gain_by_their_drafts_counts() -> None:
+def test_gains_of_neighbours_by_their_drafts_count() -> None:
     """A node more makes the step longer by nearly a fifth: too much where all wait for it, if a neighbour emits two
     tokens a step. The wrong variant takes it to emit one."""
     for accepted, drafts in ((1.0, False), (0.0, True)):
@@ -73,7 +73,7 @@ def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
     assert controller.choice.shape == PLAIN, "what is left of the answer does not pay for the reading"
 
 
-def test_who_is_far_behind_decodes_plainly_beside_those_who_draft() -> None:
+def test_requests_far_behind_decode_plainly_next_to_drafting_requests() -> None:
     controller = controller_of(read_s=0.0005, **FREE)
     controller.choose([sequence(1), sequence(2), sequence(3)], (), [0, 9000, 1])
     assert controller.choice.drafting == {1, 3}
@@ -82,9 +82,9 @@ def test_who_is_far_behind_decodes_plainly_beside_those_who_draft() -> None:
 def test_longer_texts_make_drafts_worth_more() -> None:
     """More tokens share the cost that is added to every step; texts of other requests count, too."""
     for num_text, drafts in ((9, False), (4000, True)):
-        controller, one = controller_of(node_s=0.015, text_s=1e-5), sequence(1)
-        one.tokens += [1] * num_text
-        controller.choose([one])
+        controller, request = controller_of(node_s=0.015, text_s=1e-5), sequence(1)
+        request.tokens += [1] * num_text
+        controller.choose([request])
         assert (controller.choice.shape != PLAIN) == drafts
         controller = controller_of(node_s=0.012, text_s=1e-5)
         controller.choose([sequence(1)], [()], other_text=num_text)
@@ -126,8 +126,8 @@ def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it() -> Non
     """Drafts worth a little less than they take are kept: who stops, and starts again, must be caught up with."""
     drafting: Callable[[Controller], set[int]] = lambda controller: controller.choice.drafting & {2, 3}  # noqa: E731
     good, weak, bad = sequence(1, 1, 1), sequence(2, 1, 1), sequence(3, 1, 1)
-    for one, num_taken in ((good, 400), (weak, 150), (bad, 20)):
-        one.note_drafts(num_taken, 300.0)
+    for request, num_taken in ((good, 400), (weak, 150), (bad, 20)):
+        request.note_drafts(num_taken, 300.0)
     controller = controller_of(node_s=0.0018)
     controller.choose([good, weak, bad])
     assert drafting(controller) == {2}

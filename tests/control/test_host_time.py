@@ -52,9 +52,9 @@ def test_one_time_for_all_steps_is_found_wrong() -> None:
 
 def test_steps_in_which_some_requests_draft_lie_between() -> None:
     host = after_a_start(HostTime())
-    some = StepWork(rows=16, text=16, nodes=12, drafting=4, passes=(4, 4, 4))
-    assert host.usual_s(plain(16)) < host.usual_s(some) < host.usual_s(chains(16, (1, 3)))
-    assert host.usual_s(some) == pytest.approx(true_s(some), rel=0.1)
+    partly_drafting = StepWork(rows=16, text=16, nodes=12, drafting=4, passes=(4, 4, 4))
+    assert host.usual_s(plain(16)) < host.usual_s(partly_drafting) < host.usual_s(chains(16, (1, 3)))
+    assert host.usual_s(partly_drafting) == pytest.approx(true_s(partly_drafting), rel=0.1)
 
 
 def test_prompts_hardly_count_because_requests_are_admitted_then() -> None:

@@ -140,8 +140,8 @@ def test_each_token_of_a_longer_text_takes_longer(measured: tuple[int, ...]) -> 
     works = [StepWork(rows=rows, text=rows * length) for rows, texts in lengths.items() for length in texts]
     times = StepTimes([(work, 0.0, step_s(work)) for work in works])
     usual = [StepWork(rows=4, text=4 * length) for length in (128, 280, 500)]
-    found = times.step_s(usual) / np.array([step_s(work) for work in usual]) - 1
-    assert (abs(found).max() < 0.03) == (256 in measured), found
+    ratios = times.step_s(usual) / np.array([step_s(work) for work in usual]) - 1
+    assert (abs(ratios).max() < 0.03) == (256 in measured), ratios
 
 
 def test_a_lone_request_is_computed_in_a_way_of_its_own() -> None:
@@ -165,8 +165,8 @@ def test_more_work_never_has_a_shorter_time() -> None:
     """However noisy the measurements were."""
     machine = Machine(noise=0.3)
     times = StepTimes(machine.points())
-    for of_one in (lambda n: chains(n, (1, 3)), lambda n: StepWork(rows=n, text=9), lambda n: chains(1, (n, 4))):
-        seconds = times.step_s([replace(of_one(n), shape=MIXED) for n in range(1, 200, 3)])
+    for work_of in (lambda n: chains(n, (1, 3)), lambda n: StepWork(rows=n, text=9), lambda n: chains(1, (n, 4))):
+        seconds = times.step_s([replace(work_of(n), shape=MIXED) for n in range(1, 200, 3)])
         assert (np.diff(seconds) >= -1e-12).all()
 
 
@@ -293,7 +293,7 @@ def test_a_cold_step_that_is_much_faster_than_expected_is_believed() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [60.0, 0.0])
-def test_what_was_seen_long_ago_gives_way_to_what_was_measured(pause_s: float) -> None:
+def test_old_observations_give_way_to_measurements(pause_s: float) -> None:
     """And is as uncertain as before: so that it is tried again."""
     machine = Machine(shape_times={(1, 3): 1.3})
     times = StepTimes(Machine().points())

@@ -16,11 +16,11 @@ import yaml
 from msgspec.structs import replace
 
 from engine.api import StepResults
-from server.flags import parse_flags
 from server.serving.metrics import ServerMetrics
-from server.settings import Serve
+from server.settings.flags import parse_flags
+from server.settings.settings import Serve
 from tests.deploy.debian import unpacked
-from tests.server.test_statistics import counted_pass, facts, outcome, stats
+from tests.server.step_results import counted_pass, facts, outcome, stats
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.ray_app import Options
-from server.settings import Serve
+from server.settings.settings import Serve
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())

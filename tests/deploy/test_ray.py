@@ -23,7 +23,7 @@ from deploy.ray_app import SUPERVISED, Front, Options, Replica, daemon_arguments
 from deploy.ray_call import ReplicaCall, prefix_of
 from deploy.ray_metrics import merged
 from deploy.ray_router import PrefixRouter
-from server.flags import parse_flags
+from server.settings.flags import parse_flags
 from tests.deploy.ray_load import NUM_PREFIXES
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import write_pair

@@ -11,7 +11,7 @@ from engine.errors import NOTHING_LEFT, ConfigError, RequestError
 from engine.request import Limits, Request, Sampling
 from engine.scheduling.request_checks import check_defaults, check_requests, default_speculation, served_rules
 from engine.speculation.rule_facts import RULE_FACTS
-from tests.server.test_statistics import facts
+from tests.server.step_results import facts
 
 FACTS = facts(drafter="model")
 

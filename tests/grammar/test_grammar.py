@@ -157,7 +157,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: GrammarPool, gra
     started(grammars, OBJECT).end()
 
 
-def test_what_the_server_cannot_follow_is_its_own_fault(
+def test_a_grammar_that_the_server_cannot_follow_is_its_own_fault(
     grammars: GrammarPool, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
     """The process that starts the others is killed, gets no time, or has no vocabulary: the client may retry."""
@@ -233,12 +233,12 @@ def test_masks_that_take_too_long_end_their_grammar(grammars: GrammarPool, vocab
     other = GrammarPool(msgspec.structs.replace(vocabulary, limits=hasty))
     try:
         slow, quick = started(other, OBJECT), started(grammars, OBJECT)
-        of_slow, of_quick = slow.masks((), [()] * 5000), quick.masks((), [()])
-        assert of_slow() == [None] * 5000
+        slow_masks, quick_masks = slow.masks((), [()] * 5000), quick.masks((), [()])
+        assert slow_masks() == [None] * 5000
         assert "more than 1 ms" in str(slow.failure)
         assert slow.failure is not None
         assert slow.failure.code is None, "the grammar is the cause"
-        assert of_quick()[0] is not None
+        assert quick_masks()[0] is not None
         assert slow.masks((), [()])() == [None]
     finally:
         other.close()

@@ -138,14 +138,14 @@ def served(vocabulary: Vocabulary) -> Iterator[Served]:
 
 
 def test_children_follow_grammars_beside_each_other(served: Served, tokenizer: LLTokenizer) -> None:
-    one, other = served.begin(), served.begin()
-    assert one.process_id != other.process_id
-    assert other.ask(Start('start: "b"')) == GrammarReady()
-    assert one.ask(Start(GRAMMAR)) == GrammarReady()
-    found = one.ask(Ask([], [[]]))
+    first, second = served.begin(), served.begin()
+    assert first.process_id != second.process_id
+    assert second.ask(Start('start: "b"')) == GrammarReady()
+    assert first.ask(Start(GRAMMAR)) == GrammarReady()
+    masks = first.ask(Ask([], [[]]))
     matcher = LLMatcher(tokenizer, GRAMMAR)
-    assert found == Masks([bytes(matcher.compute_bitmask())])
-    assert other.ask(Ask([], [[]])) != found
+    assert masks == Masks([bytes(matcher.compute_bitmask())])
+    assert second.ask(Ask([], [[]])) != masks
     refused = served.begin().ask(Start("start: nothing"))
     assert isinstance(refused, GaveUp)
     assert refused.code is None
@@ -172,10 +172,10 @@ def test_a_child_has_its_own_end_alone(served: Served) -> None:
     second = served.begin()
     until(lambda: os.readlink(f"/proc/{second.process_id}/fd/2") == os.devnull)
     sockets = [
-        [os.readlink(one) for one in Path(f"/proc/{child.process_id}/fd").iterdir()] for child in (first, second)
+        [os.readlink(link) for link in Path(f"/proc/{child.process_id}/fd").iterdir()] for child in (first, second)
     ]
-    of_first, of_second = ({one for one in some if one.startswith("socket:")} for some in sockets)
-    assert len(of_second) <= len(of_first), "the first child's end is closed in the second"
+    first_sockets, second_sockets = ({link for link in links if link.startswith("socket:")} for links in sockets)
+    assert len(second_sockets) <= len(first_sockets), "the first child's end is closed in the second"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -198,11 +198,11 @@ def test_a_child_ends_when_its_engine_has_left(served: Served) -> None:
 
 
 def test_only_children_are_killed_and_on_demand(served: Served, vocabulary: Vocabulary) -> None:
-    one, other, stranger = served.begin(), served.begin(), Served(vocabulary)
-    for number in (stranger.process_id, one.process_id):
+    killed, living, stranger = served.begin(), served.begin(), Served(vocabulary)
+    for number in (stranger.process_id, killed.process_id):
         served.control.send(KILL + number.to_bytes(8, "little"))
-    assert one.hear() == Ended(-signal.SIGKILL)
-    assert other.ask(Start(GRAMMAR)) == GrammarReady()
+    assert killed.hear() == Ended(-signal.SIGKILL)
+    assert living.ask(Start(GRAMMAR)) == GrammarReady()
     assert stranger.begin().ask(Start(GRAMMAR)) == GrammarReady()
     assert stranger.end() == 0
 
@@ -232,9 +232,9 @@ def test_without_a_vocabulary_every_grammar_is_given_up(tmp_path: Path) -> None:
 
 def test_the_vocabulary_is_the_models(vocabulary: Vocabulary) -> None:
     """It may have more tokens than its tokenizer, and not fewer; it may name no end."""
-    own = read_vocabulary(vocabulary)
-    assert own.vocab_size >= vocabulary.vocab_size
-    assert own.eos_tokens == [2]
+    named = read_vocabulary(vocabulary)
+    assert named.vocab_size >= vocabulary.vocab_size
+    assert named.eos_tokens == [2]
     wide = read_vocabulary(msgspec.structs.replace(vocabulary, vocab_size=9000, eos_token_ids=[]))
     assert wide.vocab_size == 9000
     assert wide.eos_tokens
@@ -252,11 +252,11 @@ def test_masks_are_those_of_the_grammar_after_each_path(tokenizer: LLTokenizer) 
     assert follower.fault == ""
     (end,) = tokenizer.eos_tokens
     paths = [(), (a,), (a, b), (b,), (a, b, c), (a, b, end), (end,)]
-    found = follower.masks([], paths)
-    assert a in bits(found[0])
-    assert {b, c} <= bits(found[1])
-    assert [bits(mask) for mask in found[2:5]] == [{end}] * 3
-    assert found[5:] == [None, None]
+    masks = follower.masks([], paths)
+    assert a in bits(masks[0])
+    assert {b, c} <= bits(masks[1])
+    assert [bits(mask) for mask in masks[2:5]] == [{end}] * 3
+    assert masks[5:] == [None, None]
     assert follower.fault == ""
     assert {bits(mask) == {end} for mask in follower.masks([a, b], [()])} == {True}
     assert {bits(mask) == {end} for mask in follower.masks([], [()])} == {True}, "the answer is remembered"
@@ -303,8 +303,8 @@ def test_below_a_limit_of_the_library_an_answer_must_not_end(tokenizer: LLTokeni
     here, *below = follower.masks(answer, [(), (x,), (x, x)])
     assert here is not None
     assert x in bits(here)
-    own = {*range(4096)}
-    assert [own - bits(mask) for mask in below] == [{*tokenizer.eos_tokens}] * 2
+    all_tokens = {*range(4096)}
+    assert [all_tokens - bits(mask) for mask in below] == [{*tokenizer.eos_tokens}] * 2
     assert follower.fault == ""
     follower.masks([x], [()])
     assert follower.fault

@@ -109,20 +109,20 @@ def test_costly_grammars_leave_room_for_others() -> None:
     queue.add(Request(request_id="honest", prompt_token_ids=(1,), sampling=Sampling(grammar="honest")))
     for _ in range(30):
         queue.ready()
-        running = [one for one in source.open if not one.is_ended]
+        running = [grammar for grammar in source.open if not grammar.is_ended]
         assert len(running) <= 4
-        for one in running:
-            one.read_s += 0.2
-            one.is_read = one.grammar == "honest"
-        if any(one.grammar == "honest" for one in running):
+        for grammar in running:
+            grammar.read_s += 0.2
+            grammar.is_read = grammar.grammar == "honest"
+        if any(grammar.grammar == "honest" for grammar in running):
             break
-    assert [one.request_id for one, _ in queue.ready()[0]] == ["honest"]
-    assert sum(one.is_ended for one in source.open) <= 20
+    assert [grammar.request_id for grammar, _ in queue.ready()[0]] == ["honest"]
+    assert sum(grammar.is_ended for grammar in source.open) <= 20
     for _ in range(9):
         queue.ready()
-        for one in source.open:
-            one.read_s += 0.2
-    running = [one for one in source.open if not one.is_ended and one.grammar == "costly"]
+        for grammar in source.open:
+            grammar.read_s += 0.2
+    running = [grammar for grammar in source.open if not grammar.is_ended and grammar.grammar == "costly"]
     assert 2 <= len(running) < 4, "there is a place for who comes next"
     assert queue.num_waiting == 20
     running[-1].failure = RequestError("too long")
@@ -136,10 +136,10 @@ def started_by(queue: GrammarQueue, source: Slow, round_s: float, num_rounds: in
     """The grammars that have been started in some rounds, each of which reads all open ones for a while."""
     for _ in range(num_rounds):
         queue.ready()
-        for one in source.open:
-            one.read_s += round_s
-            one.failure = RequestError("too long") if one.read_s > 1.5 else None
-    return [one.grammar for one in source.open]
+        for grammar in source.open:
+            grammar.read_s += round_s
+            grammar.failure = RequestError("too long") if grammar.read_s > 1.5 else None
+    return [grammar.grammar for grammar in source.open]
 
 
 def ask(queue: GrammarQueue, client: str, *names: str, priority: int = 0) -> None:
@@ -202,8 +202,8 @@ def test_two_costly_grammars_are_read_on() -> None:
         return [one.grammar for one in source.open if not one.is_ended and not one.is_read]
 
     def read(seconds: float) -> None:
-        for one in source.open:
-            one.read_s += seconds
+        for grammar in source.open:
+            grammar.read_s += seconds
 
     ask(queue, "many", *"abcdef")
     assert running() == [*"abcd"]
@@ -222,8 +222,8 @@ def test_a_grammar_fails_alone() -> None:
     queue = GrammarQueue(source, 9)  # type: ignore[arg-type]
     ask(queue, "few", "a", "b")
     queue.ready()
-    for one in source.open:
-        one.is_read = True
+    for grammar in source.open:
+        grammar.is_read = True
     queue.ready()
     assert queue.failed() == []
     source.open[1].failure = RequestError("no 0")

@@ -55,10 +55,10 @@ class Process:
 
     def asked(self) -> list[Start | Ask]:
         """Return the messages since the last call."""
-        found = []
+        messages = []
         while self.own.poll():
-            found.append(to_child.decode(self.own.recv_bytes()))
-        return found
+            messages.append(to_child.decode(self.own.recv_bytes()))
+        return messages
 
 
 @pytest.fixture
@@ -280,14 +280,14 @@ def test_the_clock_of_a_process_that_has_gone_stands_still(process: Process, rea
 
 def test_cpu_time_is_that_of_the_process() -> None:
     """CPU time of this process, compared with the real clock."""
-    own = Process()
-    state = own.state()
-    own.send(Begun(os.getpid()))
+    measured = Process()
+    state = measured.state()
+    measured.send(Begun(os.getpid()))
     before = time.process_time()
     assert not state.is_ready()
     began = time.process_time()
     while time.process_time() < began + 0.05:
         pass
-    least, found, most = time.process_time() - began, state.seconds_read(), time.process_time() - before
-    assert least <= found + 1e-6
-    assert found <= most + 1e-6
+    least, seconds, most = time.process_time() - began, state.seconds_read(), time.process_time() - before
+    assert least <= seconds + 1e-6
+    assert seconds <= most + 1e-6

@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from engine.config import GrammarConfig
 from engine.grammar.grammar_process import GrammarMatcher
 from engine.grammar.grammar_tokens import GrammarTokens, Vocabulary, read_vocabulary
-from server.openai.fields import Tool
 from server.text.structured import Structure
 from server.text.tools import ToolUse
+from server.wire.fields import Tool
 from tests.wrong import instead
 
 END = "<|im_end|>"
@@ -121,8 +121,8 @@ def test_a_special_token_that_spells_its_name_is_noticed(folder: Path, numbers: 
 
     def with_special(_: Callable[..., list[int]], self: GrammarTokens, text: str) -> list[int]:
         self._encoder.encode_special_tokens = False
-        found: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        return found
+        tokens: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        return tokens
 
     with instead(GrammarTokens, "__call__", with_special):
         tokenizer = read_vocabulary(vocabulary(folder, numbers))

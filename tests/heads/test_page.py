@@ -12,8 +12,8 @@ import pytest
 from distill.__main__ import main as distill
 from engine.scheduling.request_checks import check_requests, default_speculation
 from engine.start.building import build_engine
-from server.flags import parse_flags
-from server.openai.fields import SpeculationFields
+from server.settings.flags import parse_flags
+from server.wire.fields import SpeculationFields
 from tests.engine import tiny
 from tests.heads import folders
 

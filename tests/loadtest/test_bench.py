@@ -41,7 +41,7 @@ def test_no_answer_is_counted_twice(num_prompts: int | None) -> None:
 
 def test_the_version_before_is_compared_with_its_own_runs() -> None:
     """The version before is half as fast in every pair of runs, on a machine whose speed drifts."""
-    arms = bench.of_both_versions(bench.arms_of(["adaptive", "block:1x2"], 1, 2))
+    arms = bench.both_versions(bench.arms_of(["adaptive", "block:1x2"], 1, 2))
     assert list(arms) == [name for arm in ("off", "adaptive", "block:1x2") for name in (arm, f"before {arm}")]
     results = {
         arm: [RunResult(1.0 + arm.startswith("before "), tokens, ()) for tokens in (100, 200, 400)] for arm in arms
@@ -59,7 +59,7 @@ def test_the_version_before_is_compared_with_its_own_runs() -> None:
 
 
 def test_an_arm_of_the_version_before_runs_on_its_daemon() -> None:
-    options = bench.BenchOptions(["dialogues"], [1], 1, 8, [1.0], [0], bench.of_both_versions(bench.arms_of([], 1, 2)))
+    options = bench.BenchOptions(["dialogues"], [1], 1, 8, [1.0], [0], bench.both_versions(bench.arms_of([], 1, 2)))
     with instead(bench, "_model_of", lambda _, url: f"model of {url}"):
         one = bench._Bench("now", "then", options, 1.0)
         assert one._served("off") == ("now", "model of now")

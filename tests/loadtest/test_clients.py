@@ -1,4 +1,4 @@
-"""The table of client libraries: failures, and what is not installed. Those that work: `server/test_front_ends.py`."""
+"""The table of client libraries: failures, and what is not installed. Clients that work: `server/clients/`."""
 
 from __future__ import annotations
 

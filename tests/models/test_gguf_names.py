@@ -18,9 +18,9 @@ from engine.models.gguf.names import hub_file, local_file, with_folders
 from engine.models.importing import import_transformers
 from engine.start.loading import outline_pair
 from server.cli import main
-from server.settings import Serve
+from server.settings.settings import Serve
 from tests.models.gguf_models import DEMO, tokenizer_keys, write_model
-from tests.server.test_hub_names import NO_HUB, run_python
+from tests.server.hub_processes import NO_HUB, run_python
 
 # Before other tests import parts of it with packages that it is to be imported without.
 import_transformers()

@@ -98,25 +98,25 @@ class Server:
     def step(self) -> StepWork:
         """One step."""
         self.controller.choose(self.sequences)
-        fanouts = {one.sequence_id: self.controller.fanout(one) for one in self.sequences}
+        fanouts = {request.sequence_id: self.controller.fanout(request) for request in self.sequences}
         drafting = [fanout for fanout in fanouts.values() if fanout]
-        work = StepWork(rows=len(self.sequences), text=sum(len(one.tokens) for one in self.sequences))
+        work = StepWork(rows=len(self.sequences), text=sum(len(request.tokens) for request in self.sequences))
         if drafting:
             shape = drafting[0][0], len(drafting[0])
             work = replace(chains(len(drafting), shape), rows=work.rows, text=work.text)
         draft_s, rest_s = self.machine.parts_s(work)
         self.controller.times.observe(work, draft_s, rest_s, self.machine.now)
         self.machine.now += draft_s + rest_s
-        for one in self.sequences:
-            self._emit(one, fanouts[one.sequence_id])
+        for request in self.sequences:
+            self._emit(request, fanouts[request.sequence_id])
         return work
 
-    def _emit(self, one: Sequence, fanout: tuple[int, ...]) -> None:
+    def _emit(self, request: Sequence, fanout: tuple[int, ...]) -> None:
         """Each drafted token is accepted by chance, given those before it."""
-        rejected = np.flatnonzero(self._random.random(len(fanout)) >= self.accepted[one.sequence_id])
+        rejected = np.flatnonzero(self._random.random(len(fanout)) >= self.accepted[request.sequence_id])
         count = int(rejected[0]) if len(rejected) else len(fanout)
         if fanout:
-            self.controller.observe(one, fanout[0], len(fanout), count)
+            self.controller.observe(request, fanout[0], len(fanout), count)
         self.num_tokens += count + 1
 
     def rate(self, num_steps: int) -> float:

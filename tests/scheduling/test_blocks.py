@@ -29,14 +29,14 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 50), count=st.integers(0, 4))
     def grow(self, index: int, count: int) -> None:
-        mine = self.held[index % len(self.held)]
-        if mine and count <= self.pool.num_free:
-            behind = mine[-1] + 1
+        blocks_held = self.held[index % len(self.held)]
+        if blocks_held and count <= self.pool.num_free:
+            behind = blocks_held[-1] + 1
             is_free = behind < 24 and not any(behind in blocks for blocks in self.held)
-            taken = self.pool.allocate(count, after=mine[-1])
+            taken = self.pool.allocate(count, after=blocks_held[-1])
             if count and is_free:
                 assert taken[0] == behind, "the block behind was free and was not used"
-            mine += taken
+            blocks_held += taken
 
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 50))

@@ -171,5 +171,5 @@ def test_shares_are_equal_within_a_priority_and_use_what_is_left() -> None:
     assert shares_of(prompts, 100, lambda _: 0) == {1: 33, 2: 45, 0: 45, 3: 1, 4: 1, 5: 1}
     assert shares_of(prompts, 1000, lambda _: 0) == {1: 333, 2: 495, 0: 910, 3: 410, 4: 202, 5: 396}
     lags = {3: 7, 1: 20}
-    found = shares_of(prompts, 100, lambda one: lags.get(one.sequence_id, 0))
-    assert found == {1: 33, 2: 45, 0: 45, 3: 8, 4: 1, 5: 1}, "a draft model's lag is read in any case"
+    shares = shares_of(prompts, 100, lambda one: lags.get(one.sequence_id, 0))
+    assert shares == {1: 33, 2: 45, 0: 45, 3: 8, 4: 1, 5: 1}, "a draft model's lag is read in any case"

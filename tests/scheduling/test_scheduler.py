@@ -202,7 +202,7 @@ def test_a_prompt_of_16k_holds_nobody_up_for_more_than_a_step() -> None:
         scheduler.commit(plan, verdict(plan))
 
 
-def test_who_loses_least_is_preempted_and_recomputed_first() -> None:
+def test_the_sequence_that_loses_least_is_preempted_and_recomputed_first() -> None:
     scheduler = build(budget=64, num_blocks=4, max_num_seqs=3)
     for name, length, first in (("little", 3, 0), ("much", 6, 50)):
         scheduler.submit(request(name, length, 7, first=first))
@@ -292,7 +292,7 @@ def test_the_draft_model_computes_no_more_of_a_prompt_than_it_sees() -> None:
     assert scheduler.num_cache_hits == 32, "as much as the draft model can catch up on in a quarter of a step"
 
 
-def test_what_a_preempted_request_has_computed_is_found_again() -> None:
+def test_blocks_of_a_preempted_request_are_found_again() -> None:
     """This includes blocks that it computed while no other request waited."""
     scheduler = build(budget=64, num_blocks=9, max_num_seqs=2)
     scheduler.submit(request("much", 3, 40))

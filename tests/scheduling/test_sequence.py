@@ -55,14 +55,14 @@ def test_end_tokens_end_the_answer_and_are_masked_before_its_least_length(
     limits: dict[str, Any], masked: tuple[int, ...], cut: list[int]
 ) -> None:
     edits = SharedEdits()
-    one, other = (sequence(limits=limits, eos_token_ids=frozenset({END}), edits=edits) for _ in range(2))
-    assert one.fixed_edits is edits.of(one.request.sampling, masked)
-    assert one.cut([END, 2]) == (cut, "stop" if len(cut) == 1 else None)
-    assert other.cut([2, STOP, 2]) == ([2, STOP], "stop")
-    assert other.cut([2, 2, 2]) == ([2, 2, 2], None)
-    assert other.cut([2, 2, 2, 2]) == ([2, 2, 2, 2], "length")
-    assert other.cut([2, 2, 2, 2, STOP]) == ([2, 2, 2, 2], "length")
-    assert other.cut([2, 2, 2, STOP]) == ([2, 2, 2, STOP], "stop")
+    first, second = (sequence(limits=limits, eos_token_ids=frozenset({END}), edits=edits) for _ in range(2))
+    assert first.fixed_edits is edits.of(first.request.sampling, masked)
+    assert first.cut([END, 2]) == (cut, "stop" if len(cut) == 1 else None)
+    assert second.cut([2, STOP, 2]) == ([2, STOP], "stop")
+    assert second.cut([2, 2, 2]) == ([2, 2, 2], None)
+    assert second.cut([2, 2, 2, 2]) == ([2, 2, 2, 2], "length")
+    assert second.cut([2, 2, 2, 2, STOP]) == ([2, 2, 2, 2], "length")
+    assert second.cut([2, 2, 2, STOP]) == ([2, 2, 2, STOP], "stop")
 
 
 def test_an_answer_of_no_tokens_is_only_its_prompt() -> None:
@@ -71,12 +71,12 @@ def test_an_answer_of_no_tokens_is_only_its_prompt() -> None:
 
 @pytest.mark.parametrize("by_head", [False, True])
 def test_a_head_drafts_after_a_single_token_of_an_answer(by_head: bool) -> None:
-    one = sequence(by_head=by_head)
+    running = sequence(by_head=by_head)
     drafting, shared = [], []
     for tokens, num_computed in (((), 0), ((), 2), ((8,), 3), ((8, 8), 3), ((8, 8), 4)):
-        one.tokens, one.num_target_computed = [*PROMPT, *tokens], num_computed
-        drafting.append(one.may_draft)
-        shared.append(one.num_shared)
+        running.tokens, running.num_target_computed = [*PROMPT, *tokens], num_computed
+        drafting.append(running.may_draft)
+        shared.append(running.num_shared)
     assert drafting == ([False, False, True, False, True] if by_head else [True] * 5)
     assert shared == ([2, 2, 2, 3, 3] if by_head else [2, 2, 3, 4, 4])
 
@@ -87,71 +87,71 @@ def test_a_head_drafts_after_a_single_token_of_an_answer(by_head: bool) -> None:
 def test_blocks_are_shared_by_requests_with_the_server_s_window(
     draft_window: int, is_fixed: bool, expected: tuple[int, bool]
 ) -> None:
-    one = sequence(draft_window=draft_window, fixed_draft_distribution=is_fixed)
-    assert (one.draft_window, one.shares_blocks) == expected
+    running = sequence(draft_window=draft_window, fixed_draft_distribution=is_fixed)
+    assert (running.draft_window, running.shares_blocks) == expected
     assert (sequence().draft_window, sequence().shares_blocks) == (0, True)
     assert sequence(draft_window=64).draft_window == 64
 
 
 def test_prompt_logprobs_are_wanted_until_the_first_token() -> None:
-    one = sequence(request={"num_prompt_logprobs": 0})
-    assert one.wants_prompt_logprobs
+    running = sequence(request={"num_prompt_logprobs": 0})
+    assert running.wants_prompt_logprobs
     assert not sequence().wants_prompt_logprobs
-    one.tokens.append(2)
-    assert not one.wants_prompt_logprobs
+    running.tokens.append(2)
+    assert not running.wants_prompt_logprobs
 
 
 def test_drafts_are_judged_by_the_latest_ones() -> None:
-    one = sequence()
-    assert one.acceptance_ratio == 1
-    one.note_drafts(1, 4.0)
-    assert one.acceptance_ratio == pytest.approx(11 / 14)
-    one.note_drafts(2, 3.0)
-    assert one.acceptance_ratio == pytest.approx((0.95 * 1 + 2 + 10) / (0.95 * 4 + 3 + 10))
+    running = sequence()
+    assert running.acceptance_ratio == 1
+    running.note_drafts(1, 4.0)
+    assert running.acceptance_ratio == pytest.approx(11 / 14)
+    running.note_drafts(2, 3.0)
+    assert running.acceptance_ratio == pytest.approx((0.95 * 1 + 2 + 10) / (0.95 * 4 + 3 + 10))
 
 
 def test_the_time_of_reading_is_taken_once() -> None:
-    one = sequence()
-    one.note_reading(2.0, 1.0)
-    one.note_reading(0.5, 0.25)
-    assert one.take_reading() == (2.5, 1.25)
-    assert one.take_reading() == (0, 0)
+    running = sequence()
+    running.note_reading(2.0, 1.0)
+    running.note_reading(0.5, 0.25)
+    assert running.take_reading() == (2.5, 1.25)
+    assert running.take_reading() == (0, 0)
 
 
 def test_keys_of_blocks_are_of_all_tokens_before() -> None:
-    one = sequence(request={"cache_salt": "s"})
-    one.tokens = list(range(10, 17))
+    running = sequence(request={"cache_salt": "s"})
+    running.tokens = list(range(10, 17))
     keys = [root_key("s")]
     for start in (0, 2, 4):
         keys.append(next_key(keys[-1], list(range(10 + start, 12 + start))))
     for count in (1, 3, 2, 0):
-        assert one.block_keys(count, 2) == keys[1 : count + 1]
+        assert running.block_keys(count, 2) == keys[1 : count + 1]
 
 
 def test_only_the_first_admission_counts() -> None:
-    one = sequence()
-    one.num_target_computed = 2
-    one.note_admission(14.0)
-    one.num_target_computed = 3
-    one.note_admission(20.0)
-    assert (one.queue_s, one.num_cached) == (4, 2)
+    running = sequence()
+    running.num_target_computed = 2
+    running.note_admission(14.0)
+    running.num_target_computed = 3
+    running.note_admission(20.0)
+    assert (running.queue_s, running.num_cached) == (4, 2)
 
 
 def test_a_preempted_request_gives_back_all_it_has_computed() -> None:
-    one = sequence()
+    running = sequence()
     tables = BlockTables(BlockStore(4, 1), BlockStore(2, 1))
-    one.block_ids, one.draft_block_ids, one.first_draft_block = tuple(tables.target.allocate(2)), (0, 1), 1
+    running.block_ids, running.draft_block_ids, running.first_draft_block = tuple(tables.target.allocate(2)), (0, 1), 1
     assert tables.draft is not None
     tables.draft.release(tables.draft.allocate(2)[:1])
-    one.num_target_computed, one.num_draft_computed, one.draft_start = 3, 2, 1
-    one.num_published_blocks, one.num_drafted_blocks = 2, 1
-    one.prompt_logprobs = [...]  # type: ignore[list-item]
-    tables.release(one)
-    one.forget_computed()
+    running.num_target_computed, running.num_draft_computed, running.draft_start = 3, 2, 1
+    running.num_published_blocks, running.num_drafted_blocks = 2, 1
+    running.prompt_logprobs = [...]  # type: ignore[list-item]
+    tables.release(running)
+    running.forget_computed()
     assert (tables.target.num_used, tables.draft.num_used) == (0, 0)
-    assert (one.block_ids, one.draft_block_ids, one.first_draft_block) == ((), (), 0)
-    assert (one.num_target_computed, one.num_draft_computed, one.draft_start) == (0, 0, 0)
-    assert (one.num_published_blocks, one.num_drafted_blocks, one.prompt_logprobs) == (0, 0, [])
+    assert (running.block_ids, running.draft_block_ids, running.first_draft_block) == ((), (), 0)
+    assert (running.num_target_computed, running.num_draft_computed, running.draft_start) == (0, 0, 0)
+    assert (running.num_published_blocks, running.num_drafted_blocks, running.prompt_logprobs) == (0, 0, [])
 
 
 def test_the_least_urgent_that_loses_least_is_preempted_first() -> None:
@@ -176,10 +176,10 @@ def test_a_plain_row_is_planned_as_all_rows_are(by_head: bool, num_draft: int, w
     """The short cut for decoding without drafts gives what the rest of the function would."""
     rows = []
     for finder in (None, _FindsNothing()):
-        one = sequence(by_head=by_head, draft_window=window)
-        one.tokens += [8, 8]
-        one.num_target_computed, one.num_draft_computed = 4, num_draft
-        one.text_draft_finder = finder or one.text_draft_finder  # type: ignore[assignment]
-        rows.append(plan_row(one, (), budget, 4, 0)._replace(sequence=None))  # type: ignore[arg-type]
+        running = sequence(by_head=by_head, draft_window=window)
+        running.tokens += [8, 8]
+        running.num_target_computed, running.num_draft_computed = 4, num_draft
+        running.text_draft_finder = finder or running.text_draft_finder  # type: ignore[assignment]
+        rows.append(plan_row(running, (), budget, 4, 0)._replace(sequence=None))  # type: ignore[arg-type]
     assert rows[0] == rows[1]
     assert rows[0].emits == bool(budget)

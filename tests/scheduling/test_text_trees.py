@@ -25,13 +25,13 @@ from tests.scheduling.machine import Machine
 
 def ends_by_hand(text: Sequence[int]) -> dict[int, int]:
     """The latest 8 ends of the last 4 tokens and of the last one, and how many tokens agree before each."""
-    found = {}
+    agreeing_by_end = {}
     for length in (4, 1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
         for end in ends[::-1][:8] if len(text) >= length else []:
             agree = itertools.takewhile(lambda n: text[end - n - 1] == text[len(text) - n - 1], range(end))  # noqa: B023
-            found[end] = min(LONGEST_MATCH, sum(1 for _ in agree))
-    return found
+            agreeing_by_end[end] = min(LONGEST_MATCH, sum(1 for _ in agree))
+    return agreeing_by_end
 
 
 @pytest.mark.parametrize("vocabulary", [2, 5, 40])
@@ -79,8 +79,8 @@ def test_a_tree_has_the_most_probable_continuations() -> None:
     tree = grow(candidates, estimate, 0.01, 10, 3)
     odds = {2: 0.6 / 0.4, 1: 1.0}
     first = 0.6 * (odds[2] + odds[1]) / (odds[2] + 2 * odds[1])
-    found = {draft.tokens: draft.source for draft in tree.chains(range(len(tree)))}
-    assert found == {(1, 2, 3): "a", (1, 5): "b", (4,): "a"}
+    sources = {draft.tokens: draft.source for draft in tree.chains(range(len(tree)))}
+    assert sources == {(1, 2, 3): "a", (1, 5): "b", (4,): "a"}
     assert tree.tokens[0] == 1
     assert tree.probabilities[0] == pytest.approx(first)
     assert tree.probabilities == sorted(tree.probabilities, reverse=True)
@@ -98,7 +98,7 @@ def test_a_tree_stops_at_its_bounds() -> None:
     assert not len(grow([], estimate, 0.01, 5, 5))
 
 
-def test_what_followed_tells_of_the_nodes_that_it_passed() -> None:
+def test_emitted_tokens_show_the_acceptance_of_the_nodes_that_they_passed() -> None:
     candidates = [agreeing("a", (1, 2, 3), 2), agreeing("b", (1, 5), 1)]
     tree = grow(candidates, estimate, 0.01, 10, 3)
     assert tree.outcomes((1, 5, 6)) == [(("a", 2), True), (("a", 3), True)]
@@ -141,25 +141,25 @@ def test_answers_are_kept_by_client_and_bounded() -> None:
     store.add(request("a", "", 2), (1, 2, 3, 4, 6))
     store.add(request("a", "", 3, drafter="prompt_lookup"), (1, 2, 3, 4, 7))
 
-    def found(of: Request, text: Sequence[int]) -> set[int | None]:
-        return {one.token(0) for one in AnswersDrafter(of, store.of(of)).candidates(text)}
+    def next_tokens(asking: Request, text: Sequence[int]) -> set[int | None]:
+        return {candidate.token(0) for candidate in AnswersDrafter(asking, store.of(asking)).candidates(text)}
 
-    assert found(request("a", "", 9), (8, 1, 2, 3, 4)) == {5, 6}
-    assert found(request("a", "", 1), (8, 1, 2, 3, 4)) == {6}
-    assert found(request("a", "", 1, temperature=0.0), (8, 1, 2, 3, 4)) == {5, 6}
+    assert next_tokens(request("a", "", 9), (8, 1, 2, 3, 4)) == {5, 6}
+    assert next_tokens(request("a", "", 1), (8, 1, 2, 3, 4)) == {6}
+    assert next_tokens(request("a", "", 1, temperature=0.0), (8, 1, 2, 3, 4)) == {5, 6}
     for other in (request("b", "", 9), request("a", "salt", 9)):
-        assert found(other, (8, 1, 2, 3, 4)) == set()
+        assert next_tokens(other, (8, 1, 2, 3, 4)) == set()
     # Nothing goes on beyond the end of an answer.
-    assert found(request("a", "", 9), (4, 5)) == set()
-    own = store.of(request("a", "", 9))
+    assert next_tokens(request("a", "", 9), (4, 5)) == set()
+    answers = store.of(request("a", "", 9))
     for number in range(300):
-        own.add([number] * 100, number)
-        assert len(own.tokens) <= 1 << 14
-    assert found(request("a", "", 9), (299,)) == {299}
-    assert found(request("a", "", 9), (1, 2)) == set()
+        answers.add([number] * 100, number)
+        assert len(answers.tokens) <= 1 << 14
+    assert next_tokens(request("a", "", 9), (299,)) == {299}
+    assert next_tokens(request("a", "", 9), (1, 2)) == set()
     for number in range(40):
         store.of(request(str(number), "", 1))
-    assert found(request("a", "", 9), (299,)) == set()
+    assert next_tokens(request("a", "", 9), (299,)) == set()
 
 
 def option(tree: TextTree, reached: Sequence[float] = ()) -> TextOption:

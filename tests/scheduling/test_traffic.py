@@ -38,8 +38,8 @@ class Contents:
 
     def check(self, blocks: Many[int], text: Many[int], first: int, end: int) -> None:
         for index in range(first, end):
-            found = self.text_of.get(self.slot(blocks, index))
-            assert found == tuple(text[: index + 1]), "K/V of something else is read"
+            text_there = self.text_of.get(self.slot(blocks, index))
+            assert text_there == tuple(text[: index + 1]), "K/V of something else is read"
 
     @staticmethod
     def slot(blocks: Many[int], index: int) -> int:
@@ -302,7 +302,7 @@ def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
     assert (row.first_index, row.draft_first_index, row.draft_start, row.end) == (24, 24, 20, 29)
 
 
-def test_what_is_published_of_an_answer_of_one_token_is_computed() -> None:
+def test_published_blocks_of_an_answer_of_one_token_are_computed() -> None:
     """Nothing is drafted for it, even if a shape is chosen; a request with the same beginning drafts after its
     prompt.
     """

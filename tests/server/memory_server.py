@@ -139,3 +139,7 @@ class Server:
                 await asyncio.sleep(0)
 
         self.loop.run_until_complete(turns())
+
+
+LINGER_S = 2.0
+GET = b"GET /a HTTP/1.1\r\n\r\n"

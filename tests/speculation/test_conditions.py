@@ -37,7 +37,7 @@ from engine.speculation.conditions import (
 )
 from engine.speculation.rule_facts import RULE_FACTS
 from engine.speculation.verification import RULES
-from tests.server.test_statistics import facts
+from tests.server.step_results import facts
 from tests.speculation.exact import ModelOf, from_prefix, outcomes_of, random_model, stream_distance
 from tests.speculation.test_chain_rules import TREES_THAT_BRANCH_LATER
 

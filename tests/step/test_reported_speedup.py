@@ -25,7 +25,7 @@ from engine.step.report import BROKEN
 from engine.step.telemetry import Pace, Telemetry
 from tests.engine import tiny
 from tests.scheduling.machine import Machine, sequence
-from tests.server.test_statistics import outcome
+from tests.server.step_results import outcome
 from tests.wrong import instead
 
 MACHINE = Machine(read_s=0.0002, prompt_s=0.0003)

@@ -38,7 +38,7 @@ NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(47, 52)
 # for none; the output, [slots, places * D].
 TAPS, TAPPED = 52, 53
 # States [T, D] that the rows read, and those [N, D] that leave the wanted rows: of width 0 in decoders that read none.
-# Set for heads (`heads/decoder.py`): whether the normed state is the residual of the first layer, and whether the
+# Set for heads (`head_decoder.py`): whether the normed state is the residual of the first layer, and whether the
 # states that leave are normed.
 STATES, LEAVING, NORM_FLAGS = 54, 55, 56
 # The target's states [C, X], from which the pass projects `STATES`, or none; norms [parts, X / parts] of their parts.

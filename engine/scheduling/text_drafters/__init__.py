@@ -1,8 +1,9 @@
-"""Text drafters: they find probable continuations in texts instead of drawing them from a distribution.
+"""Text drafters: they find probable continuations in texts, and draw none from a distribution.
 
-What most find is a function of the request's text alone, token by token: it survives preemption, and does not depend
-on the steps that produced the text. Requests whose drafts must not depend on others use these alone. To add a drafter,
-add a file with a class that has `candidates`, and an entry in `TEXT_DRAFTERS`.
+The drafts of most text drafters are a function of the request's text alone, token by token: they
+survive preemption, and do not depend on the steps that produced the text. Requests whose drafts
+must not depend on other requests use these drafters alone. To add a drafter, add a file with a
+class that has `candidates`, and an entry in `TEXT_DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from engine.scheduling.text_drafters.tree import Estimate, TextTree, grow
 _LEAST_PROBABLE = 0.02
 """Probability of a node below which it cannot be worth its time: a node takes at least a fiftieth of a step."""
 _LEAST_UNWEIGHED = 0.4
-"""Probability of a node that is drafted without being weighed against the load: that pays at almost any."""
+"""Probability of a node that pays at almost any load, so that the load is not considered."""
 
 
 class TextDrafter(Protocol):
@@ -34,13 +35,13 @@ class TextDrafter(Protocol):
 
 
 class TextDrafterKind(NamedTuple):
-    """Registered text drafter: its constructor, and who may use it."""
+    """Registered text drafter: its constructor, and the requests that may use it."""
 
     make: Callable[[Request, AnswerStore], TextDrafter]
     for_every_request: bool = True
     """Whether the server may use it by default; otherwise a request must bring its input."""
     by_text_alone: bool = True
-    """Whether what it finds is a function of the request; otherwise a request with a seed does not use it."""
+    """Whether its drafts are a function of the request; otherwise seeded requests do not use it."""
 
 
 TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
@@ -73,21 +74,26 @@ class TextDraftFinder:
         return bool(self._drafters)
 
     def tree(self, text: Sequence[int], estimate: Estimate, most_nodes: int, deepest: int) -> TextTree:
-        """Return the continuations of the text that may be worth drafting, by the estimate; `most_nodes` of them, on
-        paths of at most `deepest`.
+        """Return the continuations of the text that may be worth drafting by the estimate: at most
+        `most_nodes`, on paths of at most `deepest`.
         """
-        return self._grown(text, estimate, _LEAST_PROBABLE, most_nodes, deepest)
+        return grow(self._candidates(text), estimate, _LEAST_PROBABLE, most_nodes, deepest)
 
     def find(self, text: Sequence[int], most_nodes: int, deepest: int) -> tuple[TextDraft, ...]:
-        """Return drafts that are a function of the text alone: neither the load nor other requests count."""
-        tree = self._grown(text, usual_acceptance, _LEAST_UNWEIGHED, most_nodes, deepest)
+        """Return drafts that are a function of the text, not of the load and other requests."""
+        candidates = self._candidates(text)
+        tree = grow(candidates, usual_acceptance, _LEAST_UNWEIGHED, most_nodes, deepest)
         return tree.chains(range(len(tree)))
 
-    def _grown(self, text: Sequence[int], estimate: Estimate, least: float, most_nodes: int, deepest: int) -> TextTree:
-        candidates = [one for drafter in self._drafters.values() for one in drafter.candidates(text)]
-        return grow(candidates, estimate, least, most_nodes, deepest)
+    def _candidates(self, text: Sequence[int]) -> list[Candidate]:
+        candidates = []
+        for drafter in self._drafters.values():
+            candidates += drafter.candidates(text)
+        return candidates
 
     def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:
-        """Return how many of the tokens emitted after the text the request's prediction contained."""
+        """Return how many of the tokens emitted after the text the request's prediction had."""
         drafter = self._drafters.get(PREDICTION)
-        return drafter.num_predicted(text, emitted) if isinstance(drafter, PredictionDrafter) else 0
+        if isinstance(drafter, PredictionDrafter):
+            return drafter.num_predicted(text, emitted)
+        return 0

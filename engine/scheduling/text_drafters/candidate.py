@@ -22,14 +22,16 @@ class Candidate(NamedTuple):
     evidence: int
     """Number of last tokens in which both texts agree."""
     repeats: bool = False
-    """Whether the tokens from `place` to `stop` follow again after `stop`: those of a text that matches its own end."""
+    """Whether the tokens from `place` to `stop` follow again after `stop`."""
 
     def token(self, depth: int) -> int | None:
         """Return the continuation's token at a depth, from 0 on; None after its end."""
         place = self.place + depth
         if place < self.stop:
             return self.text[place]
-        return self.text[self.place + depth % (self.stop - self.place)] if self.repeats else None
+        if not self.repeats:
+            return None
+        return self.text[self.place + depth % (self.stop - self.place)]
 
 
 def num_agreeing(text: Sequence[int], end: int, other: Sequence[int], other_end: int) -> int:

@@ -1,8 +1,9 @@
 """Index of a growing text: where its last tokens occurred before.
 
-For every position it holds the previous one with the same last tokens, of a few lengths, as compressors do. So 100,000
-tokens take about 12 MB and a tenth of a second, and a question looks at a bounded number of places. A suffix automaton
-finds the longest match of all, with ten times the memory, and its drafts were not better (measured).
+For every position it holds the previous position with the same last tokens, of a few lengths, as
+compressors do. So 100,000 tokens take about 12 MB and a tenth of a second, and a question looks at
+a bounded number of places. A suffix automaton finds the longest match of all, with ten times the
+memory, and its drafts were not better (measured).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from engine.scheduling.text_drafters.candidate import num_agreeing
 
 _LENGTHS = 4, 1
-"""Numbers of last tokens by which places are found: the longer one first."""
+"""Numbers of last tokens by which places are found, the larger number first."""
 _MOST_PLACES = 8
 """Latest places that are looked at, for each length."""
 
@@ -31,31 +32,36 @@ class TextIndex:
     def read(self, text: Sequence[int]) -> None:
         """Add the tokens of the text that are new since the last call."""
         for end in range(self.num_read + 1, len(text) + 1):
-            for length, latest, previous in zip(_LENGTHS, self._latest, self._previous, strict=True):
-                key = hash(tuple(text[end - length : end])) if end >= length else end - length
+            tables = zip(_LENGTHS, self._latest, self._previous, strict=True)
+            for length, latest, previous in tables:
+                start = end - length
+                key = hash(tuple(text[start:end])) if start >= 0 else start
                 previous.append(latest.get(key, 0))
                 latest[key] = end
         self.num_read = max(self.num_read, len(text))
 
     def own_ends(self, text: Sequence[int]) -> dict[int, int]:
-        """Return the places at which the last tokens of the text, which was read, occurred before; the value is the
-        number of agreeing tokens.
-        """
-        return self._found(text, text, [previous[len(text)] for previous in self._previous])
+        """Return earlier ends of the text's last tokens, with the number of agreeing tokens."""
+        latest = [previous[len(text)] for previous in self._previous]
+        return self._ends(text, text, latest)
 
     def ends_in(self, read: Sequence[int], text: Sequence[int]) -> dict[int, int]:
         """Return the same for the last tokens of another text; read: the text that was read."""
         keys = [hash(tuple(text[-length:])) for length in _LENGTHS]
         latest = [latest.get(key, 0) for latest, key in zip(self._latest, keys, strict=True)]
-        return self._found(read, text, latest)
+        return self._ends(read, text, latest)
 
-    def _found(self, read: Sequence[int], text: Sequence[int], latest: Sequence[int]) -> dict[int, int]:
-        found: dict[int, int] = {}
+    def _ends(self, read: Sequence[int], text: Sequence[int], latest: list[int]) -> dict[int, int]:
+        """Return the ends at which the texts agree, with the number of agreeing tokens."""
+        agreeing: dict[int, int] = {}
         for first, previous in zip(latest, self._previous, strict=True):
             for end in _chain(first, previous):
-                if end not in found and (count := num_agreeing(text, len(text), read, end)):
-                    found[end] = count
-        return found
+                if end in agreeing:
+                    continue
+                count = num_agreeing(text, len(text), read, end)
+                if count:
+                    agreeing[end] = count
+        return agreeing
 
 
 def _chain(first: int, previous: array[int]) -> Iterator[int]:

@@ -1,8 +1,8 @@
 """Predictions: the client sends the probable answer.
 
-The draft is the continuation in the prediction. It starts at the beginning. Once the answer has left the prediction,
-the draft starts after the next place where the answer's last tokens occur in it, or, after a long match, one token
-further on. The longer the match, the more is the rest trusted.
+The draft is the continuation in the prediction. It starts at the beginning. Once the answer has
+left the prediction, the draft starts after the next place where the answer's last tokens occur in
+it, or, after a long match, one token further on. The rest is trusted more after a longer match.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ class PredictionDrafter:
         self.position: int | None = 0
         """Index of the prediction's token that should come next; None if the answer is not in the prediction."""
         self._last = 0
+        """Position at which the answer last left the prediction."""
         self._run = 0
+        """Tokens of the present match."""
         self._num_seen = 0
+        """Tokens of the answer so far."""
 
     def candidates(self, text: Sequence[int]) -> list[Candidate]:
         """Return the place in the prediction at which the text goes on; the text ends with the answer so far."""
@@ -39,24 +42,26 @@ class PredictionDrafter:
         self._num_seen = max(self._num_seen, len(answer))
         if self.position is None:
             return []
-        return [Candidate(PREDICTION, self.prediction, self.position, len(self.prediction), self._run)]
+        stop = len(self.prediction)
+        return [Candidate(PREDICTION, self.prediction, self.position, stop, self._run)]
 
     def _follow(self, answer: Sequence[int], end: int) -> None:
         """Advance by the answer's token before `end`."""
-        if self.position is not None and self.prediction[self.position : self.position + 1] == (answer[end - 1],):
-            self.position += 1
-            self._run += 1
-            return
         if self.position is not None:
+            expected = self.prediction[self.position : self.position + 1]
+            if expected == (answer[end - 1],):
+                self.position += 1
+                self._run += 1
+                return
             self._last = self.position
         ends = self._ends_of.get(tuple(answer[max(0, end - _MATCH) : end]), [])
         if ends:
-            self.position, self._run = next((stop for stop in ends if stop >= self._last), ends[0]), _MATCH
-        elif self._run >= _MATCH:
-            # One token may have been replaced.
-            self.position, self._run = self._last + 1, 0
-        else:
-            self.position, self._run = None, 0
+            self.position = next((stop for stop in ends if stop >= self._last), ends[0])
+            self._run = _MATCH
+            return
+        # After a long match, a single token may have been replaced.
+        self.position = self._last + 1 if self._run >= _MATCH else None
+        self._run = 0
 
     def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:
         """Return how many of the tokens emitted after the text the prediction contained."""

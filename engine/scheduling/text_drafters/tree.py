@@ -1,8 +1,8 @@
 """Text drafts of a request as one tree: the most probable continuations of its text.
 
-A node's children are the next tokens of the candidates that agree so far. Together they are as probable as the most
-trusted of these candidates, and share this by the odds of theirs. An estimate decides which drafts are worth their
-time, and never how they are verified.
+A node's children are the next tokens of the candidates that agree so far. Together the children are
+as probable as the most trusted candidate, and share this probability by the odds of their
+candidates. An estimate decides which drafts are worth their time, and never how they are verified.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = tuple[str, int]
 
 
 class TextTree:
-    """Nodes in order of their probability, the most probable first; a parent comes before its children."""
+    """Nodes, the most probable first; a parent comes before its children."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -35,9 +35,9 @@ class TextTree:
         """Estimated probability that the text goes on with each node's path."""
         self._sources: list[str] = []
         self._kinds: dict[int, Kind] = {}
-        """Most trusted kind of candidate below each node of which all children are known."""
+        """Most trusted kind of candidate below each node whose children are all known."""
         self._first_tokens: frozenset[int] = frozenset()
-        """Next tokens of all candidates, also of those that are too improbable for the tree."""
+        """Next tokens of all candidates, also of candidates too improbable for the tree."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -45,9 +45,8 @@ class TextTree:
     def chains(self, numbers: Sequence[int]) -> tuple[TextDraft, ...]:
         """Return the chains that together have these nodes; with a node come all above it."""
         inner = {self.parents[number] for number in numbers}
-        return tuple(
-            [TextDraft(self._sources[number], self._path(number)) for number in numbers if number not in inner]
-        )
+        ends = [number for number in numbers if number not in inner]
+        return tuple([TextDraft(self._sources[end], self._path(end)) for end in ends])
 
     def _path(self, number: int) -> tuple[int, ...]:
         tokens = []
@@ -57,19 +56,23 @@ class TextTree:
         return tuple(tokens[::-1])
 
     def outcomes(self, emitted: Sequence[int]) -> list[tuple[Kind, bool]]:
-        """Return what the tokens after the text show: for each node that they passed and that has children, the kind of
-        these, and whether the next token was one of them.
+        """Return (kind of a node's children, whether the next token was a child) for each node with
+        children that the tokens after the text passed.
         """
-        children = dict(zip(zip(self.parents, self.tokens, strict=True), range(len(self)), strict=True))
-        found = []
+        edges = zip(self.parents, self.tokens, strict=True)
+        children = dict(zip(edges, range(len(self)), strict=True))
+        outcomes = []
         node: int | None = -1
         for token in emitted:
             if node is None or node not in self._kinds:
                 break
-            kind, child = self._kinds[node], children.get((node, token))
-            found.append((kind, token in self._first_tokens if node < 0 else child is not None))
+            child = children.get((node, token))
+            is_right = child is not None
+            if node < 0:
+                is_right = token in self._first_tokens
+            outcomes.append((self._kinds[node], is_right))
             node = child
-        return found
+        return outcomes
 
 
 class _Child(NamedTuple):
@@ -88,27 +91,29 @@ class _Growth:
     def __init__(self, estimate: Estimate, least: float) -> None:
         self.tree = TextTree()
         self.waiting: list[_Child] = []
-        self._estimate, self._least = estimate, least
+        self._estimate = estimate
+        self._least = least
         self._numbers = count()
 
     def offer(self, parent: int, depth: int, probability: float, agreeing: Sequence[Candidate]) -> None:
-        """Let the next tokens of these candidates wait, which agree with the path to the parent.
-
-        depth: of the children; probability: of the path to the parent.
+        """Add the next tokens of candidates that agree with the path to the parent to the waiting
+        children. depth: of the children; probability: of the path to the parent.
         """
         odds: dict[int, float] = {}
         by_token: dict[int, list[Candidate]] = {}
-        best, kind = 0.0, None
-        for one in agreeing:
-            token = one.token(depth)
+        best = 0.0
+        kind = None
+        for candidate in agreeing:
+            token = candidate.token(depth)
             if token is None:
                 continue
-            evidence = min(one.evidence + depth, LONGEST_MATCH)
-            right = self._estimate(one.source, evidence)
-            odds[token] = odds.get(token, 0.0) + right / (1.0 - right)
-            by_token.setdefault(token, []).append(one)
-            if right > best:
-                best, kind = right, (one.source, evidence)
+            evidence = min(candidate.evidence + depth, LONGEST_MATCH)
+            trust = self._estimate(candidate.source, evidence)
+            odds[token] = odds.get(token, 0.0) + trust / (1.0 - trust)
+            by_token.setdefault(token, []).append(candidate)
+            if trust > best:
+                best = trust
+                kind = (candidate.source, evidence)
         if kind is None:
             return
         if parent < 0:
@@ -119,12 +124,14 @@ class _Growth:
             self.tree._kinds[parent] = kind
         for token, share in shares.items():
             if share >= self._least:
-                heappush(self.waiting, _Child(-share, next(self._numbers), parent, token, by_token[token]))
+                order = next(self._numbers)
+                heappush(self.waiting, _Child(-share, order, parent, token, by_token[token]))
 
     def add(self, deepest: int) -> None:
         """Make the most probable child a node."""
         child = heappop(self.waiting)
-        tree, number = self.tree, len(self.tree)
+        tree = self.tree
+        number = len(tree)
         depth = tree.depths[child.parent] + 1 if child.parent >= 0 else 0
         tree.tokens.append(child.token)
         tree.parents.append(child.parent)
@@ -135,17 +142,23 @@ class _Growth:
             self.offer(number, depth + 1, -child.negative_probability, child.agreeing)
 
     def finished(self) -> TextTree:
-        """Return the tree; of nodes with children that it lacks, nothing can be learned."""
+        """Return the tree. Nothing can be learned of nodes with children that the tree lacks."""
         for child in self.waiting:
             if child.parent >= 0:
                 self.tree._kinds.pop(child.parent, None)
         return self.tree
 
 
-def grow(candidates: Sequence[Candidate], estimate: Estimate, least: float, most_nodes: int, deepest: int) -> TextTree:
-    """Return the tree of the nodes with at least this probability.
+def grow(
+    candidates: Sequence[Candidate],
+    estimate: Estimate,
+    least: float,
+    most_nodes: int,
+    deepest: int,
+) -> TextTree:
+    """Return the tree of at most `most_nodes` nodes with at least this probability.
 
-    most_nodes: of the tree; deepest: nodes of the longest path.
+    deepest: nodes of the longest path.
     """
     growth = _Growth(estimate, least)
     if deepest > 0:

@@ -1,0 +1,1 @@
+"""Routes that do not generate: operation of the daemon, and pages for people."""

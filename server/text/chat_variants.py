@@ -1,0 +1,232 @@
+"""Variants of a conversation for chat templates that do not accept its plain form.
+
+Not for: choosing a variant, or finding out what a template omits (`rendering.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from engine.api import RequestError
+from server.text.call_formats import LIST_MARK
+
+Messages = list[dict[str, Any]]
+
+_TEXT_BEFORE_CALLS = "text_before_calls"
+"""Key of a message whose content is None: its text, which belongs before its calls."""
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_LETTERS = string.ascii_letters + string.digits
+
+
+def with_calls_as_text(messages: Messages) -> Messages:
+    """Return the messages with calls in their texts, as models with a list of calls write them (Granite 3, Phi-4-mini),
+    for templates that show texts only.
+    """
+    result: Messages = []
+    for message in messages:
+        if "tool_calls" in message:
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+            text = f"{text_of(message)}{LIST_MARK}{json.dumps(calls, ensure_ascii=False)}"
+            message = {"role": message["role"], "content": text}
+        result.append(message)
+    return result
+
+
+def with_calls_alone(messages: Messages) -> Messages:
+    """Return the messages with a content of None in messages with calls."""
+    result: Messages = []
+    for message in messages:
+        if "tool_calls" in message:
+            message = {**message, "content": None, _TEXT_BEFORE_CALLS: message["content"]}
+        result.append(message)
+    return result
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message, also of one whose content is None for the template."""
+    return message.get(_TEXT_BEFORE_CALLS) or message["content"] or ""
+
+
+def variants(messages: Messages) -> Iterator[Messages]:
+    """Yield the messages with no, one and more of the changes that may matter to them."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    ids = [call["id"] for call in calls]
+    ids += [message["tool_call_id"] for message in messages if "tool_call_id" in message]
+    changes: list[Callable[[Messages], Messages]] = []
+    if not all(map(_SHORT_ID.fullmatch, ids)):
+        changes.append(_with_short_ids)
+    if calls:
+        changes.append(with_arguments_as_text)
+    if any(_has_text_and_thoughts(message) for message in messages):
+        changes.append(_with_texts_before_thoughts)
+    if any(len(message.get("tool_calls", ())) > 1 for message in messages):
+        changes.append(with_one_call_a_turn)
+    if any(message["role"] == "system" for message in messages[1:]):
+        changes.append(_with_one_system_prompt)
+    if any(message["role"] in ("system", "user") for message in messages[1:]):
+        changes.append(_with_alternating_turns)
+    for count in range(len(changes) + 1):
+        for combination in itertools.combinations(changes, count):
+            variant = messages
+            for change in combination:
+                variant = change(variant)
+            yield variant
+
+
+def _short_id(call_id: str) -> str:
+    """Return nine letters and digits for an id, always the same for an id."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
+    letters = ""
+    for _ in range(9):
+        number, place = divmod(number, len(_LETTERS))
+        letters += _LETTERS[place]
+    return letters
+
+
+def _with_short_ids(messages: Messages) -> Messages:
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        result = dict(message)
+        if "tool_call_id" in message:
+            result["tool_call_id"] = _short_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            result["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+        return result
+
+    return [changed(message) for message in messages]
+
+
+def with_arguments_as_text(messages: Messages) -> Messages:
+    """Return the messages with the arguments of calls as JSON text."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    result: Messages = []
+    for message in messages:
+        if "tool_calls" in message:
+            message = {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        result.append(message)
+    return result
+
+
+def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
+    return "tool_calls" in message and "thinking" in message and bool(message["content"])
+
+
+def _with_texts_before_thoughts(messages: Messages) -> Messages:
+    """Return the messages with the text next to thoughts and calls in a separate message before them."""
+    result: Messages = []
+    for message in messages:
+        if _has_text_and_thoughts(message):
+            result.append({"role": message["role"], "content": message["content"]})
+            message = {**message, "content": ""}
+        result.append(message)
+    return result
+
+
+def with_one_call_a_turn(messages: Messages) -> Messages:
+    """Return the messages with one call in each, followed by its result."""
+    result: Messages = []
+    number = 0
+    while number < len(messages):
+        message = messages[number]
+        number += 1
+        if len(message.get("tool_calls", ())) <= 1:
+            result.append(message)
+            continue
+        answers = list(itertools.takewhile(lambda later: later["role"] == "tool", messages[number:]))
+        number += len(answers)
+        result += _separate_calls(message, answers)
+    return result
+
+
+def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
+    """Return the calls of a message in separate messages, each followed by its results, then other results."""
+    result: Messages = []
+    turn = message
+    for call in message["tool_calls"]:
+        result.append({**turn, "tool_calls": [call]})
+        result += [answer for answer in answers if answer["tool_call_id"] == call["id"]]
+        turn = {"role": message["role"], "content": ""}
+    ids = {call["id"] for call in message["tool_calls"]}
+    return result + [answer for answer in answers if answer["tool_call_id"] not in ids]
+
+
+def _with_one_system_prompt(messages: Messages) -> Messages:
+    """Return the messages with one system prompt at the beginning; later system prompts become the user's."""
+    system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    result: Messages = []
+    if system:
+        result.append({**system[0], "content": _joined(message["content"] for message in system)})
+    for message in messages[len(system) :]:
+        role = "user" if message["role"] == "system" else message["role"]
+        result.append({**message, "role": role})
+    return result
+
+
+def _with_alternating_turns(messages: Messages) -> Messages:
+    """Return the messages with adjacent texts of one role joined; user text after results of calls joins the last
+    result.
+    """
+    result: Messages = []
+    for message in messages:
+        if result and _may_join(result[-1], message):
+            text = _joined([result[-1]["content"], message["content"]])
+            result[-1] = {**result[-1], "content": text}
+        else:
+            result.append(message)
+    return result
+
+
+def _may_join(message: dict[str, Any], later: dict[str, Any]) -> bool:
+    """Whether two adjacent messages are texts of one role, or the later one is the user's after a result."""
+    if not _is_text(later):
+        return False
+    if message["role"] == "tool" and later["role"] == "user":
+        return True
+    return _is_text(message) and message["role"] == later["role"]
+
+
+def _is_text(message: dict[str, Any]) -> bool:
+    return message.keys() <= {"role", "content"}
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
+    """Return the messages with omitted system prompts inserted before the user's last message."""
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        raise refusal("content", system[0])
+    last = users[-1]
+    texts = [messages[number]["content"] for number in [*system, last]]
+    result = list(messages)
+    result[last] = {**messages[last], "content": "\n\n".join(texts)}
+    return [message for number, message in enumerate(result) if number not in system]
+
+
+def refusal(kind: str, number: int) -> RequestError:
+    template = "the chat template of this model"
+    if kind == "tools":
+        return RequestError(f"{template} has no place for tools; see --chat-template", "tools")
+    if kind == "documents":
+        return RequestError(f"{template} has no place for documents; put them into a message", "documents")
+    ways_out = {
+        "content": "leave the message out, or put its text into another one",
+        "tool_calls": "leave the calls and their results out, or see --chat-template",
+        "name": "put the name into the content",
+    }
+    param = f"messages.{number}.{kind}"
+    return RequestError(f"{param}: {template} does not show it; {ways_out[kind]}", param)

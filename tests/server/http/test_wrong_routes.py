@@ -1,0 +1,65 @@
+"""Paths, methods and encodings that no route takes: what is wrong is said, and what was meant."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import httpx
+import pytest
+
+from server.http.error_responses import API_PATHS
+from tests.server.daemon_process import MODEL
+from tests.server.good_bodies import CHAT, COMPLETIONS, error_of
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/embeddings", "/v1/chat", "//v1/models"])
+def test_an_unknown_route_is_not_found(http: httpx.Client, method: str, path: str) -> None:
+    """404 with a code."""
+    assert error_of(http.request(method, f"{http.base_url}{path}"), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", API_PATHS)
+def test_a_wrong_base_url_is_recognised(http: httpx.Client, path: str) -> None:
+    """The error names the path that the client meant, and that path exists."""
+    assert path in http.get("/openapi.json").json()["paths"]
+    bare = path.removeprefix("/v1")
+    for wrong in {f"/v1/v1{bare}", f"/api{path}", f"/v1/{path}", bare} - {path}:
+        response = http.post(f"{http.base_url}{wrong}", json={})
+        assert response.status_code == 404
+        assert f"(did you mean {path}? check the base URL)" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/threads/x/messages", "/v1/conversations/responses", "/v1/engines/a/completions"])
+def test_a_path_below_another_resource_gets_no_hint(http: httpx.Client, path: str) -> None:
+    message = error_of(http.post(f"{http.base_url}{path}", json={}), 404)["message"]
+    assert message == f"{path} does not exist here; /docs lists the paths"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip"])
+def test_compressed_bodies_are_refused_by_their_coding(http: httpx.Client, coding: str) -> None:
+    """415 that names the header, and not a fault of the JSON."""
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    response = http.post(COMPLETIONS, content=gzip.compress(b"{}"), headers=headers)
+    error = error_of(response, 415)
+    assert error["code"] == "unsupported_encoding"
+    assert coding in error["message"]
+    assert response.headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("coding", ["identity", "Identity", ""])
+def test_uncompressed_bodies_may_say_so(http: httpx.Client, coding: str) -> None:
+    plain = {"content-type": "application/json", "content-encoding": coding}
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1})
+    assert http.post(COMPLETIONS, content=body, headers=plain).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", CHAT), ("PUT", COMPLETIONS), ("POST", "/health"), ("DELETE", "/v1/models")]
+)
+def test_a_wrong_method_is_refused(http: httpx.Client, method: str, path: str) -> None:
+    """405 with a code, and the methods that are allowed."""
+    response = http.request(method, path)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"]
