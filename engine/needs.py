@@ -9,12 +9,22 @@ from __future__ import annotations
 from engine.fanout import Fanout
 from engine.request import Sampling, Speculation
 
-TEXT, SHIFTS, ALONE, RULE, LOSSY, TREE, TEXT_DRAFTS = (1 << number for number in range(7))
-"""Its distribution depends on its text, or on earlier drafts; it must not depend on other rows; its drafts are verified
-by a rule without a race, or by a lossy one; they are a tree, or depend on each other; it has text drafts.
-"""
+TEXT = 1
+"""The distribution depends on the row's text, or on earlier drafts."""
+SHIFTS = 2
+"""Pending target shifts change the distribution."""
+ALONE = 4
+"""The results must not depend on other rows of the step."""
+RULE = 8
+"""The rule that verifies the drafts is no race."""
+LOSSY = 16
+"""Acceptance is lossy."""
+TREE = 32
+"""The drafts are a tree, or depend on each other."""
+TEXT_DRAFTS = 64
+"""The row has text drafts."""
 DISTRIBUTION_NEEDS = TEXT | SHIFTS | ALONE
-"""Needs whatever is drafted; no recorded step meets them."""
+"""Needs that a row has with and without drafts; no recorded step meets them."""
 RACES = frozenset({"block", "bv_race"})
 """Rules that are races of independent chains."""
 

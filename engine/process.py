@@ -140,7 +140,7 @@ class Loop:
     def _deliver(self) -> None:
         result, self._result = self._result, None
         if result is not None:
-            self._mailbox.send(StepResults(result.outcomes, result.stats))
+            self._mailbox.send(StepResults(result.outcomes, result.learn()))
             _refuse(result.failed, self._mailbox)
 
     def _queue_followed(self) -> None:

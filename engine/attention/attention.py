@@ -1,12 +1,12 @@
 """Paged, tree-masked attention for unmodified transformers models.
 
-One function is registered with transformers under `HOOK`. A model that is loaded with this attention implementation
-calls it in every layer with rotated q and k, and with the object that was passed to the model as the keyword
-`metadata`. No mask function is registered under the name, so transformers builds no mask. (transformers >= 5.17;
-`docs/execution.md`.)
+One function is registered with transformers under `HOOK`. A model that is loaded with this attention
+implementation calls it in every layer with rotated q and k, and with the object that was passed to
+the model as the keyword `metadata`. No mask function is registered under the name, so transformers
+builds no mask. (transformers >= 5.17; `docs/execution.md`.)
 
-The plain path is one call for each group of sequences (`groups.py`), on any device. With one sequence in every group it
-is the oracle of the faster paths.
+The plain path is one call for each group of sequences (`groups.py`), on any device. With a single
+sequence in every group it is the oracle of the faster paths.
 """
 
 from __future__ import annotations
@@ -50,27 +50,38 @@ class AttentionMetadata:
 
     storage: KVTensors
     slots_T: Tensor | slice
-    """Slots to which the K/V of the pass's own tokens is written."""
+    """Slots to which the K/V of the pass's tokens is written."""
     groups: Sequence[Group] = ()
     paged: Paged | None = None
     """Set if one kernel attends for all sequences; there are no groups then."""
     kernel: PagedKernel | None = None
     """The kernel that attends over `paged`."""
     layout: StepLayout | None = None
-    """Layout of the pass on the host, for backends with `reads_pages`; groups and `paged` are then unset."""
+    """Layout of the pass on the host, for backends with `reads_pages`.
+
+    There are no groups then, and `paged` is None.
+    """
     page_size: int = 0
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
         """Write K and V of the pass's tokens."""
         keys, values = self.storage.layers[layer]
-        keys[self.slots_T], values[self.slots_T] = key_THD, value_THD
+        keys[self.slots_T] = key_THD
+        values[self.slots_T] = value_THD
 
     def attend(
-        self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
+        self,
+        module: Any,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THD: Tensor,
+        scaling: float,
+        window: int | None,
     ) -> Tensor:
-        """[T, H, D_v] attention of one layer, as the hook computes it."""
+        """Return [T, H, D_v] attention of one layer, as the hook computes it."""
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query_THD, key_THD, value_THD))
-        return attend(module, query, key, value, None, scaling, sliding_window=window, metadata=self)[0][0]
+        output, _ = attend(module, query, key, value, None, scaling, sliding_window=window, metadata=self)
+        return output[0]
 
 
 def attend(
@@ -86,14 +97,18 @@ def attend(
     metadata: AttentionMetadata | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in one layer (the hook). query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None)."""
+    """Attend in one layer (the hook).
+
+    query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None).
+    """
     assert metadata is not None, "the model was called without metadata"
-    storage, layer, kind = metadata.storage, module.layer_idx, ScoreOptions(softcap, s_aux)
+    layer = module.layer_idx
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    operands = (metadata.storage, layer, query, scaling, ScoreOptions(softcap, s_aux), sliding_window)
     if metadata.paged is not None:
         assert metadata.kernel is not None
-        return metadata.kernel.attend_paged(metadata.paged, storage, layer, query, scaling, kind, sliding_window), None
-    parts = [attend_group(group, storage, layer, query, scaling, kind, sliding_window) for group in metadata.groups]
+        return metadata.kernel.attend_paged(metadata.paged, *operands), None
+    parts = [attend_group(group, *operands) for group in metadata.groups]
     if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):
         return parts[0].unsqueeze(0), None
     output = parts[0].new_empty(query.shape[2], *parts[0].shape[1:])

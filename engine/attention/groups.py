@@ -1,9 +1,9 @@
 """Sequences of a pass that attend in one call.
 
-A call for every sequence costs more than its work. Sequences of about the same size are padded to one shape here, and
-one call serves them all. Their keys and values are gathered into a buffer, which every layer uses again. It is small
-enough to stay in the processor's cache. Long prompts and lone sequences are groups of one: they are not padded, and not
-gathered if their blocks follow each other.
+A call for every sequence costs more than its work. Sequences of about the same size are padded to one
+shape here, and one call serves them all. Their keys and values are gathered into a buffer that every
+layer uses again. The buffer is small enough to stay in the processor's cache. A long prompt or a lone
+sequence is a group of one: it is not padded, and not gathered if its blocks are contiguous.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ class Group:
     slots: Tensor | slice
     """Slots [B * K] of the keys; a slice is read without a copy."""
     visible: Tensor | None
-    """[B, Q, K]; None if every query sees every key. A padding query sees one key. No query sees a padding key."""
+    """[B, Q, K]; None if every query sees every key.
+
+    A padding query sees one key. No query sees a padding key.
+    """
     positions: Callable[[], tuple[Tensor, Tensor]]
-    """([B, Q] positions of the queries, [B, K] of the keys); called if there are sliding windows."""
+    """([B, Q] positions of queries, [B, K] positions of keys); called for sliding windows."""
     real: Tensor | None
     """Indices of the B * Q queries that are not padding; None for all."""
     _bias: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
@@ -58,12 +61,14 @@ class Group:
     @cached_property
     def real_rows(self) -> Tensor | slice:
         """Return the rows of the flat pass that the group's results belong to."""
-        return self.rows if self.real is None or isinstance(self.rows, slice) else self.rows[self.real]
+        if self.real is None or isinstance(self.rows, slice):
+            return self.rows
+        return self.rows[self.real]
 
     def bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """Return [B, 1, heads * Q, K], -inf if a query does not see a key; None if every query sees every key.
+        """Return [B, 1, heads * Q, K] with -inf for keys that a query does not see.
 
-        window: positions of a sliding window; None is no window.
+        None if every query sees every key. window: positions of a sliding window, or None.
         """
         if (window, heads) not in self._bias:
             visible = self.visible
@@ -73,8 +78,11 @@ class Group:
                 visible = near if visible is None else visible & near
             bias = None
             if visible is not None:
-                bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-                bias = (bias.repeat(1, heads, 1) if heads > 1 else bias).unsqueeze(1)
+                bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+                bias = bias.masked_fill_(~visible, -torch.inf)
+                if heads > 1:
+                    bias = bias.repeat(1, heads, 1)
+                bias = bias.unsqueeze(1)
             self._bias[window, heads] = bias
         return self._bias[window, heads]
 
@@ -88,22 +96,29 @@ def attend_group(
     kind: ScoreOptions,
     window: int | None,
 ) -> Tensor:
-    """Return the attention of a group's queries [rows, H, D_v], in the order of `real_rows`. query: (1, H, T, D)."""
+    """Return the attention of a group's queries [rows, H, D_v], in the order of `real_rows`.
+
+    query: (1, H, T, D).
+    """
     num_batch, num_queries, num_keys = group.shape
     keys, values = storage.read(layer, group.slots)
     num_kv_heads = keys.shape[1]
     heads = query.shape[1] // num_kv_heads
     rows = group.rows
-    own = query[0, :, rows] if isinstance(rows, slice) else query[0].index_select(1, rows)
+    whole = query[0]
+    queries = whole[:, rows] if isinstance(rows, slice) else whole.index_select(1, rows)
     keys = keys.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
     values = values.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
     if num_batch == 1:
         bias = group.bias(window, 1, query.dtype)
-        return scaled_attention(own.unsqueeze(0), keys, values, bias, scaling, kind)[0].transpose(0, 1)
+        output = scaled_attention(queries.unsqueeze(0), keys, values, bias, scaling, kind)
+        return output[0].transpose(0, 1)
     # Query heads with the same keys become further queries of one head.
-    folded = own.reshape(num_kv_heads, heads, num_batch, num_queries, -1).permute(2, 0, 1, 3, 4)
+    folded = queries.reshape(num_kv_heads, heads, num_batch, num_queries, -1)
+    folded = folded.permute(2, 0, 1, 3, 4)
     folded = folded.reshape(num_batch, num_kv_heads, heads * num_queries, -1)
-    output = scaled_attention(folded, keys, values, group.bias(window, heads, query.dtype), scaling, kind)
+    bias = group.bias(window, heads, query.dtype)
+    output = scaled_attention(folded, keys, values, bias, scaling, kind)
     unfolded = output.view(num_batch, num_kv_heads, heads, num_queries, -1).permute(0, 3, 1, 2, 4)
     result = unfolded.reshape(num_batch * num_queries, num_kv_heads * heads, -1)
     return result if group.real is None else result[group.real]
@@ -114,8 +129,8 @@ def scaled_attention(
 ) -> Tensor:
     """Attend: query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
 
-    mask: is added to the scores. The query heads of a K/V head may be folded into further queries of one head
-    (`attend_group`); Q is then the queries of all these heads, head by head.
+    mask: is added to the scores. The query heads of a K/V head may be folded into further queries of
+    a single head (`attend_group`); Q then counts the queries of all folded heads, head by head.
     """
     if kind.softcap is not None or kind.sinks is not None:
         return _explicit(query, key, value, mask, scaling, kind)
@@ -128,7 +143,8 @@ def _explicit(
 ) -> Tensor:
     """Attend by matrix products."""
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query @ key.transpose(2, 3)).float() * scale
     if kind.softcap is not None:
@@ -139,24 +155,27 @@ def _explicit(
         return scores.softmax(-1).to(value.dtype) @ value
     # [H] -> [H_kv, Q of this call]: folded queries are ordered group by group.
     sinks = kind.sinks.float().view(query.shape[1], -1)
-    column = sinks.repeat_interleave(scores.shape[2] // sinks.shape[1], 1)[None, :, :, None].expand(
-        *scores.shape[:-1], 1
-    )
+    sinks = sinks.repeat_interleave(scores.shape[2] // sinks.shape[1], 1)
+    column = sinks[None, :, :, None].expand(*scores.shape[:-1], 1)
     weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
     return weights.to(value.dtype) @ value
 
 
 def groups_of(batch: StepLayout, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
     """Return the groups of a pass. token_bytes: K and V of one token in one layer."""
-    members = _alike(batch.counts.tolist(), (batch.num_keys - batch.first_keys).tolist(), token_bytes)
+    num_keys = (batch.num_keys - batch.first_keys).tolist()
+    members = _alike(batch.counts.tolist(), num_keys, token_bytes)
     return [_group(batch, np.array(numbers), block_size, device) for numbers in members]
 
 
 def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int) -> Iterator[list[int]]:
-    """Yield the numbers of sequences that form a group: alike in queries and keys, and few enough for the buffer."""
+    """Yield the numbers of sequences that form a group.
+
+    They have similar numbers of queries and keys, and fit into the buffer.
+    """
 
     def size(number: int) -> tuple[int, int]:
-        """Return (queries up to the next power of two, minus the number of keys): the first in order is the largest."""
+        """Return (bits of the number of queries, minus the number of keys)."""
         return (num_queries[number] - 1).bit_length(), -num_keys[number]
 
     members: list[int] = []
@@ -178,14 +197,18 @@ def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int
 
 def _group(batch: StepLayout, numbers: Ints, block_size: int, device: torch.device) -> Group:
     """Return the group of the sequences with these numbers."""
-    num_rows_B, first_key_B = batch.counts[numbers], batch.first_keys[numbers]
-    num_keys_B = batch.num_keys[numbers] - first_key_B
-    num_queries, num_keys = int(num_rows_B.max()), int(num_keys_B.max())
-    place_Q, place_K = np.arange(num_queries), np.arange(num_keys)
-    is_row_BQ = place_Q < num_rows_B[:, None]
-    row_BQ: Ints = batch.starts[numbers][:, None].astype(np.int64) + np.where(is_row_BQ, place_Q, 0)
+    num_rows_B1 = batch.counts[numbers][:, None]
+    first_row_B1 = batch.starts[numbers][:, None].astype(np.int64)
+    first_key_B1 = batch.first_keys[numbers][:, None]
+    num_keys_B1 = batch.num_keys[numbers][:, None] - first_key_B1
+    num_queries = int(num_rows_B1.max())
+    num_keys = int(num_keys_B1.max())
+    place_Q = np.arange(num_queries)
+    place_K = np.arange(num_keys)
+    is_row_BQ = place_Q < num_rows_B1
+    row_BQ: Ints = first_row_B1 + np.where(is_row_BQ, place_Q, 0)
     # A padding key is the first key again.
-    key_BK: Ints = first_key_B[:, None].astype(np.int64) + np.where(place_K < num_keys_B[:, None], place_K, 0)
+    key_BK: Ints = first_key_B1.astype(np.int64) + np.where(place_K < num_keys_B1, place_K, 0)
     visible_BQK = _visible(batch, numbers, row_BQ, num_keys)
     visible_BQK[~is_row_BQ] = place_K == 0
     slots = slots_of(batch.pages, numbers[:, None], key_BK, block_size)
@@ -203,21 +226,26 @@ def _group(batch: StepLayout, numbers: Ints, block_size: int, device: torch.devi
 
 
 def _in_order(places: Ints, device: torch.device) -> Tensor | slice:
-    """Return places flat; as a slice, which is read without a copy, if each follows the last one."""
-    flat, first = places.reshape(-1), int(places.flat[0])
-    is_slice = flat[-1] == first + len(flat) - 1 and bool((np.diff(flat) == 1).all())
-    return slice(first, first + len(flat)) if is_slice else to_device(flat, device)
+    """Return places flat; contiguous places as a slice, which is read without a copy."""
+    flat = places.reshape(-1)
+    first = int(flat[0])
+    stop = first + len(flat)
+    if flat[-1] == stop - 1 and bool((np.diff(flat) == 1).all()):
+        return slice(first, stop)
+    return to_device(flat, device)
 
 
 def _visible(batch: StepLayout, numbers: Ints, row_BQ: Ints, num_keys: int) -> Bools:
-    """Return which keys of its sequence each query sees [B, Q, K]. row_BQ: rows of the queries in the pass."""
+    """Return which keys each query sees [B, Q, K]. row_BQ: rows of the queries in the pass."""
     first_key_B1 = batch.first_keys[numbers][:, None]
     visible_BQK: Bools = np.arange(num_keys) < (batch.limits[row_BQ] - first_key_B1)[:, :, None]
     for visible_QK, number in zip(visible_BQK, numbers.tolist(), strict=True):
-        entering, all_nodes = batch.sequences[number].nodes.ancestry.shape
+        ancestry = batch.sequences[number].nodes.ancestry
+        entering, all_nodes = ancestry.shape
         if entering:
-            known, seen = int(batch.num_inputs_B[number]), int(batch.ends[number] - batch.first_keys[number])
-            visible_QK[known : known + entering, seen : seen + all_nodes] = batch.sequences[number].nodes.ancestry
+            known = int(batch.num_inputs_B[number])
+            seen = int(batch.ends[number] - batch.first_keys[number])
+            visible_QK[known : known + entering, seen : seen + all_nodes] = ancestry
     return visible_BQK
 
 

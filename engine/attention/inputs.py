@@ -1,12 +1,13 @@
-"""Layout of a step's passes: the tokens of each, where their K/V lies, and what they see.
+"""Layouts of a step's passes: tokens, slots of their K/V, and the keys that each token sees.
 
-A pass is a flat batch of T tokens of B sequences. A sequence contributes its input tokens, then its drafted nodes. An
-input token sees everything before it and itself. A node sees all input tokens, its own ancestors and itself. K/V of
-nodes lies in the slots after the last input token, in node order. The position of a node is that of the root plus its
-depth. These rules are in `place`, and every pass follows them.
+A pass is a flat batch of T tokens of B sequences. A sequence contributes its input tokens, then its
+drafted nodes. An input token sees everything before it and itself. A node sees all input tokens, its
+own ancestors and itself. K/V of nodes lies in the slots after the last input token, in node order.
+The position of a node is the root's position plus its depth. These rules are in `place`, and every
+pass follows them.
 
-A sequence's keys are numbered like its tokens: the text up to its *end*, then the nodes. The index of a token is its
-*offset* plus the end: the root has offset -1, nodes have 0 and more.
+A sequence's keys are numbered like its tokens: the text up to its *end*, then the nodes. The index
+of a token is its *offset* plus the end: the root has offset -1, nodes have 0 and more.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Places(NamedTuple):
 def place(end: Ints, offset: Ints, depth: Ints) -> Places:
     """Return the places of tokens.
 
-    end: index after the last input token of their sequence; offset: their index minus `end`; depth: depth of a node,
-    and offset + 1 for a token of the text.
+    end: index after the last input token of the token's sequence; offset: the token's index minus
+    `end`; depth: depth of a node, and offset + 1 for a token of the text.
     """
     index = end + offset
     return Places(index, end - 1 + depth, np.minimum(index + 1, end))
@@ -48,14 +49,14 @@ def place(end: Ints, offset: Ints, depth: Ints) -> Places:
 
 def slots_of(pages: Integers, row: Ints, index: Ints, block_size: int) -> Ints:
     """Return slots of tokens in the K/V pool. pages: block ids [B, P]; row, index: of the tokens."""
-    slots: Ints = pages[row, index // block_size].astype(np.int64) * block_size + index % block_size
-    return slots
+    block_ids: Ints = pages[row, index // block_size].astype(np.int64)
+    return block_ids * block_size + index % block_size
 
 
 def words_of(masks: Sequence[Bools], first_rows: Sequence[int], num_rows: int) -> Ints:
     """Return 64-bit words [rows, W] with a bit for each node that a row sees.
 
-    masks: each [queries, nodes], of the rows from its first row on; other rows see no node.
+    masks: each [queries, nodes], for the rows from its first row on; other rows see no node.
     """
     num_words = max([1, *(-(-mask.shape[1] // WORD) for mask in masks)])
     bits = np.zeros((num_rows, num_words * WORD), dtype=np.bool_)
@@ -66,7 +67,7 @@ def words_of(masks: Sequence[Bools], first_rows: Sequence[int], num_rows: int) -
 
 @dataclass(frozen=True)
 class NodeInput:
-    """Drafted nodes of one sequence that enter a pass, and those already in the cache."""
+    """Drafted nodes of a sequence that enter a pass, and its nodes in the cache."""
 
     tokens: Sequence[int]
     """Empty if the tokens are on the device only."""
@@ -98,9 +99,9 @@ class SequenceInput:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """One pass, or several that follow each other, on the host: T tokens of B sequences.
+    """One pass, or several consecutive passes, on the host: T tokens of B sequences.
 
-    Arrays named by a word alone are what kernels read: 32-bit integers unless said.
+    Arrays without a shape in their name are operands of kernels: 32-bit integers unless said.
     """
 
     sequences: Sequence[SequenceInput]
@@ -119,7 +120,7 @@ class StepLayout:
     counts: Integers
     """[B] rows of each sequence."""
     first_keys: Integers
-    """[B] index of the first key that is seen."""
+    """[B] index of the first visible key."""
     ends: Integers
     """[B] index after the last input token; keys from here on are nodes."""
     num_keys: Integers
@@ -135,39 +136,50 @@ class StepLayout:
 
     @property
     def seen(self) -> tuple[Integers, ...]:
-        """Return which keys each token sees, as `model_pass.run` takes it."""
-        of_sequences = self.pages, self.first_keys, self.ends, self.num_keys, self.node_positions
-        return self.words, *of_sequences, self.limits
+        """Return the arrays that define which keys each token sees, for `model_pass.run`."""
+        return (
+            self.words,
+            self.pages,
+            self.first_keys,
+            self.ends,
+            self.num_keys,
+            self.node_positions,
+            self.limits,
+        )
 
     @property
     def positions(self) -> Integers:
-        """[T] `positions_T` in 32 bits."""
+        """Return [T] `positions_T` in 32 bits."""
         return self.positions_T.astype(np.int32)
 
     def part(self, begin: int, end: int) -> StepLayout:
-        """Return the layout of the sequences of these numbers alone."""
+        """Return the layout of the sequences from number `begin` to `end`."""
         sequences = slice(begin, end)
         first = int(self.starts[begin])
-        tokens = slice(first, int(self.starts[end - 1] + self.counts[end - 1]))
-        wanted = slice(*np.searchsorted(self.wanted_N, (tokens.start, tokens.stop)).tolist())
-        drawn = slice(*np.searchsorted(self.drawn_M, (tokens.start, tokens.stop)).tolist())
-        cut: dict[str, Any] = {name: getattr(self, name)[sequences] for name in _OF_SEQUENCES}
-        cut |= {name: getattr(self, name)[tokens] for name in _OF_TOKENS}
+        stop = int(self.starts[end - 1] + self.counts[end - 1])
+        cut: dict[str, Any] = {}
+        for name in _SEQUENCE_FIELDS:
+            cut[name] = getattr(self, name)[sequences]
+        for name in _TOKEN_FIELDS:
+            cut[name] = getattr(self, name)[first:stop]
         cut["starts"] = cut["starts"] - np.int32(first)
-        return StepLayout(**cut, drawn_M=self.drawn_M[drawn] - first, wanted_N=self.wanted_N[wanted] - first)
+        for name in _ROW_NUMBER_FIELDS:
+            rows = getattr(self, name)
+            begin_row, end_row = np.searchsorted(rows, (first, stop)).tolist()
+            cut[name] = rows[begin_row:end_row] - first
+        return StepLayout(**cut)
 
 
-_OF_TOKENS = ("token_ids_T", "positions_T", "slots_T", "limits", "words")
-_OF_SEQUENCES = (
-    *("sequences", "num_inputs_B", "starts", "counts", "first_keys", "ends", "num_keys", "pages", "node_positions"),
-)
+_TOKEN_FIELDS = ("token_ids_T", "positions_T", "slots_T", "limits", "words")
+_SEQUENCE_FIELDS = tuple("sequences num_inputs_B starts counts first_keys ends num_keys pages node_positions".split())
+_ROW_NUMBER_FIELDS = ("drawn_M", "wanted_N")
 
 
 def build_all(passes: Sequence[Sequence[SequenceInput]], block_size: int) -> list[StepLayout]:
     """Return the layouts of several passes, which are made together."""
-    whole = build([sequence for one in passes for sequence in one], block_size)
-    ends = np.cumsum([len(one) for one in passes]).tolist()
-    return [whole.part(end - len(one), end) for one, end in zip(passes, ends, strict=True)]
+    whole = build([sequence for inputs in passes for sequence in inputs], block_size)
+    ends = np.cumsum([len(inputs) for inputs in passes]).tolist()
+    return [whole.part(end - len(inputs), end) for inputs, end in zip(passes, ends, strict=True)]
 
 
 def build(sequences: Sequence[SequenceInput], block_size: int) -> StepLayout:
@@ -175,17 +187,23 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> StepLayout:
     sizes = [(s.first_index, len(s.input_ids), len(s.nodes.cached_depths), len(s.nodes.depths)) for s in sequences]
     first_B, num_inputs_B, num_cached_B, num_entering_B = np.array(sizes, dtype=np.int64).T
     num_rows_B = num_inputs_B + num_entering_B
-    start_B, end_B = np.cumsum(num_rows_B) - num_rows_B, first_B + num_inputs_B
+    num_nodes_B = num_cached_B + num_entering_B
+    start_B = np.cumsum(num_rows_B) - num_rows_B
+    end_B = first_B + num_inputs_B
+    first_node_B = start_B + num_inputs_B
     row_T = np.repeat(np.arange(len(sequences)), num_rows_B)
-    offset_T = np.arange(len(row_T)) - (start_B + num_inputs_B)[row_T]
-    depth_T, is_node_T = offset_T + 1, offset_T >= 0
-    words, node_positions = np.zeros((len(row_T), 1), dtype=np.int64), np.zeros((len(sequences), 1), dtype=np.int64)
+    offset_T = np.arange(len(row_T)) - first_node_B[row_T]
+    depth_T = offset_T + 1
+    is_node_T = offset_T >= 0
+    words = np.zeros((len(row_T), 1), dtype=np.int64)
+    node_positions = np.zeros((len(sequences), 1), dtype=np.int64)
     if is_node_T.any():
         nodes = [s.nodes for s in sequences]
         offset_T += is_node_T * num_cached_B[row_T]  # cached nodes come first
-        depth_T[is_node_T] = [depth for one in nodes for depth in one.depths]
-        words = words_of([one.ancestry for one in nodes], (start_B + num_inputs_B).tolist(), len(row_T))
-        node_positions = _node_positions(nodes, end_B, num_cached_B + num_entering_B)
+        depth_T[is_node_T] = [depth for entering in nodes for depth in entering.depths]
+        masks = [entering.ancestry for entering in nodes]
+        words = words_of(masks, first_node_B.tolist(), len(row_T))
+        node_positions = _node_positions(nodes, end_B, num_nodes_B)
     places = place(end_B[row_T], offset_T, depth_T)
     pages = _table([s.block_ids for s in sequences])
     token_ids_T, drawn_M = _tokens(sequences, is_node_T, row_T)
@@ -205,7 +223,7 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> StepLayout:
         counts=num_rows_B.astype(np.int32),
         first_keys=np.array([s.first_key for s in sequences], dtype=np.int32),
         ends=end_B.astype(np.int32),
-        num_keys=(end_B + num_cached_B + num_entering_B).astype(np.int32),
+        num_keys=(end_B + num_nodes_B).astype(np.int32),
         pages=pages,
         node_positions=node_positions.astype(np.int32),
         limits=places.limits.astype(np.int32),
@@ -216,14 +234,17 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> StepLayout:
 def _node_positions(nodes: Sequence[NodeInput], end_B: Ints, num_nodes_B: Ints) -> Ints:
     """Return the positions [B, N] of the nodes' keys."""
     positions_BN = np.zeros((len(nodes), int(num_nodes_B.max())), dtype=np.int64)
-    depths = [depth for one in nodes for some in (one.cached_depths, one.depths) for depth in some]
+    depths: list[int] = []
+    for sequence_nodes in nodes:
+        depths += sequence_nodes.cached_depths
+        depths += sequence_nodes.depths
     is_node_BN = np.arange(positions_BN.shape[1]) < num_nodes_B[:, None]
     positions_BN[is_node_BN] = np.repeat(end_B - 1, num_nodes_B) + depths
     return positions_BN
 
 
 def _tokens(sequences: Sequence[SequenceInput], is_node_T: Bools, row_T: Ints) -> tuple[Ints, Ints]:
-    """Return (token ids, 0 if only the device knows them; rows of those)."""
+    """Return (token ids, 0 if only the device knows the token; rows of tokens with id 0)."""
     known = [token for s in sequences for part in (s.input_ids, s.nodes.tokens) for token in part]
     if len(known) == len(row_T):
         return np.array(known, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -240,7 +261,11 @@ def _table(block_ids: Sequence[Sequence[int]]) -> Integers:
         return np.array(block_ids, dtype=np.int32)
     table = np.zeros((len(block_ids), max(map(len, block_ids))), dtype=np.int32)
     # The passes of a step repeat their sequences.
-    different = {id(ids): np.array(ids, dtype=np.int32) for ids in {id(ids): ids for ids in block_ids}.values()}
+    arrays: dict[int, Integers] = {}
     for row, ids in zip(table, block_ids, strict=True):
-        row[: len(ids)] = different[id(ids)]
+        array = arrays.get(id(ids))
+        if array is None:
+            array = np.array(ids, dtype=np.int32)
+            arrays[id(ids)] = array
+        row[: len(ids)] = array
     return table

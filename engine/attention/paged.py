@@ -35,11 +35,11 @@ class Paged(NamedTuple):
     most_queries: int
     most_keys: int
     total_keys: int = 0
-    """Keys of all texts; of a recorded step, whose texts grow, 0."""
+    """Keys of all texts; 0 in a recorded step, whose texts grow."""
     num_scores: int = 0
-    """Pairs of a query and a key of its text; of a recorded step 0."""
+    """Pairs of a query and a key of its text; 0 in a recorded step."""
     is_padded: bool = False
-    """Whether every sequence has room for `most_queries` rows; it may use fewer."""
+    """Whether every sequence has room for `most_queries` rows; a sequence may use fewer."""
 
 
 class DevicePass(NamedTuple):
@@ -57,33 +57,35 @@ _ROWS = DevicePass._fields[:-1]
 _OPERANDS = Paged._fields[: Paged._fields.index("page_size")]
 
 
-def on_host(one: StepLayout) -> DevicePass:
+def on_host(layout: StepLayout) -> DevicePass:
     """Return a pass whose model runs on the host, without a copy."""
-    token_ids_T, drawn_M, positions_T, slots_T, wanted_N = (torch.from_numpy(getattr(one, name)) for name in _ROWS)
-    return DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, None)
+    rows = {name: torch.from_numpy(getattr(layout, name)) for name in _ROWS}
+    return DevicePass(**rows, paged=None)
 
 
 def upload(passes: Sequence[StepLayout], page_size: int, device: torch.device) -> list[DevicePass]:
-    """Copy the layouts of a step's passes to the device, all in one copy that is not waited for."""
-    arrays = {f"{name} {i}": getattr(one, name) for i, one in enumerate(passes) for name in (*_ROWS, *_OPERANDS)}
-    fields = [Field(name, one.dtype, one.shape) for name, one in arrays.items()]
+    """Copy the layouts of a step's passes to the device, in one asynchronous copy."""
+    names = (*_ROWS, *_OPERANDS)
+    arrays = {f"{name} {i}": getattr(layout, name) for i, layout in enumerate(passes) for name in names}
+    fields = [Field(name, array.dtype, array.shape) for name, array in arrays.items()]
     flat = np.zeros(sum(field.words for field in fields), dtype=np.int64)
     for name, view in views(flat, fields).items():
         view[...] = arrays[name]
     whole = torch.from_numpy(flat)
     if device.type != "cpu":
         whole = whole.pin_memory().to(device, non_blocking=True)
-    found = views(whole, fields)
+    tensors = views(whole, fields)
     uploaded = []
-    for i, one in enumerate(passes):
-        keys_B = (one.num_keys - one.first_keys).astype(np.int64)
+    for i, layout in enumerate(passes):
+        keys_B = (layout.num_keys - layout.first_keys).astype(np.int64)
         paged = Paged(
-            **{name: found[f"{name} {i}"] for name in _OPERANDS},
+            **{name: tensors[f"{name} {i}"] for name in _OPERANDS},
             page_size=page_size,
-            most_queries=int(one.counts.max(initial=0)),
+            most_queries=int(layout.counts.max(initial=0)),
             most_keys=int(keys_B.max(initial=0)),
             total_keys=int(keys_B.sum()),
-            num_scores=int((one.counts * keys_B).sum()),
+            num_scores=int((layout.counts * keys_B).sum()),
         )
-        uploaded.append(DevicePass(**{name: found[f"{name} {i}"] for name in _ROWS}, paged=paged))
+        rows = {name: tensors[f"{name} {i}"] for name in _ROWS}
+        uploaded.append(DevicePass(**rows, paged=paged))
     return uploaded

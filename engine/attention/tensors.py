@@ -1,10 +1,11 @@
 """K/V tensors of one model, addressed by slot.
 
 All layers share one addressing: slot = block * block_size + offset. Backends write K/V of all tokens
-and nodes. After a step this module moves that of the accepted path to the slots after the text.
+and nodes. After a step this module moves the K/V of the accepted path to the slots after the text.
 
-A *tap* is a place in the model whose hidden states a drafter reads: tap k is the stream that enters layer k, tap N the
-stream that leaves the last of N layers, and `NORMED` that stream after the final norm.
+A *tap* is a place in the model whose hidden states a drafter reads: tap k is the stream that enters
+layer k, tap N the stream that leaves the last of N layers, and `NORMED` the same stream after the
+final norm.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NORMED = -1
 
 
 def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block_size: int) -> KVMoves:
-    """Return the moves of a sequence from index to index, as slots; moves to the same place are left out."""
+    """Return the moves of a sequence from index to index, as slots, without moves in place."""
 
     def slot(index: int) -> int:
         return block_ids[index // block_size] * block_size + index % block_size
@@ -46,7 +47,7 @@ class KVShape:
     """Taps whose hidden states are stored with K and V, for a drafter that reads them."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K, V and hidden states."""
+        """Return the bytes of one token's K, V and hidden states."""
         return self.num_layers * self.layer_bytes(dtype) + self.all_hidden_dim * dtype.itemsize
 
     @property
@@ -60,22 +61,29 @@ class KVShape:
 
 
 class KVTensors:
-    """Keys [layers, slots, heads, key_dim], values [layers, slots, heads, value_dim], hidden states [slots, taps * D].
+    """K/V and hidden states of all slots.
 
-    `hidden` is None if there are no taps.
+    Keys [layers, slots, heads, key_dim], values [layers, slots, heads, value_dim], hidden states
+    [slots, taps * D]. `hidden` is None if there are no taps.
     """
 
     def __init__(
-        self, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device, kernels: Kernels = TORCH
+        self,
+        shape: KVShape,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels = TORCH,
     ) -> None:
         layout = (num_slots, shape.num_kv_heads)
-        widths = (shape.key_dim, shape.value_dim)
-        if widths[0] == widths[1]:
+        if shape.key_dim == shape.value_dim:
             # One piece of memory, so that one operation moves both.
-            both = _zeros((2 * shape.num_layers, *layout, widths[0]), dtype, device)
-            self._moved, (self.keys, self.values) = [both], both.chunk(2)
+            both = _zeros((2 * shape.num_layers, *layout, shape.key_dim), dtype, device)
+            self.keys, self.values = both.chunk(2)
+            self._moved = [both]
         else:
-            self.keys, self.values = (_zeros((shape.num_layers, *layout, width), dtype, device) for width in widths)
+            self.keys = _zeros((shape.num_layers, *layout, shape.key_dim), dtype, device)
+            self.values = _zeros((shape.num_layers, *layout, shape.value_dim), dtype, device)
             self._moved = [self.keys, self.values]
         self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
         """(keys, values) of each layer, as views."""
@@ -88,17 +96,24 @@ class KVTensors:
         self.kernels = kernels
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of a layer at `slots` [slots, heads, dim]; the next call uses the same memory."""
+        """Return K and V of a layer at `slots` [slots, heads, dim].
+
+        The next call uses the same memory.
+        """
         keys, values = self.layers[layer]
         if isinstance(slots, slice):
             return keys[slots], values[slots]
         count = len(slots)
         if len(self._gathered[0]) < count:
-            self._gathered = (keys.new_empty((count, *keys.shape[1:])), values.new_empty((count, *values.shape[1:])))
-        gathered = self._gathered[0][:count], self._gathered[1][:count]
-        torch.index_select(keys, 0, slots, out=gathered[0])
-        torch.index_select(values, 0, slots, out=gathered[1])
-        return gathered
+            self._gathered = (
+                keys.new_empty((count, *keys.shape[1:])),
+                values.new_empty((count, *values.shape[1:])),
+            )
+        gathered_keys = self._gathered[0][:count]
+        gathered_values = self._gathered[1][:count]
+        torch.index_select(keys, 0, slots, out=gathered_keys)
+        torch.index_select(values, 0, slots, out=gathered_values)
+        return gathered_keys, gathered_values
 
     def store(self, tap: int, slots: torch.Tensor | slice, state_TD: torch.Tensor) -> None:
         """Write the hidden states of a pass to its slots, if the tap is stored."""
@@ -109,22 +124,29 @@ class KVTensors:
             self.hidden[slots, place * width : (place + 1) * width] = state_TD
 
     def wipe(self, slots: torch.Tensor) -> None:
-        """Wipe what is stored of tokens."""
-        for kept in (self.keys, self.values):
-            kept[:, slots] = 0
+        """Set the K/V and hidden states of tokens to zero."""
+        self.keys[:, slots] = 0
+        self.values[:, slots] = 0
         if self.hidden is not None:
             self.hidden[slots] = 0
 
     def keep(self, moves: Sequence[KVMoves]) -> None:
-        """Move what is stored of tokens, by sequence: each is read whole before it is written; no two share a slot."""
-        moves = [of_sequence for of_sequence in moves if of_sequence]
-        if moves:
-            self.kernels.move(self._moved, moves)
+        """Move K/V and hidden states of tokens, by sequence.
+
+        All tokens of a sequence are read before any is written. No two sequences share a slot.
+        """
+        nonempty = [sequence_moves for sequence_moves in moves if sequence_moves]
+        if nonempty:
+            self.kernels.move(self._moved, nonempty)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On a CPU they take memory only if something is written to them; `torch.zeros` writes everywhere."""
+    """Return zeros.
+
+    On a CPU they take memory only if they are written to. `torch.zeros` would write everywhere.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE), dtype=dtype).view(shape)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

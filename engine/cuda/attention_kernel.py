@@ -101,11 +101,11 @@ def _extent(
 @triton.jit
 def _sizes(begin, counts, first_keys, num_keys, num_sequences, padded_queries, tile_queries: tl.constexpr):
     """Return (whether they exist, tiles of queries, keys) of the sequences from `begin` on."""
-    one = begin + tl.arange(0, 64)
-    is_one = one < num_sequences
-    count = tl.maximum(tl.load(counts + one, mask=is_one, other=0), tl.where(is_one, padded_queries, 0))
-    keys = tl.load(num_keys + one, mask=is_one, other=0) - tl.load(first_keys + one, mask=is_one, other=0)
-    return is_one, tl.cdiv(count, tile_queries), keys
+    sequence = begin + tl.arange(0, 64)
+    exists = sequence < num_sequences
+    count = tl.maximum(tl.load(counts + sequence, mask=exists, other=0), tl.where(exists, padded_queries, 0))
+    keys = tl.load(num_keys + sequence, mask=exists, other=0) - tl.load(first_keys + sequence, mask=exists, other=0)
+    return exists, tl.cdiv(count, tile_queries), keys
 
 
 @triton.jit
@@ -225,12 +225,12 @@ def _attend(
             sums = sums * fade[:, None] + product(weights, value_tile, upcast)
             largest = new_largest
     # NaN is something: rows whose keys are broken must not get finite numbers.
-    some = is_query & (total != 0)
+    sees_any = is_query & (total != 0)
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head
     inside = is_row[:, None] & (value_column[None, :] < value_dim)
-    result = tl.where(some[:, None], sums / tl.where(some, total, 1.0)[:, None], 0.0)
+    result = tl.where(sees_any[:, None], sums / tl.where(sees_any, total, 1.0)[:, None], 0.0)
     tl.store(output + at[:, None] * value_dim + value_column[None, :], result, mask=inside)
-    tl.store(lse + at, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=is_row)
+    tl.store(lse + at, tl.where(sees_any, largest + tl.log(tl.where(sees_any, total, 1.0)), -float("inf")), mask=is_row)
 
 
 def attend_paged(
@@ -315,17 +315,17 @@ def _merge(
 ):  # fmt: skip
     at, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, most_parts), tl.arange(0, value_block)
     row = part * num_tokens.to(tl.int64) * num_heads + at
-    own = tl.load(lse + row, mask=part < num_parts, other=-float("inf"))
-    largest = tl.maximum(tl.max(own, axis=0), -1e30)
+    part_lse = tl.load(lse + row, mask=part < num_parts, other=-float("inf"))
+    largest = tl.maximum(tl.max(part_lse, axis=0), -1e30)
     if has_sinks:
         sink = tl.load(sinks + at % num_heads).to(tl.float32)
         largest = tl.maximum(largest, sink)
-    weight = tl.exp(own - largest)
+    weight = tl.exp(part_lse - largest)
     total = tl.sum(weight, axis=0)
     if has_sinks:
         total += tl.exp(sink - largest)
     # Parts without keys have no numbers in memory.
-    inside = (own > -float("inf"))[:, None] & (column < value_dim)[None, :]
+    inside = (part_lse > -float("inf"))[:, None] & (column < value_dim)[None, :]
     values = tl.load(output + row[:, None] * value_dim + column[None, :], mask=inside, other=0.0)
     sums = tl.sum(weight[:, None] * values, axis=0)
     # Queries that see nothing are padding: any finite number is right.

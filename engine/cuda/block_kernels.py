@@ -109,12 +109,12 @@ def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests,
     request = tl.load(requests + chain, mask=is_chain, other=-1)
     before = tl.load(requests + chain - 1, mask=is_chain & (chain > 0), other=-1)
     number = tl.cumsum((is_chain & (request != before)).to(tl.int32), axis=0) - 1
-    mine = is_chain & (number == tl.program_id(0))
-    score = tl.load(scores + chain, mask=mine, other=float("inf"))
+    is_candidate = is_chain & (number == tl.program_id(0))
+    score = tl.load(scores + chain, mask=is_candidate, other=float("inf"))
     smallest = tl.min(score, axis=0)
-    winner = tl.min(tl.where(mine & (score == smallest), chain, block), axis=0)
+    winner = tl.min(tl.where(is_candidate & (score == smallest), chain, block), axis=0)
     # If all scores are NaN, none is the smallest.
-    winner = tl.minimum(winner, tl.max(tl.where(mine, chain, 0), axis=0))
+    winner = tl.minimum(winner, tl.max(tl.where(is_candidate, chain, 0), axis=0))
     to = verdict + tl.program_id(0)
     tl.store(to, winner.to(tl.int64))
     tl.store(to + num_requests, tl.load(accepted + winner))
@@ -136,16 +136,16 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
     sum_tiles[(num_chains * (length + 1), num_tiles)](
         *distributions, prefixes[2], *sums, width, num_tiles, length + 1, length, tile=TILE, has_draft=True
     )
-    found = torch.empty((2, num_chains), dtype=torch.int64, device=device)
+    results = torch.empty((2, num_chains), dtype=torch.int64, device=device)
     score_C = torch.empty(num_chains, dtype=torch.float64, device=device)
     accept_CL = noise.accept_CL if noise.accept_CL.stride(-1) == 1 else noise.accept_CL.contiguous()
     _decide[(num_chains,)](
         *distributions, chains.length_C.contiguous(), *prefixes, sums[0], sums[1],
-        accept_CL, noise.residual_C.contiguous(), noise.score_C.contiguous(), found[0], found[1], score_C,
+        accept_CL, noise.residual_C.contiguous(), noise.score_C.contiguous(), results[0], results[1], score_C,
         width, num_tiles, length, accept_CL.stride(0),
         block=block, tile=TILE, tiles=triton.next_power_of_2(num_tiles),
     )  # fmt: skip
-    return winners(chains, score_C, found[0], found[1])
+    return winners(chains, score_C, results[0], results[1])
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:

@@ -16,8 +16,9 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, F
 from engine.kernels.torch_kernels import Kernels
 
 _USUAL_MOVES = 32
-"""Usual maximum of moves per sequence. The kernel is compiled for a padded number of moves, so usual steps share one
-compiled kernel.
+"""Usual maximum of moves per sequence.
+
+The kernel is compiled for a padded number of moves, so usual steps share a compiled kernel.
 """
 
 
@@ -72,6 +73,6 @@ def _padded(moves: Sequence[KVMoves]) -> npt.NDArray[np.int64]:
     """Return [sequences, most, 2], padded with -1."""
     most = max(_USUAL_MOVES, 1 << (max(map(len, moves)) - 1).bit_length())
     result = np.full((len(moves), most, 2), -1)
-    for of_sequence, row in zip(moves, result, strict=True):
-        row[: len(of_sequence)] = of_sequence
+    for sequence_moves, row in zip(moves, result, strict=True):
+        row[: len(sequence_moves)] = sequence_moves
     return result

@@ -1,6 +1,7 @@
 """Decides whether Triton's kernels compute a layer (`layer_kernels.py`).
 
-On every device they are tried once on synthetic rows, and compared with the plain operations. Not for: the operations.
+On every device the kernels run once on synthetic rows, and are compared with the plain operations.
+Not for: the operations.
 """
 
 from __future__ import annotations
@@ -24,43 +25,53 @@ def use_float8(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the fault of its kernels on a device; None if they agree with the plain operations."""
+    """Return the fault of the kernels on a device; None if they agree with plain operations."""
     from engine.cuda import layer_kernels
 
-    some = partial(synthetic_rows, device, dtype)
+    rows = partial(synthetic_rows, device, dtype)
     num_heads, num_kv_heads, head_dim = 6, 2, 80
-    hidden, weight = some(5, 480), some(480)
+    num_rotated = num_heads + num_kv_heads
+    hidden = rows(5, 480)
+    weight = rows(480)
     if not close(layer_kernels.norm(hidden, weight, 1e-5), rms_norm(hidden, (480,), weight, 1e-5)):
         return "norms differ"
     if not close(layer_kernels.gate(hidden), silu(hidden[:, :240]) * hidden[:, 240:]):
         return "gates differ"
-    joined = some(5, (num_heads + 2 * num_kv_heads) * head_dim)
-    keys, values = some(9, num_kv_heads, head_dim).zero_(), some(9, num_kv_heads, head_dim).zero_()
-    rotation, slots = (some(9, head_dim), some(9, head_dim).flip(1)), torch.tensor([4, 0, 8, 2, 5]).to(device)
+    joined = rows(5, (num_rotated + num_kv_heads) * head_dim)
+    keys = rows(9, num_kv_heads, head_dim).zero_()
+    values = rows(9, num_kv_heads, head_dim).zero_()
+    rotation = rows(9, head_dim), rows(9, head_dim).flip(1)
+    slots = torch.tensor([4, 0, 8, 2, 5]).to(device)
     positions = slots.flip(0)
     cosines, sines = (part[positions] for part in rotation)
-    norms = weight[:head_dim], weight[head_dim : 2 * head_dim]
-    query = layer_kernels.rotate_and_write(joined, rotation, positions, norms, 1e-5, slots, (keys, values))
+    query_norm = weight[:head_dim]
+    key_norm = weight[head_dim : 2 * head_dim]
+    query = layer_kernels.rotate_and_write(
+        joined, rotation, positions, (query_norm, key_norm), 1e-5, slots, (keys, values)
+    )
     heads = joined.view(5, -1, head_dim)
-    for found, start, stop, norm in (
-        (query, 0, num_heads, norms[0]),
-        (keys[slots], num_heads, num_heads + num_kv_heads, norms[1]),
+    for rotated, part, norm in (
+        (query, heads[:, :num_heads], query_norm),
+        (keys[slots], heads[:, num_heads:num_rotated], key_norm),
     ):
-        own = rms_norm(heads[:, start:stop], (head_dim,), norm, 1e-5)
-        if not close(found, own * cosines[:, None] + own.roll(head_dim // 2, -1) * sines[:, None]):
+        normed = rms_norm(part, (head_dim,), norm, 1e-5)
+        swapped = normed.roll(head_dim // 2, -1)
+        if not close(rotated, normed * cosines[:, None] + swapped * sines[:, None]):
             return "rotations differ"
-    if not torch.equal(values[slots], heads[:, num_heads + num_kv_heads :]):
+    if not torch.equal(values[slots], heads[:, num_rotated:]):
         return "values differ"
     return None
 
 
 def find_rounding_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the fault of the kernel that rounds rows to fp8 on a device; None if it agrees with the plain operations,
-    in which a quotient may be rounded once more.
+    """Return the fault of the kernel that rounds rows to fp8 on a device.
+
+    None if it agrees with the plain operations, in which a quotient may be rounded once more.
     """
     from engine.cuda import layer_kernels
 
-    rows, most = synthetic_rows(device, dtype, 5, 480), torch.finfo(torch.float8_e4m3fn).max
+    rows = synthetic_rows(device, dtype, 5, 480)
+    most = torch.finfo(torch.float8_e4m3fn).max
     rows[3] = 0
     rounded, scales = layer_kernels.round_rows(rows)
     expected = (rows.abs().amax(1, keepdim=True) / most).float()

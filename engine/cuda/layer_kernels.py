@@ -46,8 +46,8 @@ def _rotate_and_write(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, block)
     inside = column < head_dim
-    own = joined + (token * (num_heads + 2 * num_kv_heads) + head) * head_dim
-    value = tl.load(own + column, mask=inside, other=0.0)
+    head_values = joined + (token * (num_heads + 2 * num_kv_heads) + head) * head_dim
+    value = tl.load(head_values + column, mask=inside, other=0.0)
     slot = tl.load(slots + token)
     if head >= num_heads + num_kv_heads:
         to = values + (slot * num_kv_heads + head - num_heads - num_kv_heads) * head_dim
@@ -55,7 +55,7 @@ def _rotate_and_write(
     else:
         # Rotation by halves: each number is paired with the one at its place in the other half.
         other_column = tl.where(column < head_dim // 2, column + head_dim // 2, column - head_dim // 2)
-        other = tl.load(own + other_column, mask=inside, other=0.0)
+        other = tl.load(head_values + other_column, mask=inside, other=0.0)
         # A node after the longest text is drafted, and never emitted.
         place = tl.minimum(tl.load(positions + token), num_positions - 1) * head_dim
         cosine = tl.load(cosines + place + column, mask=inside, other=0.0).to(tl.float32)

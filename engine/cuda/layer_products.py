@@ -1,11 +1,12 @@
-"""Products of a decoder's linear layers, for weights in several layouts, in as few calls as each allows.
+"""Products of a decoder's linear layers, for weights in several layouts, in as few calls as possible.
 
-Plain weights, and those of torchao that have a scale for each row in fp8, are joined: q, k and v are one product, gate
-and up another, and the modules keep views, so nothing is stored twice. Other layouts of torchao, and the layers of
-compressed-tensors, are computed by their modules, and the results are joined.
+Plain weights, and fp8 weights of torchao with a scale for each row, are joined: q, k and v are one
+product, gate and up another. The modules keep views, so nothing is stored twice. Other layouts of
+torchao, and the layers of compressed-tensors, are computed by their modules, and the results are
+joined.
 
-Rows that are rounded to fp8 are rounded by one kernel where Triton's kernels compute the layers (`use_kernels`):
-torchao takes eight operations. The numbers are the same.
+If Triton's kernels compute the layers (`use_kernels`), a single kernel rounds rows to fp8: torchao
+takes eight operations. The numbers are the same.
 """
 
 from __future__ import annotations
@@ -58,18 +59,20 @@ class ModuleProduct(RowProduct):
     modules: Sequence[nn.Module]
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
-        parts = [module(rows_TK) for module in self.modules]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        parts: list[Tensor] = [module(rows_TK) for module in self.modules]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, -1)
 
 
 @dataclass(frozen=True)
 class Float8Product(RowProduct):
-    """A product with a weight of torchao that has a scale for each of its rows."""
+    """A product with a weight of torchao that has a scale for each row of the weight."""
 
     weight_NK: Any
     bias_N: Tensor | None
     module: nn.Module
-    """One of those that the weight is of; the probe switches its rounding off."""
+    """A module whose weight is a part of the weight; the probe disables its rounding."""
     by_kernel: bool
     """Whether rows are rounded by our kernel."""
 
@@ -81,28 +84,35 @@ class Float8Product(RowProduct):
         from engine.cuda.layer_kernels import round_rows  # Triton is installed if its kernels are used
 
         rounded_TK, scales_T1 = round_rows(rows_TK)
-        weight_KN, scales_1N = self.weight_NK.qdata.t(), self.weight_NK.scale.t()
         return torch._scaled_mm(
-            *(rounded_TK, weight_KN, scales_T1, scales_1N, self.bias_N),
+            rounded_TK,
+            self.weight_NK.qdata.t(),
+            scales_T1,
+            self.weight_NK.scale.t(),
+            self.bias_N,
             out_dtype=rows_TK.dtype,
             use_fast_accum=self.weight_NK.mm_config.use_fast_accum,
         )
 
 
 def product(modules: Sequence[Any], use_kernels: bool = False) -> RowProduct:
-    """Return the product of modules with their weights stacked; the modules keep views of them.
+    """Return the product of modules with their weights stacked.
 
-    use_kernels: whether Triton's kernels compute the layers.
+    The modules keep views of the stacked weights. use_kernels: whether Triton's kernels compute the
+    layers.
     """
     biases = [module.bias for module in modules if module.bias is not None]
     if biases and len(biases) < len(modules):
         return ModuleProduct(modules)
-    bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+    bias = None
+    if biases:
+        bias = biases[0] if len(biases) == 1 else torch.cat(biases)
     if all(map(is_plain, modules)):
         return PlainProduct(_joined(modules), bias)
     if all(has_float8_rows(module) for module in modules):
-        rounds = rounds_to_float8(modules[0].weight)
-        by_kernel = use_kernels and rounds and use_float8(modules[0].weight.device, modules[0].weight.dtype)
+        weight = modules[0].weight
+        rounds = rounds_to_float8(weight)
+        by_kernel = use_kernels and rounds and use_float8(weight.device, weight.dtype)
         return Float8Product(_joined(modules), bias, modules[0], by_kernel)
     return ModuleProduct(modules)
 

@@ -35,8 +35,8 @@ _INFINITY = tl.constexpr(0x7F800000)
 def _chosen(sums, wanted, num_tiles, tiles: tl.constexpr):
     """Return (the largest candidate that has enough, and its sum); candidate 0 has it, except for rounding."""
     tile, digit = tl.arange(0, tiles), tl.arange(0, _DIGITS)
-    of_tile = tl.load(sums + tile[:, None] * _DIGITS + digit[None, :], mask=(tile < num_tiles)[:, None], other=0.0)
-    mass = tl.sum(of_tile, axis=0)
+    tile_sums = tl.load(sums + tile[:, None] * _DIGITS + digit[None, :], mask=(tile < num_tiles)[:, None], other=0.0)
+    mass = tl.sum(tile_sums, axis=0)
     enough = (mass >= wanted) & (mass > 0)
     chosen = tl.max(tl.where(enough, digit, 0), axis=0)
     return chosen, tl.sum(tl.where(digit == chosen, mass, 0.0), axis=0)

@@ -53,15 +53,15 @@ def _sum_exponentials(
     column = number * tile + tl.arange(0, tile)
     value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
     # Finite, so that differences of masked tokens are defined.
-    own = tl.maximum(tl.max(value, axis=0), -1e30)
+    tile_largest = tl.maximum(tl.max(value, axis=0), -1e30)
     # The maximum is subtracted first: at tiny temperatures the quotients alone would overflow.
-    weight = tl.exp((value - own) / temperature)
+    weight = tl.exp((value - tile_largest) / temperature)
     if has_edges:
         place = tl.arange(0, tiles)
         whole = tl.max(tl.load(largest + row * num_tiles + place, mask=place < num_tiles, other=-1e30), axis=0)
         weight = tl.where(scaled_of(value, whole, temperature) >= tl.load(edges + row), weight, 0.0)
     else:
-        tl.store(largest + row * num_tiles + number, own)
+        tl.store(largest + row * num_tiles + number, tile_largest)
     tl.store(totals + row * num_tiles + number, tl.sum(weight, axis=0))
 
 
@@ -74,10 +74,10 @@ def _softmax(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     place = tl.arange(0, tiles)
-    of_tile = tl.load(largest + row * num_tiles + place, mask=place < num_tiles, other=-1e30)
+    tile_largest = tl.load(largest + row * num_tiles + place, mask=place < num_tiles, other=-1e30)
     sums = tl.load(totals + row * num_tiles + place, mask=place < num_tiles, other=0.0)
-    whole = tl.max(of_tile, axis=0)
-    total = tl.sum(sums * tl.exp((of_tile - whole) / temperature), axis=0)
+    whole = tl.max(tile_largest, axis=0)
+    total = tl.sum(sums * tl.exp((tile_largest - whole) / temperature), axis=0)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
     share = tl.exp((value - whole) / temperature) / total
@@ -126,16 +126,16 @@ def draw_token(
     """Draw a token from the surplus, or from the target's distribution if the surplus is not wanted or empty."""
     number = tl.arange(0, tiles)
     is_tile = number < num_tiles
-    surplus_of = tl.load(surplus_sums + number, mask=is_tile, other=0.0)
-    target_of = tl.load(target_sums + number, mask=is_tile, other=0.0)
-    from_surplus = wanted & (tl.sum(surplus_of, axis=0) > 0)
-    of_tile = tl.where(from_surplus, surplus_of, target_of)
-    cumulative = tl.cumsum(of_tile, axis=0)
+    tile_surplus = tl.load(surplus_sums + number, mask=is_tile, other=0.0)
+    tile_mass = tl.load(target_sums + number, mask=is_tile, other=0.0)
+    from_surplus = wanted & (tl.sum(tile_surplus, axis=0) > 0)
+    tile_sums = tl.where(from_surplus, tile_surplus, tile_mass)
+    cumulative = tl.cumsum(tile_sums, axis=0)
     bound = uniform * tl.max(cumulative, axis=0)
     # Rounding may put the number after the last tile, or token, that has mass.
-    reached = tl.min(tl.where((cumulative > bound) & (of_tile > 0), number, tiles), axis=0)
-    chosen = tl.minimum(reached, tl.max(tl.where(of_tile > 0, number, 0), axis=0))
-    rest = bound - tl.sum(tl.where(number < chosen, of_tile, 0.0), axis=0)
+    reached = tl.min(tl.where((cumulative > bound) & (tile_sums > 0), number, tiles), axis=0)
+    chosen = tl.minimum(reached, tl.max(tl.where(tile_sums > 0, number, 0), axis=0))
+    rest = bound - tl.sum(tl.where(number < chosen, tile_sums, 0.0), axis=0)
     place = tl.arange(0, tile)
     surplus, mass = weights_of(target, draft, weight, chosen * tile + place, width, has_draft)
     weights = tl.where(from_surplus, surplus, mass).to(tl.float64)

@@ -1,7 +1,7 @@
-"""Draw every row's chains: a drafter computes logits; their distributions are computed and tokens drawn level by level.
+"""Draw every row's chains, level by level, from the distributions of a drafter's logits.
 
-Below the root the nodes are ordered level by level, and within a level in the order of their chains. Equal tokens are
-not merged here: every drawn node has a separate place.
+Below the root the nodes are ordered level by level, and within a level in the order of their
+chains. Equal tokens are not merged here: every drawn node has a separate place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def draw_chains(
 ) -> Draft | None:
     """Let the drafter catch up and draft the plan's chains; return None if no row emits.
 
-    drafter: None if nothing is drawn; rows then have one chain of length 0. most_unmerged: see `trees_of`.
+    drafter: None if nothing is drawn; rows then have one chain of length 0. most_unmerged: see
+    `trees_of`.
     """
     rows = plan.sampling_rows
     if not rows:
@@ -46,7 +47,8 @@ def draw_chains(
     layout = layout_of(tuple(map(ChainShape.of, rows)), device)
     seed_C = np.array([row.sampling.seed for row in rows], dtype=np.int64)[layout.request_C]
     end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
-    numbers = to_device(draw_numbers(kernels, seed_C, end_C, layout.rank_C, layout.max_length), device)
+    host_numbers = draw_numbers(kernels, seed_C, end_C, layout.rank_C, layout.max_length)
+    numbers = to_device(host_numbers, device)
     uniform_LC = drafting_numbers(numbers, layout.max_length)
     parameters = DistributionParameters.of([row.sampling for row in rows], device, kernels)
     if drafter is None:
@@ -69,13 +71,15 @@ def draw_chains(
 def draw_by_level(
     drafter: Drafter, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
 ) -> tuple[Tensor, ProbsTable]:
-    """Let a drafter catch up; return [C, L] the tokens of the plan's chains, and the distributions they were drawn
-    from.
+    """Let a drafter catch up, and draw the plan's chains.
+
+    Returns ([C, L] the tokens, the distributions that they were drawn from).
     """
     assert drafter.runner is not None
     root_NV = drafter.begin(plan)
     probs_NV = torch.empty((layout.num_probs, drafter.runner.vocab_size), device=uniform_LC.device)
-    tokens_CL = draw_levels(plan.sampling_rows, layout, parameters, uniform_LC, root_NV, drafter.below, probs_NV)
+    rows = plan.sampling_rows
+    tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, drafter.below, probs_NV)
     return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, parameters.kernels)
 
 
@@ -83,7 +87,8 @@ def _nothing_drawn(layout: Layout, vocab_size: int, kernels: Kernels) -> tuple[T
     """Return the tokens and distributions of chains of length 0."""
     device = layout.request.device
     tokens_CL = torch.zeros((layout.num_chains, 0), dtype=torch.int64, device=device)
-    return tokens_CL, ProbsTable(torch.empty((0, vocab_size), device=device), layout.probs_row_CL, kernels)
+    probs_NV = torch.empty((0, vocab_size), device=device)
+    return tokens_CL, ProbsTable(probs_NV, layout.probs_row_CL, kernels)
 
 
 def draw_levels(
@@ -97,27 +102,30 @@ def draw_levels(
 ) -> Tensor:
     """Draw all chains level by level; return [C, L] the tokens.
 
-    rows: the sampling rows; they may be left out if no distribution depends on more than logits and parameters.
-    logits_NV: below the root of every row that draws; below: `Drafter.below`; probs_NV: output, the distributions from
-    which the tokens were drawn.
+    rows: the sampling rows; may be empty if every distribution depends on logits and parameters
+    alone. logits_NV: below the root of every row that draws; below: `Drafter.below`; probs_NV:
+    output, the distributions from which the tokens were drawn.
     """
-    tokens_CL = torch.zeros((layout.num_chains, layout.max_length), dtype=torch.int64, device=uniform_LC.device)
-    of_distribution = parameters.select(layout.probs_row_of_N)
+    size = (layout.num_chains, layout.max_length)
+    tokens_CL = torch.zeros(size, dtype=torch.int64, device=uniform_LC.device)
+    probs_parameters = parameters.select(layout.probs_row_of_N)
     for depth, level in enumerate(layout.levels):
         if depth > 0:
             assert below is not None
             # Tokens stay on the device.
             logits_NV = below(depth, tokens_CL[level.chain_N, depth - 1])
         nodes = _parents(level, tokens_CL, depth)
-        below_NV, order_NV = node_distributions(
-            rows, nodes, logits_NV, of_distribution.select(level.distributions), probs_NV[level.distributions]
-        )
+        level_parameters = probs_parameters.select(level.distributions)
+        level_probs_NV = probs_NV[level.distributions]
+        below_NV, order_NV = node_distributions(rows, nodes, logits_NV, level_parameters, level_probs_NV)
         tokens_C = tokens_CL[:, depth]
         for draw in level.draws:
             weights_NV = order_NV if draw.method == MOST_LIKELY else below_NV
-            weights_NV = weights_NV if draw.parent_N is None else weights_NV[draw.parent_N]
-            uniform_NK = draw.of_children(uniform_LC[depth])
-            draw.set_children(tokens_C, children(parameters.kernels, draw.method, weights_NV, uniform_NK))
+            if draw.parent_N is not None:
+                weights_NV = weights_NV[draw.parent_N]
+            uniform_NK = draw.child_values(uniform_LC[depth])
+            tokens_NK = children(parameters.kernels, draw.method, weights_NV, uniform_NK)
+            draw.set_children(tokens_C, tokens_NK)
         if level.leader_C is not None:
             tokens_C.copy_(tokens_C[level.leader_C])
     return tokens_CL
@@ -138,10 +146,13 @@ def _shifts(rows: Sequence[Row], layout: Layout, device: torch.device) -> Target
     most = max(len(row.shifts) for row in rows)
     if not most:
         return None
-    remaining_RM, count_RM = np.zeros((len(rows), most), dtype=np.int64), np.ones((len(rows), most), dtype=np.int64)
+    remaining_RM = np.zeros((len(rows), most), dtype=np.int64)
+    count_RM = np.ones((len(rows), most), dtype=np.int64)
     state_RM4 = np.zeros((len(rows), most, 4))
     for i, row in enumerate(rows):
         for j, shift in enumerate(row.shifts):
-            remaining_RM[i, j], count_RM[i, j], state_RM4[i, j] = shift.remaining, shift.num_chains, shift.state
-    index_C = layout.request_C
-    return TargetShifts(*to_device_at_once([array[index_C] for array in (remaining_RM, state_RM4, count_RM)], device))
+            remaining_RM[i, j] = shift.remaining
+            count_RM[i, j] = shift.num_chains
+            state_RM4[i, j] = shift.state
+    by_chain = [array[layout.request_C] for array in (remaining_RM, state_RM4, count_RM)]
+    return TargetShifts(*to_device_at_once(by_chain, device))

@@ -1,8 +1,8 @@
-"""Result of drafting: the chains of all sampling rows, their merged trees, and the step's random numbers.
+"""Result of drafting: chains of all sampling rows, their merged trees, and the random numbers.
 
-The owner and length of each chain, and the parent of each node, depend on the rows' shapes alone. So a `Layout` is
-created once for rows of these shapes, before anything is drawn, and cached. Only tokens and distributions are new in
-every step.
+The owner and length of each chain, and the parent of each node, depend on the rows' shapes alone.
+So a `Layout` is created once for rows of these shapes, before anything is drawn, and cached. Only
+tokens and distributions are new in every step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from engine.speculation.topology import Tree, drawn_tree, merge_chains
 from engine.speculation.verification import RULES
 
 MOST_UNMERGED = 64
-"""Largest target pass (roots plus nodes) on a device in which equal nodes are not merged, so that the host need not
-wait for the drafted tokens. A pass over this few rows is expected to take about as long as over one (not measured
-yet).
+"""Largest target pass (roots plus nodes) on a device in which equal nodes are not merged.
+
+Without merging the host does not wait for the drafted tokens. A pass over this few rows is expected
+to take about as long as a pass over a single row (not measured yet).
 """
 
 Ints = npt.NDArray[np.int64]
@@ -44,12 +45,14 @@ class ChainShape(NamedTuple):
     fanout: Fanout
     method: str
     """Method of drawing several children of a node."""
-    method_of_one: str
+    only_child_method: str
     """Method of drawing the only child of a node."""
 
     @staticmethod
     def of(row: Row) -> ChainShape:
-        return _shape_of(row.fanout, method_of(row), row.sampling.seed_stable, row.sampling.is_greedy)
+        """Return the shape of a row's drawn chains."""
+        sampling = row.sampling
+        return _shape_of(row.fanout, method_of(row), sampling.seed_stable, sampling.is_greedy)
 
     @property
     def num_chains(self) -> int:
@@ -63,14 +66,16 @@ class ChainShape(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _shape_of(fanout: Fanout, method: str, stable: bool, greedy: bool) -> ChainShape:
-    likeliest = stable or (greedy and method != "iid")
-    of_one = MOST_LIKELY if stable else method_below(method, 1)
-    return ChainShape(fanout, MOST_LIKELY if likeliest else method, of_one)
+    only_child_method = MOST_LIKELY if stable else method_below(method, 1)
+    if stable or (greedy and method != "iid"):
+        method = MOST_LIKELY
+    return ChainShape(fanout, method, only_child_method)
 
 
 def method_of(row: Row) -> str:
-    """Return the method of drawing a row's nodes: the requested one, or the rule's own."""
-    return row.speculation.draft_method or RULES[row.speculation.rule].draft_methods[0]
+    """Return the method of drawing a row's nodes: the requested method, or the rule's own."""
+    speculation = row.speculation
+    return speculation.draft_method or RULES[speculation.rule].draft_methods[0]
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,18 @@ class Draw:
     parent_N: Tensor | None
     """Indices of the parents in the level; None for all parents in order."""
     chain_NK: Tensor | None
-    """First chain through each of their children; None if these are all chains in order."""
+    """First chain through each drawn child; None if the children are all chains in order."""
     shape: tuple[int, int]
     """(N, K)."""
 
-    def of_children(self, value_C: Tensor) -> Tensor:
-        """Return [N, K] the children's values among those of all chains; a view if they are all chains."""
-        return value_C.view(self.shape) if self.chain_NK is None else value_C[self.chain_NK]
+    def child_values(self, value_C: Tensor) -> Tensor:
+        """Return [N, K] the children's values among the chains' values.
+
+        A view if the children are all chains.
+        """
+        if self.chain_NK is None:
+            return value_C.view(self.shape)
+        return value_C[self.chain_NK]
 
     def set_children(self, value_C: Tensor, value_NK: Tensor) -> None:
         """Write the children's values, in place."""
@@ -102,7 +112,7 @@ class Level:
     """Drafted nodes of one depth, and their parents: the nodes below which they are drawn."""
 
     chain_N: Tensor | slice
-    """First chain through each parent; a slice if these are all chains."""
+    """First chain through each parent; a slice if the parents are all chains."""
     row_N: Ints
     """Number of each parent's row, among the sampling rows."""
     distributions: slice
@@ -119,18 +129,24 @@ class NodeTable:
     starts: Ints
     """Index of the root of each sampling row, followed by its nodes; and the end."""
     node_CX: Tensor
-    """[C, L + 1] node below the first i tokens of each drawn chain; the root beyond a chain's end. On the device."""
-    of_trees: Sequence[Sequence[int]]
+    """[C, L + 1] node below the first i tokens of each drawn chain; the root beyond a chain's end.
+
+    On the device.
+    """
+    tree_depths: Sequence[Sequence[int]]
     """Depths of the nodes of each tree, without its root."""
 
     @staticmethod
     def of(trees: Sequence[Tree], layout: Layout) -> NodeTable:
-        """Build the table; trees: of the layout's rows; their drawn chains come first."""
-        starts, paths, most = [0], [], layout.max_length + 1
+        """Build the table. trees: of the layout's rows; their drawn chains come first."""
+        most_nodes = layout.max_length + 1
+        starts = [0]
+        paths = []
         for tree, count in zip(trees, layout.counts, strict=True):
             start = starts[-1]
             for path in tree.paths[:count]:
-                paths.append([start + node for node in path] + [start] * (most - len(path)))
+                padding = [start] * (most_nodes - len(path))
+                paths.append([start + node for node in path] + padding)
             starts.append(start + 1 + tree.num_nodes)
         node_CX = to_device(np.array(paths, dtype=np.int64), layout.request.device)
         return NodeTable(np.array(starts), node_CX, [tree.depths for tree in trees])
@@ -138,12 +154,12 @@ class NodeTable:
     @cached_property
     def rows(self) -> Ints:
         """Return [N] the number of the sampling row."""
-        return np.repeat(np.arange(len(self.of_trees)), np.diff(self.starts))
+        return np.repeat(np.arange(len(self.tree_depths)), np.diff(self.starts))
 
     @cached_property
     def depths(self) -> Ints:
-        """Return [N] the depth of each, 0 of roots."""
-        return np.array([depth for of_tree in self.of_trees for depth in (0, *of_tree)])
+        """Return [N] the depth of each node; 0 for roots."""
+        return np.array([depth for depths in self.tree_depths for depth in (0, *depths)])
 
     @cached_property
     def row(self) -> Tensor:
@@ -165,11 +181,15 @@ class Layout:
     levels: tuple[Level, ...]
     probs_row_of_N: Tensor
     """Number of the sampling row of each row in the table of draft distributions."""
-    # The same for the rules, on the device.
     request: Tensor
+    """`request_C` on the device."""
     length: Tensor
+    """`length_C` on the device."""
     probs_row_CL: Tensor
-    """Row, in the table of draft distributions, of the distribution below each chain's parent node."""
+    """Draft distribution of each token of the chains: its row in the table of distributions.
+
+    On the device.
+    """
     leader_LC: Tensor | None
     """First chain through each chain's node; None if no two chains share one."""
     leads_CL: Tensor | None
@@ -177,7 +197,7 @@ class Layout:
     are_independent: bool
     """Whether each drawn token depends on its distribution and its own number alone."""
     shape: tuple[int, int]
-    """(rows, most chains of one)."""
+    """(rows, most chains of a row)."""
     trees: tuple[Tree, ...]
     """Tree of each row's draws."""
     node_M: Tensor
@@ -208,25 +228,29 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
     """Return the chains of sampling rows of these shapes, in order."""
     counts = np.array([shape.num_chains for shape in shapes], dtype=np.int64)
     lengths = np.array([shape.length for shape in shapes], dtype=np.int64)
-    request_C, length_C = np.repeat(np.arange(len(shapes)), counts), np.repeat(lengths, counts)
-    chain_C = np.arange(len(request_C))
+    request_C = np.repeat(np.arange(len(shapes)), counts)
+    length_C = np.repeat(lengths, counts)
+    index_C = np.arange(len(request_C))
     max_length = int(lengths.max())
-    probs_row_CL = np.zeros((len(chain_C), max_length), dtype=np.int64)
+    probs_row_CL = np.zeros((len(index_C), max_length), dtype=np.int64)
     levels = tuple(_levels(shapes, counts, probs_row_CL, device))
+    probs_row_of_N = np.concatenate([np.zeros(0, np.int64), *(level.row_N for level in levels)])
     trees = tuple(drawn_tree(shape.fanout) for shape in shapes)
-    leader_LC = leads_CL = None
+    leader_LC = None
+    leads_CL = None
     if any(level.leader_C is not None for level in levels):
-        own_C = to_device(chain_C, device)
-        leader_LC = torch.stack([own_C if level.leader_C is None else level.leader_C for level in levels])
+        chain_C = to_device(index_C, device)
+        leaders = [chain_C if level.leader_C is None else level.leader_C for level in levels]
+        leader_LC = torch.stack(leaders)
         is_drafted_CL = to_device(np.arange(max_length) < length_C[:, None], device)
-        leads_CL = torch.eq(leader_LC, own_C).T.contiguous() & is_drafted_CL
+        leads_CL = torch.eq(leader_LC, chain_C).T.contiguous() & is_drafted_CL
     return Layout(
         request_C=request_C,
-        rank_C=chain_C - (np.cumsum(counts) - counts)[request_C],
+        rank_C=index_C - (np.cumsum(counts) - counts)[request_C],
         length_C=length_C,
         max_length=max_length,
         levels=levels,
-        probs_row_of_N=to_device(np.concatenate([np.zeros(0, np.int64), *(level.row_N for level in levels)]), device),
+        probs_row_of_N=to_device(probs_row_of_N, device),
         request=to_device(request_C, device),
         length=to_device(length_C, device),
         probs_row_CL=to_device(probs_row_CL, device),
@@ -240,16 +264,16 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
 
 
 def _places(trees: Sequence[Tree], max_length: int) -> Ints:
-    """Return [M] the place of each node's token in [C, L], flat: in the first chain through it."""
+    """Return [M] the index of each node's token in [C, L], flat: in the first chain through it."""
     places = []
     chain = 0
     for tree in trees:
-        of_node: dict[int, int] = {}
+        place_by_node: dict[int, int] = {}
         for path in tree.paths:
             for depth, node in enumerate(path[1:]):
-                of_node.setdefault(node, chain * max_length + depth)
+                place_by_node.setdefault(node, chain * max_length + depth)
             chain += 1
-        places += [of_node[node] for node in range(1, 1 + tree.num_nodes)]
+        places += [place_by_node[node] for node in range(1, 1 + tree.num_nodes)]
     return np.array(places, dtype=np.int64)
 
 
@@ -258,60 +282,58 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, probs_row_CL: Ints, devi
 
     probs_row_CL: output.
     """
-    first = np.cumsum(counts) - counts
+    first_R = np.cumsum(counts) - counts
+    num_chains, max_length = probs_row_CL.shape
     num_probs = 0
-    for depth in range(probs_row_CL.shape[1]):
+    for depth in range(max_length):
         parents: list[Ints] = []
         rows: list[int] = []
-        alike: dict[str, dict[int, list[int]]] = {}
-        leader_C = np.arange(len(probs_row_CL))
-        shares = False
+        chains_per_child: list[int] = []
+        parents_by_draw: dict[tuple[str, int], list[int]] = {}
+        leader_C = np.arange(num_chains)
         for number, shape in enumerate(shapes):
             if depth >= shape.length:
                 continue
-            apart, below = chains_through(shape.fanout, depth), chains_through(shape.fanout, depth + 1)
+            first = first_R[number]
+            above = chains_through(shape.fanout, depth)
+            below = chains_through(shape.fanout, depth + 1)
             num_parents = width_at(shape.fanout, depth)
-            mine = slice(first[number], first[number] + shape.num_chains)
-            probs_row_CL[mine, depth] = num_probs + len(rows) + np.arange(shape.num_chains) // apart
-            leader_C[mine] = first[number] + np.arange(shape.num_chains) // below * below
-            shares |= below > 1
-            count = shape.fanout[depth]
-            drawing = alike.setdefault(shape.method if count > 1 else shape.method_of_one, {}).setdefault(count, [])
+            num_children = shape.fanout[depth]
+            rank = np.arange(shape.num_chains)
+            row_chains = slice(first, first + shape.num_chains)
+            probs_row_CL[row_chains, depth] = num_probs + len(rows) + rank // above
+            leader_C[row_chains] = first + rank // below * below
+            method = shape.method if num_children > 1 else shape.only_child_method
+            drawing = parents_by_draw.setdefault((method, num_children), [])
             drawing += range(len(rows), len(rows) + num_parents)
-            parents.append(first[number] + np.arange(num_parents) * apart)
+            parents.append(first + np.arange(num_parents) * above)
+            chains_per_child += [below] * num_parents
             rows += [number] * num_parents
         chain_N = np.concatenate(parents)
-        below_N = np.array([chains_through(shapes[row].fanout, depth + 1) for row in rows])
+        below_N = np.array(chains_per_child, dtype=np.int64)
+        draws = []
+        for (method, num_children), drawing in parents_by_draw.items():
+            first_N1 = chain_N[drawing][:, None]
+            chain_NK = first_N1 + below_N[drawing][:, None] * np.arange(num_children)
+            parent_N = _unless_all(np.array(drawing), len(chain_N), device)
+            chains = _unless_all(chain_NK, num_chains, device)
+            draws.append(Draw(method, parent_N, chains, chain_NK.shape))
+        first_chains = _unless_all(chain_N, num_chains, device)
         yield Level(
-            chain_N=slice(None) if _are_all(chain_N, len(leader_C)) else to_device(chain_N, device),
+            chain_N=slice(None) if first_chains is None else first_chains,
             row_N=np.array(rows),
             distributions=slice(num_probs, num_probs + len(rows)),
-            draws=tuple(
-                _draw_of(method, numbers, chain_N, below_N, count, len(leader_C), device)
-                for method, by_count in alike.items()
-                for count, numbers in by_count.items()
-            ),
-            leader_C=to_device(leader_C, device) if shares else None,
+            draws=tuple(draws),
+            leader_C=_unless_all(leader_C, num_chains, device),
         )
         num_probs += len(rows)
 
 
-def _draw_of(
-    method: str, numbers: Sequence[int], chain_N: Ints, below_N: Ints, count: int, num_chains: int, device: torch.device
-) -> Draw:
-    """Return the draw of `count` children below these parents; below_N: chains through each child."""
-    chain_NK = chain_N[numbers][:, None] + below_N[numbers][:, None] * np.arange(count)
-    return Draw(
-        method,
-        None if len(numbers) == len(chain_N) else to_device(np.array(numbers), device),
-        None if _are_all(chain_NK, num_chains) else to_device(chain_NK, device),
-        (len(numbers), count),
-    )
-
-
-def _are_all(chains: Ints, num_chains: int) -> bool:
-    """Whether these are all chains in order."""
-    return chains.size == num_chains and bool((chains.ravel() == np.arange(num_chains)).all())
+def _unless_all(indices: Ints, count: int, device: torch.device) -> Tensor | None:
+    """Return indices on the device; None if they are all indices below `count`, in order."""
+    if indices.size == count and bool((indices.ravel() == np.arange(count)).all()):
+        return None
+    return to_device(indices, device)
 
 
 @dataclass(frozen=True)
@@ -321,38 +343,52 @@ class Draft:
     layout: Layout
     chains: Chains
     trees: tuple[Tree, ...]
-    """One tree per sampling row: its drawn chains, then its text drafts; without nodes if it does not speculate."""
+    """Tree of each sampling row: drawn chains, then text drafts; no nodes without speculation."""
     tokens_M: Tensor | None
-    """Tokens of all nodes, tree by tree, if the trees have none because the host did not wait for them."""
+    """Tokens of all nodes, tree by tree; None if the trees themselves have the tokens.
+
+    The trees have no tokens if the host did not wait for them.
+    """
     parameters: DistributionParameters
     """Parameters of the sampling rows."""
     numbers: Tensor
     """[6, C, L] random numbers by purpose (`drafting.numbers.draw_numbers`)."""
     rows_apart: int | None = None
-    """Distance between the roots of two sampling rows among the logits, if the step has padded its rows."""
+    """Distance between the roots of two sampling rows among the logits, if rows are padded."""
 
     @cached_property
     def noise(self) -> ChainNoise:
+        """Return the random numbers of the rules."""
         return noise_of(self.numbers, self.layout.max_length)[1]
 
     @cached_property
     def nodes(self) -> NodeTable:
-        """Return the table of its trees: the layout's own, unless nodes were merged or there are text drafts."""
-        # Merged trees have other lists: `is` distinguishes them from drawn ones, even if the parents are equal.
-        are_drawn = all(own.parents is drawn.parents for own, drawn in zip(self.trees, self.layout.trees, strict=True))
-        return self.layout.nodes if are_drawn else NodeTable.of(self.trees, self.layout)
+        """Return the table of the trees.
+
+        It is the layout's table, unless nodes were merged or there are text drafts.
+        """
+        # Merged trees have other lists: `is` distinguishes them from drawn trees with equal parents.
+        pairs = zip(self.trees, self.layout.trees, strict=True)
+        if all(tree.parents is drawn.parents for tree, drawn in pairs):
+            return self.layout.nodes
+        return NodeTable.of(self.trees, self.layout)
 
     @property
     def starts(self) -> Ints:
-        """Return the index of each sampling row's root among all nodes, followed by its nodes; and the end."""
-        return self.nodes.starts if self.rows_apart is None else np.arange(len(self.trees) + 1) * self.rows_apart
+        """Return the index of each sampling row's root among all nodes, and the end.
+
+        The nodes of a row follow its root.
+        """
+        if self.rows_apart is None:
+            return self.nodes.starts
+        return np.arange(len(self.trees) + 1) * self.rows_apart
 
 
 def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
-    """Return the draft with tokens in its trees, which are on the host now; tokens: of all nodes, tree by tree."""
+    """Return the draft with tokens in its trees. tokens: of all nodes, tree by tree."""
     left = iter(tokens)
-    trees = tuple(tree._replace(tokens=list(islice(left, tree.num_nodes))) for tree in draft.trees)
-    return replace(draft, trees=trees, tokens_M=None)
+    trees = [tree._replace(tokens=list(islice(left, tree.num_nodes))) for tree in draft.trees]
+    return replace(draft, trees=tuple(trees), tokens_M=None)
 
 
 def trees_of(
@@ -360,9 +396,11 @@ def trees_of(
 ) -> tuple[tuple[Tree, ...], Tensor | None]:
     """Return (the tree of every sampling row, the tokens of their nodes if the trees have none).
 
-    most_unmerged: largest pass (roots plus nodes) that is not merged; merging makes the host wait for the device.
+    most_unmerged: largest pass (roots plus nodes) that is not merged. Merging makes the host wait
+    for the device.
     """
-    rows, num_nodes = plan.sampling_rows, len(layout.node_M)
+    rows = plan.sampling_rows
+    num_nodes = len(layout.node_M)
     if num_nodes == 0 and not any(row.text_drafts for row in rows):
         return layout.trees, None
     needs_tokens = any(row.text_drafts or row.needs_path for row in rows)
@@ -372,16 +410,18 @@ def trees_of(
 
 
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
-    """Return the merged tree of every sampling row; waits for the device, which drafts their tokens."""
+    """Return the merged tree of every sampling row; waits for the device, which drafts tokens."""
+    rows = plan.sampling_rows
     tokens = tokens_CL.tolist() if layout.max_length else [[]] * layout.num_chains
-    if layout.shape[1] == 1 and not any(row.text_drafts for row in plan.sampling_rows):
-        # With single chains, the tree of the draws already has their nodes.
-        return tuple(
-            [Tree(chain[: len(tree.parents)], *tree[1:]) for chain, tree in zip(tokens, layout.trees, strict=True)]
-        )
-    chains: list[list[list[int]]] = [[] for _ in plan.sampling_rows]
-    for chain, request, length in zip(tokens, layout.request_C.tolist(), layout.length_C.tolist(), strict=True):
-        chains[request].append(chain[:length])
-    for of_row, row in zip(chains, plan.sampling_rows, strict=True):
-        of_row += [list(one.tokens) for one in row.text_drafts]
-    return tuple(merge_chains(of_row) for of_row in chains)
+    if layout.shape[1] == 1 and not any(row.text_drafts for row in rows):
+        # With single chains, the drawn tree already has the nodes.
+        pairs = zip(tokens, layout.trees, strict=True)
+        return tuple([Tree(chain[: len(tree.parents)], *tree[1:]) for chain, tree in pairs])
+    chains_by_row: list[list[list[int]]] = [[] for _ in rows]
+    requests = layout.request_C.tolist()
+    lengths = layout.length_C.tolist()
+    for chain, request, length in zip(tokens, requests, lengths, strict=True):
+        chains_by_row[request].append(chain[:length])
+    for row_chains, row in zip(chains_by_row, rows, strict=True):
+        row_chains += [list(draft.tokens) for draft in row.text_drafts]
+    return tuple(merge_chains(row_chains) for row_chains in chains_by_row)

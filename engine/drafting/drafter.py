@@ -1,9 +1,9 @@
 """Interface of drafters, the sources of drafted chains.
 
-A drafter computes logits; drawing chains from them level by level is the same for all (`chains.draw_by_level`). To add
-one, add a file with a class like `ModelDrafter` (`model.py`), and an entry in `engine.start.building.kind_of`. Its
-drafting is part of recorded steps if it is a `RecordedDrafter`. Drafters that find chains in texts have no
-distributions:
+A drafter computes logits. Drawing chains from the logits level by level is the same for all drafters
+(`chains.draw_by_level`). To add a drafter, add a file with a class like `ModelDrafter` (`model.py`),
+and an entry in `engine.start.building.kind_of`. The drafting is part of recorded steps if the class
+is a `RecordedDrafter`. Drafters that find chains in texts have no distributions:
 `engine.scheduling.text_drafters`.
 """
 
@@ -31,32 +31,38 @@ class DrafterKind(NamedTuple):
     make: Callable[[ModelRunner, ModelRunner], Drafter]
     """Arguments: the runner of the draft model, and the runner of the target."""
     taps: tuple[int, ...] = ()
-    """Taps of the target whose hidden states it reads. They are stored in `storage.hidden` of the target's runner,
-    by the slots of the text's tokens, for all tokens but those that the plan is still to compute.
+    """Taps of the target whose hidden states the drafter reads.
+
+    The states are stored in `storage.hidden` of the target's runner, by the slots of the text's
+    tokens, for all tokens that earlier plans have computed.
     """
     is_head: bool = False
-    """Whether it computes its K/V from these states alone. It then drafts only after a token whose predecessors the
-    target has computed in earlier steps, and reads accepted tokens again (`Sequence.by_head`).
+    """Whether the drafter computes its K/V from these states alone.
+
+    A head drafts only after a token whose predecessors the target has computed in earlier steps.
+    It reads accepted tokens again (`Sequence.by_head`).
     """
     facts: DraftFacts = ANY_DRAFTER
     """Conditions of rules that its chains meet."""
     is_recorded: bool = False
-    """Whether it is a `RecordedDrafter`; the steps that draft with others are launched operation by operation."""
+    """Whether it is a `RecordedDrafter`; other drafters' operations are launched one by one."""
 
 
 class ChainSource(Protocol):
     """Draws the chains of a step."""
 
     def begin(self, plan: Plan) -> Tensor:
-        """Catch up on every row's `draft_input_ids`; return [N, V] logits below the root of each row that draws, in
-        order.
+        """Catch up on every row's `draft_input_ids`.
+
+        Returns [N, V] logits below the root of each row that draws, in order.
         """
 
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, ProbsTable]:
-        """Catch up; return [C, L] the tokens of the plan's chains, and the distributions they were drawn from.
+        """Catch up, and draw the plan's chains.
 
+        Returns ([C, L] the tokens, the distributions that they were drawn from).
         layout, parameters: of the sampling rows; uniform_LC: the numbers for drafting.
         """
 
@@ -64,8 +70,9 @@ class ChainSource(Protocol):
 class Drafter(ChainSource, Protocol):
     """Computes the logits from which chains are drawn.
 
-    Drafts are verified against the distribution from which they were drawn, so the output has the target's distribution
-    for any logits, as long as these depend only on the text, the path to the node and the past.
+    Drafts are verified against the distribution from which they were drawn, so the output has the
+    target's distribution for any logits that depend only on the text, the path to the node and the
+    past.
     """
 
     @property
@@ -73,14 +80,16 @@ class Drafter(ChainSource, Protocol):
         """Return the runner of the draft model, if it is a model with K/V."""
 
     def below(self, depth: int, token_N: Tensor) -> Tensor:
-        """Return [N, V] logits below the drafted nodes of `depth` (1 is below the root), in the order of their chains.
+        """Return [N, V] logits below the drafted nodes of `depth`, in the order of their chains.
 
-        token_N: the nodes' tokens, on the device; rows whose chains end there have no nodes among them.
+        Depth 1 is below the root. token_N: the nodes' tokens, on the device. Rows whose chains end
+        at this depth have no nodes in it.
         """
 
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
-        """After the step: store the K/V of the accepted path as that of the text, for each sampling row the first
-        `num_draft_kept` tokens of its chain `rank`.
+        """After the step, make the K/V of accepted paths a part of the text's K/V.
+
+        The accepted path of a sampling row is the first `num_draft_kept` tokens of chain `rank`.
         """
 
 
@@ -90,29 +99,32 @@ class HeadPlaces(NamedTuple):
     lengths: tuple[int, ...]
     """Length of the chains of each text that drafts."""
     parents: tuple[Tensor, ...]
-    """[N] the parent of each node among those of the level above that draft, for all levels from depth 1 on."""
+    """[N] the parent of each node among the drafting nodes of the level above, from depth 1 on."""
     draft_rows: tuple[Tensor, ...]
     """[N] the draft row (`one_pass.py`) of each node, for all levels from the roots on."""
 
 
 class HeadInputs(NamedTuple):
-    """Further numbers that a head drafts from."""
+    """Inputs of a head besides its passes."""
 
     before_T: Tensor
-    """Slots of the target's states that the rows of the first pass read; -1 if a row reads none."""
+    """Slots of the target's states that the rows of the first pass read; -1 for no state."""
     last_R: Tensor
     """The last token of each text that drafts."""
     places: HeadPlaces
     rows_N: Tensor | None
-    """Rows of the mask blocks that are needed, for heads that have blocks."""
+    """Rows of the mask blocks whose results are needed; None if the head has no mask blocks."""
 
 
 class DraftWork(NamedTuple):
-    """Work of a step's drafting. All its numbers are on the device, in a recorded step always in the same buffers."""
+    """Work of a step's drafting.
+
+    All its numbers are on the device; in a recorded step, always in the same buffers.
+    """
 
     passes: Sequence[Pass]
-    """The first reads texts, and the nodes right after them that are known."""
-    of_head: HeadInputs | None = None
+    """The first pass reads texts, and known nodes right after the texts."""
+    head_inputs: HeadInputs | None = None
 
 
 class RecordedDrafter(Drafter, Protocol):
@@ -120,18 +132,31 @@ class RecordedDrafter(Drafter, Protocol):
 
     @property
     def pass_nodes(self) -> Callable[[Fanout, int], Sequence[NodeInput]]:
-        """Return a function of a text's fanout and last token: the text's nodes in each pass of `DraftWork`."""
+        """Return a function of a text's fanout and last token.
+
+        The function returns the text's nodes in each pass of `DraftWork`.
+        """
 
     def table_of(self, row: Row, number: int) -> tuple[int, ...]:
-        """Return the blocks in which the K/V of a row's text and nodes lies. number: among all rows."""
+        """Return the blocks with the K/V of a row's text and nodes. number: index of the row."""
 
     def work_of(
-        self, passes: Sequence[Pass], fanouts: tuple[Fanout, ...], before_T: Tensor | None, last_R: Tensor
+        self,
+        passes: Sequence[Pass],
+        fanouts: tuple[Fanout, ...],
+        before_T: Tensor | None,
+        last_R: Tensor,
     ) -> DraftWork:
-        """Return the work of passes, for texts that draft these fanouts; before_T, last_R: as in `HeadInputs`."""
+        """Return the work of passes, for texts that draft these fanouts.
+
+        before_T, last_R: as in `HeadInputs`.
+        """
 
     def read_before(self, plan: Plan, num_text: int) -> None:
-        """Read what texts that draft miss before their last `num_text` tokens."""
+        """Read the missing tokens before the last `num_text` tokens, for texts that draft."""
 
     def start(self, work: DraftWork) -> Tensor:
-        """Carry out the work up to the roots; return [N, V] logits below them. `below` goes on."""
+        """Carry out the work up to the roots; return [N, V] logits below the roots.
+
+        `below` continues.
+        """

@@ -28,22 +28,25 @@ class EagleDrafter(HeadDrafter):
 
     def start(self, work: DraftWork) -> Tensor:
         """Read texts; return [N, V] logits below the roots."""
-        assert work.of_head is not None
+        assert work.head_inputs is not None
         self._work = work
-        self._output = self._read(work.passes[0], states_at(work.of_head.before_T, self._target))
+        self._output = self._read(work.passes[0], states_at(work.head_inputs.before_T, self._target))
         return self.runner.logits_of(self._output)
 
     @torch.inference_mode()
     def below(self, depth: int, token_N: Tensor) -> Tensor:
         """Return [N, V] logits below the nodes of a depth."""
-        assert self._work.of_head is not None
-        state_NH = self._output.state_NH[self._work.of_head.places.parents[depth - 1]]
+        assert self._work.head_inputs is not None
+        parent_N = self._work.head_inputs.places.parents[depth - 1]
+        state_NH = self._output.state_NH[parent_N]
         self._output = self.runner.states(self._work.passes[depth], state_NH, token_N)
         return self.runner.logits_of(self._output)
 
     def level_inputs(self, plan: Plan) -> tuple[list[list[SequenceInput]], Tensor]:
-        """Read what does not fit into one pass; return the passes of a step from the last that reads texts on, and the
-        target's states that it reads.
+        """Read what does not fit into one pass.
+
+        Returns (inputs of the last pass that reads texts and of later passes, the target's states
+        that the last reading pass needs).
         """
         rows = [row for row in plan.rows if row.fanout]
         *earlier, last = readings(rows, ends_wanted=True)

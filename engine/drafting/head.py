@@ -1,7 +1,8 @@
 """ChainSource with any head: it reads texts, and reads accepted tokens again.
 
-A step begins after the tokens that the target has accepted: the rows of accepted tokens are computed from the target's
-states, and overwrite the drafted ones in their slots. So nothing of a rejected branch reaches the next step.
+A step begins after the tokens that the target has accepted: the rows of accepted tokens are computed
+from the target's states, and overwrite the drafted rows in their slots. So nothing of a rejected
+branch reaches the next step.
 """
 
 from __future__ import annotations
@@ -67,15 +68,22 @@ class HeadDrafter:
         return draw_by_level(self, plan, layout, parameters, uniform_LC)
 
     @torch.inference_mode()
-    def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:  # noqa: ARG002  (accepted drafts are read again)
-        """Read the target's states of texts that did not draft in this step."""
-        self._read_all(readings([row for row in plan.rows if not row.fanout], ends_wanted=False))
+    def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:  # noqa: ARG002
+        """Read the target's states of texts that did not draft in this step.
+
+        Accepted drafts are read again in the next step.
+        """
+        rows = [row for row in plan.rows if not row.fanout]
+        self._read_all(readings(rows, ends_wanted=False))
 
     @torch.inference_mode()
     def read_before(self, plan: Plan, num_text: int) -> None:
-        """Read what texts that draft miss before their last `num_text` tokens."""
-        late = [row for row in plan.rows if row.fanout and len(row.draft_input_ids) > num_text]
-        earlier = [msgspec.structs.replace(row, draft_input_ids=row.draft_input_ids[:-num_text]) for row in late]
+        """Read the missing tokens before the last `num_text` tokens, for texts that draft."""
+        earlier = []
+        for row in plan.rows:
+            if row.fanout and len(row.draft_input_ids) > num_text:
+                missing = row.draft_input_ids[:-num_text]
+                earlier.append(msgspec.structs.replace(row, draft_input_ids=missing))
         self._read_all(readings(earlier, ends_wanted=False))
 
     def table_of(self, row: Row, number: int) -> tuple[int, ...]:  # noqa: ARG002
@@ -99,40 +107,46 @@ class HeadDrafter:
         *earlier, last = readings(rows, self._wants_ends)
         passes = self._inputs(last, rows)
         prepared = self.runner.prepare([*earlier, *passes])
-        for one, parts in zip(prepared, earlier, strict=False):
-            self._read(one, self._states_before(parts))
+        for prepared_pass, parts in zip(prepared, earlier, strict=False):
+            self._read(prepared_pass, self._states_before(parts))
         last_R = to_device(np.array([row.input_ids[-1] for row in rows]), self.runner.device)
         fanouts = tuple(row.fanout for row in rows)
-        return self.work_of(prepared[len(earlier) :], fanouts, slots_before(passes[0], self._target), last_R)
+        before_T = slots_before(passes[0], self._target)
+        return self.work_of(prepared[len(earlier) :], fanouts, before_T, last_R)
 
     def _inputs(self, last: Sequence[SequenceInput], rows: Sequence[Row]) -> list[list[SequenceInput]]:
-        """Return the passes from the last that reads the rows' texts on; last: its parts."""
-        nodes = [self.pass_nodes(row.fanout, row.input_ids[-1]) for row in rows]
-        later = (
-            [
-                SequenceInput(
-                    (), row.end, self.table_of(row, i), nodes[i][number], slice(None), max(1, row.first_draft_key)
-                )
-                for i, row in enumerate(rows)
-                if number < len(nodes[i])
-            ]
-            for number in range(1, max(map(len, nodes)))
-        )
-        if not self._wants_ends:  # such a pass has no nodes, and may be of fewer rows
-            return [list(last), *later]
-        return [[replace(part, nodes=own[0]) for part, own in zip(last, nodes, strict=True)], *later]
+        """Return the inputs of the last pass that reads the rows' texts, and of later passes.
+
+        last: inputs of the last pass that reads, without nodes.
+        """
+        nodes_by_row = [self.pass_nodes(row.fanout, row.input_ids[-1]) for row in rows]
+        passes = [list(last)]
+        if self._wants_ends:  # otherwise the pass has no nodes, and may be of fewer rows
+            pairs = zip(last, nodes_by_row, strict=True)
+            passes = [[replace(part, nodes=nodes[0]) for part, nodes in pairs]]
+        for number in range(1, max(map(len, nodes_by_row))):
+            inputs = []
+            for i, (row, nodes) in enumerate(zip(rows, nodes_by_row, strict=True)):
+                if number < len(nodes):
+                    table = self.table_of(row, i)
+                    first_key = max(1, row.first_draft_key)
+                    inputs.append(SequenceInput((), row.end, table, nodes[number], slice(None), first_key))
+            passes.append(inputs)
+        return passes
 
     def _read_all(self, reading: Sequence[Sequence[SequenceInput]]) -> None:
         """Read texts in some passes."""
-        for one, parts in zip(self.runner.prepare(reading) if reading else (), reading, strict=True):
-            self._read(one, self._states_before(parts))
+        if not reading:
+            return
+        for prepared, parts in zip(self.runner.prepare(reading), reading, strict=True):
+            self._read(prepared, self._states_before(parts))
 
-    def _read(self, one: Pass, taps_TX: Tensor) -> Any:
+    def _read(self, prepared: Pass, taps_TX: Tensor) -> Any:
         """Read texts; return the head's output at the wanted rows, if it has any."""
-        return self.runner.read(one, taps_TX)
+        return self.runner.read(prepared, taps_TX)
 
     def _states_before(self, parts: Sequence[SequenceInput]) -> Tensor:
-        """[T, taps * D] the target's states before each token of a pass that reads texts."""
+        """Return [T, taps * D] the target's states before each token of a pass."""
         return states_at(slots_before(parts, self._target), self._target)
 
 
@@ -149,23 +163,24 @@ def places_of(fanouts: tuple[Fanout, ...], device: torch.device) -> HeadPlaces:
 
 def _parents(fanouts: Sequence[Fanout], depth: int) -> Any:
     """Return [N] the index of each node's parent among the nodes of the level above that draft."""
-    found = []
+    indices = []
     start = 0
     for fanout in fanouts:
         if len(fanout) < depth:
             continue
         if len(fanout) > depth:
-            found.append(start + np.arange(width_at(fanout, depth)) // fanout[depth - 1])
+            node_N = np.arange(width_at(fanout, depth))
+            indices.append(start + node_N // fanout[depth - 1])
         start += width_at(fanout, depth - 1)
-    return np.concatenate(found)
+    return np.concatenate(indices)
 
 
 def _draft_rows(fanouts: Sequence[Fanout], depth: int) -> Any:
     """Return [N] the draft row of each node of a depth: the draft rows of a text are contiguous."""
-    found = []
+    indices = []
     start = 0
     for fanout in fanouts:
         if len(fanout) > depth:
-            found.append(np.full(width_at(fanout, depth), start + depth))
+            indices.append(np.full(width_at(fanout, depth), start + depth))
         start += len(fanout)
-    return np.concatenate(found)
+    return np.concatenate(indices)

@@ -1,4 +1,4 @@
-"""ChainSource with a small model: one pass to catch up on the text, and one more for each further level.
+"""ChainSource with a small model: a pass to catch up on the text, and a pass for each further level.
 
 Its drafted nodes follow the text level by level.
 """
@@ -25,7 +25,7 @@ from engine.sampling.distribution import DistributionParameters
 
 
 def level_passes(fanout: tuple[int, ...], last_token: int = 0) -> list[NodeInput]:  # noqa: ARG001  (not drafted)
-    """Return the nodes of each pass: none in that over the text, then level by level."""
+    """Return the nodes of each pass: none in the pass over the text, then level by level."""
     return [NO_NODES, *(level_nodes(fanout[:depth]) for depth in range(1, len(fanout)))]
 
 
@@ -75,10 +75,13 @@ class ModelDrafter:
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """Make the K/V of accepted paths contiguous."""
         moves = []
-        for row, one in zip(plan.sampling_rows, emissions, strict=True):
-            if row.num_drafts <= 1 or not one.num_draft_kept:
+        for row, emission in zip(plan.sampling_rows, emissions, strict=True):
+            if row.num_drafts <= 1 or not emission.num_draft_kept:
                 continue  # a lone chain is already in the slots of its tokens
-            pairs = [(_node_index(row, one.rank, depth + 1), row.end + depth) for depth in range(one.num_draft_kept)]
+            pairs = [
+                (_node_index(row, emission.rank, depth + 1), row.end + depth)
+                for depth in range(emission.num_draft_kept)
+            ]
             moves.append(slot_moves(pairs, row.draft_table, self.runner.block_size))
         if moves:
             self.runner.keep(moves)
@@ -88,32 +91,38 @@ class ModelDrafter:
         return row.draft_table
 
     def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
-        """Return the passes of a step: over all missing known tokens, then over the drafted nodes level by level."""
-        parts = [
-            SequenceInput(
-                row.draft_input_ids,
-                row.draft_first_index,
-                row.draft_table,
-                NO_NODES,
-                slice(len(row.draft_input_ids) - bool(row.fanout), None),
-                row.first_draft_key,
-            )
-            for row in plan.rows
-            if row.draft_input_ids
-        ]
-        if not parts:
+        """Return the inputs of a step's passes.
+
+        The first pass is over all missing known tokens, the others over drafted nodes by level.
+        """
+        texts = []
+        for row in plan.rows:
+            if row.draft_input_ids:
+                wanted = slice(len(row.draft_input_ids) - bool(row.fanout), None)
+                texts.append(self._text_input(row, wanted))
+        if not texts:
             return []
-        levels = (
-            [
-                SequenceInput(
-                    (), row.end, row.draft_table, level_nodes(row.fanout[:depth]), slice(None), row.first_draft_key
-                )
-                for row in plan.rows
-                if row.draft_length > depth
-            ]
-            for depth in range(1, max(row.draft_length for row in plan.rows))
+        passes = [texts]
+        for depth in range(1, max(row.draft_length for row in plan.rows)):
+            drafting = [row for row in plan.rows if row.draft_length > depth]
+            passes.append([self._level_input(row, depth) for row in drafting])
+        return passes
+
+    def _text_input(self, row: Row, wanted: slice) -> SequenceInput:
+        """Return a row's part of the pass over known tokens."""
+        return SequenceInput(
+            row.draft_input_ids,
+            row.draft_first_index,
+            row.draft_table,
+            NO_NODES,
+            wanted,
+            row.first_draft_key,
         )
-        return [parts, *levels]
+
+    def _level_input(self, row: Row, depth: int) -> SequenceInput:
+        """Return a row's part of the pass over the nodes of a depth."""
+        nodes = level_nodes(row.fanout[:depth])
+        return SequenceInput((), row.end, row.draft_table, nodes, slice(None), row.first_draft_key)
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:
@@ -123,9 +132,10 @@ def _node_index(row: Row, chain: int, depth: int) -> int:
 
 @lru_cache(maxsize=1024)
 def level_nodes(fanout: Fanout) -> NodeInput:
-    """Return the nodes of the last level; those of the levels above are cached."""
+    """Return the nodes of the last level; the K/V of the levels above is cached."""
     widths = level_widths(fanout)
-    node_N = np.arange(widths[-1])
-    ancestry = [node_N[:, None] // (widths[-1] // width) == np.arange(width) for width in widths]
+    last = widths[-1]
+    node_N1 = np.arange(last)[:, None]
+    ancestry = [node_N1 // (last // width) == np.arange(width) for width in widths]
     depths = [depth for depth, width in enumerate(widths, start=1) for _ in range(width)]
-    return NodeInput((), depths[-widths[-1] :], depths[: -widths[-1]], np.concatenate(ancestry, axis=1))
+    return NodeInput((), depths[-last:], depths[:-last], np.concatenate(ancestry, axis=1))

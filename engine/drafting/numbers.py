@@ -37,10 +37,17 @@ def draw_numbers(
 
 
 def noise_of(numbers: Tensor, length: int) -> tuple[Tensor, ChainNoise]:
-    """Return ([L, C] the numbers for drafting, the numbers for the rules): views of `draw_numbers`."""
+    """Return ([L, C] the numbers for drafting, the numbers for the rules).
+
+    Both are views of the result of `draw_numbers`.
+    """
     _, accept, chosen_accept, residual, score, chosen_residual = numbers
     noise = ChainNoise(
-        accept[:, :length], residual[:, 0], score[:, 0], chosen_accept[:, :length], chosen_residual[:, 0]
+        accept[:, :length],
+        residual[:, 0],
+        score[:, 0],
+        chosen_accept[:, :length],
+        chosen_residual[:, 0],
     )
     return drafting_numbers(numbers, length), noise
 

@@ -1,10 +1,10 @@
 """ChainSource with a head that computes all depths in one pass, from which any number of chains is drawn.
 
-The pass depends on the text alone. The sampler (`heads/samplers.py`) adds the dependence on earlier tokens of
-the chain, if the head has any. So chains are independent given the text.
+The pass depends on the text alone. The sampler (`heads/samplers.py`) adds the dependence on earlier
+tokens of the chain, if the head has any. So chains are independent given the text.
 
-Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is the last token of a
-text and the masks after it, which a head of the DFlash types computes together.
+Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is the
+last token of a text and the masks after it, which a head of the DFlash types computes together.
 """
 
 from __future__ import annotations
@@ -36,42 +36,45 @@ class OnePassDrafter(HeadDrafter):
     """Computes the logits of a head that drafts in one pass."""
 
     _sampler: ChainSampler
-    _of_head: HeadInputs
+    _head_inputs: HeadInputs
 
     def start(self, work: DraftWork) -> Tensor:
         """Run the pass; return [N, V] logits below the roots."""
-        assert work.of_head is not None
-        self._of_head = work.of_head
+        assert work.head_inputs is not None
+        self._head_inputs = work.head_inputs
         self._sampler = self._run_pass(work)
-        return self._sampler.below(self._of_head.places.draft_rows[0], self._of_head.last_R, None)
+        places = self._head_inputs.places
+        return self._sampler.below(places.draft_rows[0], self._head_inputs.last_R, None)
 
     @torch.inference_mode()
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, ProbsTable]:
-        """Run the pass, and draw all chains of all texts from its tables, for rows that allow it."""
+        """Run the pass; draw all chains of all texts from its tables if the rows allow it."""
         if not self.runner.head.config.has_tables or not may_draw_at_once(plan, layout):
             return super().draw(plan, layout, parameters, uniform_LC)
         work = self._prepared([row for row in plan.rows if row.fanout])
-        assert work.of_head is not None
+        assert work.head_inputs is not None
         sampler: ChainSampler = self._run_pass(work)
         draft_rows = draft_rows_of(layout)
-        tables = sampler.tables(draft_rows.first_R, work.of_head.last_R)
-        return draw_from(tables, draft_rows, parameters, uniform_LC, self.runner.vocab_size)
+        tables = sampler.tables(draft_rows.first_R, work.head_inputs.last_R)
+        vocab_size = self.runner.vocab_size
+        return draw_from(tables, draft_rows, parameters, uniform_LC, vocab_size)
 
     def _run_pass(self, work: DraftWork) -> Any:
         """Return the sampler (`ChainSampler`) from which the texts' chains are drawn."""
-        assert work.of_head is not None
-        output = self._pass(work.passes, work.of_head)
-        return self.runner.head.sampler(output, work.of_head.places.lengths, self.runner.vocab_size)
+        assert work.head_inputs is not None
+        output = self._pass(work.passes, work.head_inputs)
+        lengths = work.head_inputs.places.lengths
+        return self.runner.head.sampler(output, lengths, self.runner.vocab_size)
 
     @torch.inference_mode()
     def below(self, depth: int, token_N: Tensor) -> Tensor:
         """Return [N, V] logits below the nodes of a depth."""
-        places = self._of_head.places
+        places = self._head_inputs.places
         return self._sampler.below(places.draft_rows[depth], token_N, places.parents[depth - 1])
 
-    def _pass(self, passes: Sequence[Pass], of_head: HeadInputs) -> HeadOutput:
+    def _pass(self, passes: Sequence[Pass], head_inputs: HeadInputs) -> HeadOutput:
         """Return the results of the pass for the draft rows."""
         raise NotImplementedError
 
@@ -83,20 +86,26 @@ class MaskDrafter(OnePassDrafter):
         super().__init__(runner, target)
         self.pass_nodes = partial(_with_masks, self.runner.head.config.mask_token_id)
 
-    def _pass(self, passes: Sequence[Pass], of_head: HeadInputs) -> HeadOutput:
-        reads_T1 = (of_head.before_T >= 0).unsqueeze(1)
-        taps_TX = states_at(of_head.before_T.clamp(min=0), self._target)
-        return self.runner.read(passes[0], torch.where(reads_T1, taps_TX, self.runner.head.mask_hidden[0]))
+    def _pass(self, passes: Sequence[Pass], head_inputs: HeadInputs) -> HeadOutput:
+        reads_T1 = (head_inputs.before_T >= 0).unsqueeze(1)
+        taps_TX = states_at(head_inputs.before_T.clamp(min=0), self._target)
+        taps_TX = torch.where(reads_T1, taps_TX, self.runner.head.mask_hidden[0])
+        return self.runner.read(passes[0], taps_TX)
 
 
-def _with_masks(mask: int, fanout: tuple[int, ...], last_token: int = 0) -> list[NodeInput]:  # noqa: ARG001
+def _with_masks(
+    mask: int,
+    fanout: tuple[int, ...],
+    last_token: int = 0,  # noqa: ARG001
+) -> list[NodeInput]:
     """Return the masks in the pass over a text."""
     return [mask_nodes((mask,) * (len(fanout) - 1), is_causal=True)]
 
 
 class BlockDrafter(OnePassDrafter):
-    """Computes the logits of a head of the DFlash types. Its mask blocks follow the texts, and later steps do not read
-    them.
+    """Computes the logits of a head of the DFlash types.
+
+    Its mask blocks follow the texts. Later steps do not read them.
     """
 
     _wants_ends = False
@@ -107,41 +116,51 @@ class BlockDrafter(OnePassDrafter):
         masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
         self.pass_nodes = partial(_with_blocks, masks, head.block_config.causalities)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
-        """First of the K/V blocks that only the head's storage has, for masks beyond the row's own K/V blocks."""
+        """First K/V block that only the head's storage has, for masks beyond a row's K/V blocks."""
 
     def products(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Run the pass; return ([S, draft vocabulary] its products with the output head by draft row, the last tokens
+        """Run the pass.
+
+        Returns ([S, draft vocabulary] products with the output head by draft row, the last tokens
         of the texts that draft).
         """
         work = self._prepared([row for row in plan.rows if row.fanout])
-        assert work.of_head is not None
-        return self._pass(work.passes, work.of_head).product_NX, work.of_head.last_R
+        assert work.head_inputs is not None
+        return self._pass(work.passes, work.head_inputs).product_NX, work.head_inputs.last_R
 
     def table_of(self, row: Row, number: int) -> tuple[int, ...]:
-        """Return the row's K/V blocks, and spare ones for the masks that these cannot hold."""
-        size, block_size = self.runner.head.block_config.size, self.runner.block_size
-        missing = -(-(row.end + size) // block_size) - len(row.block_ids)
-        if missing <= 0:
+        """Return the row's K/V blocks, and spare blocks for masks that need more."""
+        num_masks = self.runner.head.block_config.size
+        block_size = self.runner.block_size
+        num_needed = -(-(row.end + num_masks) // block_size)
+        num_missing = num_needed - len(row.block_ids)
+        if num_missing <= 0:
             return row.block_ids
-        first = self._spare_block + number * -(-size // block_size)
-        return (*row.block_ids, *range(first, first + missing))
+        num_spare = -(-num_masks // block_size)
+        first = self._spare_block + number * num_spare
+        return (*row.block_ids, *range(first, first + num_missing))
 
     def _rows_of(self, lengths: Sequence[int]) -> Tensor:
         return to_device(self.runner.head.rows(lengths), self.runner.device)
 
-    def _pass(self, passes: Sequence[Pass], of_head: HeadInputs) -> HeadOutput:
-        assert of_head.rows_N is not None
-        reading = Reading(passes[0], states_at(of_head.before_T, self._target))
-        return self.runner.block(reading, passes[1:], of_head.rows_N)
+    def _pass(self, passes: Sequence[Pass], head_inputs: HeadInputs) -> HeadOutput:
+        assert head_inputs.rows_N is not None
+        reading = Reading(passes[0], states_at(head_inputs.before_T, self._target))
+        return self.runner.block(reading, passes[1:], head_inputs.rows_N)
 
-    def _read(self, one: Pass, taps_TX: Tensor) -> None:
+    def _read(self, prepared: Pass, taps_TX: Tensor) -> None:
         """Store the states of texts that the head reads again."""
-        self.runner.store(Reading(one, taps_TX))
+        self.runner.store(Reading(prepared, taps_TX))
 
 
 def _with_blocks(
-    masks: tuple[int, ...], causalities: tuple[bool, ...], fanout: tuple[int, ...], last_token: int = 0
+    masks: tuple[int, ...],
+    causalities: tuple[bool, ...],
+    fanout: tuple[int, ...],
+    last_token: int = 0,
 ) -> list[NodeInput]:
-    """Return the nodes of the pass over a text, which has none, and its mask block for each causality."""
+    """Return the nodes of each pass: none over the text, and a mask block for each causality."""
+    if not fanout:
+        return [NO_NODES]
     block = (last_token, *masks)
-    return [NO_NODES, *(mask_nodes(block, is_causal) for is_causal in causalities if fanout)]
+    return [NO_NODES, *(mask_nodes(block, is_causal) for is_causal in causalities)]

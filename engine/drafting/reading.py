@@ -27,22 +27,25 @@ def readings(rows: Sequence[Row], ends_wanted: bool, most_rows: int = MOST_ROWS)
     """
     parts = []
     for row in rows:
-        has_states = max(1, row.draft_first_index)
-        tokens = row.draft_input_ids[has_states - row.draft_first_index :]
+        first = max(1, row.draft_first_index)  # the first token has no state before it
+        tokens = row.draft_input_ids[first - row.draft_first_index :]
         if tokens:
-            parts.append((row, has_states, tokens))
+            parts.append((row, first, tokens))
+    if not parts:
+        return []
     if sum(len(tokens) for _, _, tokens in parts) <= most_rows:
-        return [[_part(*part, ends_wanted) for part in parts]] if parts else []
+        return [[_part(*part, ends_wanted) for part in parts]]
     if not ends_wanted:
         return list(_cut(parts, most_rows))
-    earlier = _cut([(row, first, tokens[:-1]) for row, first, tokens in parts], most_rows)
+    beginnings = [(row, first, tokens[:-1]) for row, first, tokens in parts]
     ends = [_part(row, first + len(tokens) - 1, tokens[-1:], True) for row, first, tokens in parts]
-    return [*earlier, ends]
+    return [*_cut(beginnings, most_rows), ends]
 
 
 def _cut(parts: Sequence[tuple[Row, int, tuple[int, ...]]], most_rows: int) -> Iterator[list[SequenceInput]]:
-    """Cut the parts into passes of at most `most_rows` rows, in order: a text that shares blocks comes after the one
-    that computes them.
+    """Cut the parts into passes of at most `most_rows` rows, in order.
+
+    A text that shares blocks comes after the text that computes them.
     """
     made: list[SequenceInput] = []
     room = most_rows
@@ -51,10 +54,12 @@ def _cut(parts: Sequence[tuple[Row, int, tuple[int, ...]]], most_rows: int) -> I
         while done < len(tokens):
             piece = tokens[done : done + room]
             made.append(_part(row, first + done, piece, False))
-            done, room = done + len(piece), room - len(piece)
+            done += len(piece)
+            room -= len(piece)
             if not room:
                 yield made
-                made, room = [], most_rows
+                made = []
+                room = most_rows
     if made:
         yield made
 
@@ -65,13 +70,16 @@ def _part(row: Row, first: int, tokens: tuple[int, ...], end_wanted: bool) -> Se
 
 
 def slots_before(parts: Sequence[SequenceInput], target: ModelRunner) -> Tensor:
-    """[T] the slots of the target's states before each input token of a pass; -1 for its nodes."""
-    of_parts = [(_slots_before(part, target.block_size), np.full(len(part.nodes.depths), -1)) for part in parts]
-    return to_device(np.concatenate([slots for both in of_parts for slots in both]), target.device)
+    """Return [T] slots of the target's states before each input token of a pass; -1 for nodes."""
+    slots = []
+    for part in parts:
+        slots.append(_slots_before(part, target.block_size))
+        slots.append(np.full(len(part.nodes.depths), -1))
+    return to_device(np.concatenate(slots), target.device)
 
 
 def states_at(slots_T: Tensor, target: ModelRunner) -> Tensor:
-    """[T, taps * D] the target's states in some slots."""
+    """Return [T, taps * D] the target's states in some slots."""
     assert target.storage.hidden is not None
     return target.storage.hidden[slots_T]
 

@@ -1,4 +1,4 @@
-"""Checks of compiled kernels: each is tried once in a process, and compared with plain operations."""
+"""Checks of compiled kernels: each kernel runs once in a process, against plain operations."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def usable(
 ) -> bool:
     """Whether the compiled kernels run on this device and agree with the plain operations.
 
-    They are tried once in a process. On failure a warning is logged, and callers use the plain operations. what:
-    purpose of the kernels, as a clause for the log; find_fault: tries them on a device, for the kinds in `more`, and
-    returns the fault or None.
+    The kernels are tried once in a process. On failure a warning is logged, and callers use the
+    plain operations. what: purpose of the kernels, as a clause for the log; find_fault: tries the
+    kernels on a device, with the operands `more`, and returns the fault or None.
     """
     if device.type != _DEVICES[compiler]:
         return False
@@ -46,9 +46,9 @@ def usable(
 
 
 def raise_if_lost(device: torch.device, error: Exception) -> None:
-    """Raise LoadError if a device computes nothing any more after an error, as after a read outside of its memory.
+    """Raise LoadError if an error has disabled a device, for example a read outside its memory.
 
-    Everything that is tried next would fail as well, with an error that names another place.
+    Later calls would fail, too, with an error that names another place.
     """
     if device.type != "cuda":
         return
@@ -65,6 +65,7 @@ def synthetic_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Ten
     return torch.arange(prod(shape), device=device).sqrt().mul(7).sin().view(shape).to(dtype)
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether numbers of about 1 differ by no more than some roundings."""
-    return torch.allclose(found.float(), expected.float(), atol=16 * torch.finfo(found.dtype).eps, rtol=0)
+def close(computed: Tensor, expected: Tensor) -> bool:
+    """Whether numbers of about 1 differ by no more than a few roundings."""
+    tolerance = 16 * torch.finfo(computed.dtype).eps
+    return torch.allclose(computed.float(), expected.float(), atol=tolerance, rtol=0)

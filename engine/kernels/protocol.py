@@ -20,7 +20,10 @@ KVMoves = Sequence[tuple[int, int]]
 
 
 class Filters(NamedTuple):
-    """Parameters of N rows' filters, by which unlikely tokens get no probability; None if a filter changes no row."""
+    """Parameters of N rows' filters, which give unlikely tokens no probability.
+
+    None if a filter changes no row.
+    """
 
     min_p_N: Tensor | None = None
     """Share of the most likely token's probability; 0 keeps all."""
@@ -33,7 +36,7 @@ class Filters(NamedTuple):
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Filters:
         """Return the filters after a change of every tensor."""
-        min_p, top_k, top_p = (None if one is None else change(one) for one in self[:3])
+        min_p, top_k, top_p = (None if value is None else change(value) for value in self[:3])
         return Filters(min_p, top_k, top_p, self.most_k)
 
 
@@ -41,7 +44,8 @@ class Filters(NamedTuple):
 class ProbsTable:
     """Distributions along chains: the distribution row below the first i tokens of each chain.
 
-    Chains with equal prefixes share rows. Beyond a chain's length the row is valid but arbitrary, and must not be used.
+    Chains with equal prefixes share rows. Beyond a chain's length the row is valid but arbitrary, and
+    must not be used.
     """
 
     probs_NV: Tensor
@@ -64,7 +68,7 @@ class ProbsTable:
         return self.probs_NV[row_C, token_C].double()
 
     def along(self, token_CL: Tensor) -> Tensor:
-        """Return [C, L] the float64 probability of every chain's tokens, each below those before it."""
+        """Return [C, L] the float64 probability of each token, below the chain's tokens before it."""
         return self.probs_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
 
     def select(self, index: Tensor) -> ProbsTable:
@@ -100,20 +104,20 @@ class Chains:
     draft: ProbsTable
     """Distributions from which the tokens were drawn."""
     shape: tuple[int, int]
-    """(number of requests, most chains of one)."""
+    """(number of requests, most chains of a request)."""
     leads_CL: Tensor | None = None
-    """Whether the chain is the first through its node of each depth; None if no two chains share a draw."""
+    """Whether the chain is the first through its node; None if no two chains share a draw."""
     shifts: TargetShifts | None = None
     """Changes of the target distribution by earlier steps, by chain; None if there are none."""
 
     @property
     def num_chains(self) -> int:
-        """C."""
+        """Return C."""
         return self.tokens_CL.shape[0]
 
     @property
     def max_length(self) -> int:
-        """L, the longest chain."""
+        """Return L, the length of the longest chain."""
         return self.tokens_CL.shape[1]
 
     def select(self, index: Tensor, shape: tuple[int, int]) -> Chains:
@@ -142,7 +146,7 @@ class ChainNoise:
 
     def select(self, index: Tensor) -> ChainNoise:
         """Return the numbers of the chains at `index`."""
-        return ChainNoise(*(getattr(self, one.name)[index] for one in fields(self)))
+        return ChainNoise(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -150,15 +154,19 @@ class TextNodes:
     """Nodes of text drafts among the N nodes of a step, on the host."""
 
     parent_N: Ints
-    """Node above, counted from the request's root; -1 of nodes that are on no text draft."""
+    """Node above, counted from the request's root; -1 for nodes that are on no text draft."""
     token_N: Ints
     number_BL: Floats
     """Uniform numbers that decide about the children at each depth."""
 
     @staticmethod
     def none(num_nodes: int, num_requests: int) -> TextNodes:
-        """Return the nodes of a step without text drafts: none."""
-        return TextNodes(np.full(num_nodes, -1), np.zeros(num_nodes, np.int64), np.zeros((num_requests, 0)))
+        """Return the arrays of a step without text drafts."""
+        return TextNodes(
+            parent_N=np.full(num_nodes, -1),
+            token_N=np.zeros(num_nodes, np.int64),
+            number_BL=np.zeros((num_requests, 0)),
+        )
 
 
 @dataclass(frozen=True)
@@ -173,4 +181,4 @@ class ChainVerdict:
     shifts: TargetShifts | None = None
     """Changes of the target distribution that hold after these tokens; None if there are none."""
     bias_B: Tensor | None = None
-    """Distance from the target distribution that lossy acceptance allowed, summed over the decided positions."""
+    """Distance from the target that lossy acceptance allowed, summed over the decided positions."""

@@ -9,8 +9,8 @@ The accepted length is the largest i whose uniform number falls below h_i; then 
 drawn from norm (w_i p - q)+, after a whole accepted chain from p. Later steps are unchanged.
 Expected accepted length: E_{Y~p} sum_i u_i(Y), never less than token verification's.
 
-The score race of several chains: every chain runs block verification on its own and draws a score that is independent
-of what it would emit; the chain with the smallest score wins. Given that a chain's output begins
+The score race of several chains: every chain runs block verification alone and draws a score that is
+independent of its output; the chain with the smallest score wins. Given that a chain's output begins
 with Y, its score is uniform on (0, 1]: it lies in (u_{i+1}, u_i] exactly when the chain stops at
 i, where u_i is the ceiling of the first i tokens of Y. So choosing by score leaves the winner's
 distribution the target's own, and the smallest of K scores is below t with probability 1 - (1-t)^K:
@@ -35,7 +35,7 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
     """Return ([B, K] the chains of each request in order, [B, K] whether there is one).
 
-    Every request has a chain in column 0, the first of those that remain; missing entries are chain 0.
+    Every request has a chain in column 0, its first remaining chain; missing entries are chain 0.
     """
     request_C = chains.request_C
     chain_C = torch.arange(chains.num_chains, device=request_C.device)
@@ -58,9 +58,9 @@ def surplus(target_CV: Tensor, draft_CV: Tensor, weight_C: Tensor) -> Tensor:
 def residual(chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor) -> Tensor:
     """Return [C, V] weights of the token after the first `accepted_C` tokens of each chain.
 
-    They are the surplus of the weighted target distribution over the draft distribution. After a whole chain, and if
-    rounding leaves no surplus, they are the target distribution. (In the second case target and draft agree, so the
-    branch has probability zero, but the draw must be defined.)
+    They are the surplus of the weighted target distribution over the draft distribution. After a
+    whole chain, and if rounding leaves no surplus, they are the target distribution. (In the second
+    case target and draft agree, so the branch has probability zero, but the draw must be defined.)
     """
     target_CV = target.rows(accepted_C)
     if chains.max_length == 0:
@@ -87,16 +87,19 @@ class Blocks:
 
 
 def blocks(chains: Chains, target: ProbsTable) -> Blocks:
-    """Compute all prefixes of every chain; at any time, a few [C, V] rows of whole distributions are in memory."""
-    target_CL, draft_CL = target.along(chains.tokens_CL), chains.draft.along(chains.tokens_CL)
+    """Compute all prefixes of every chain; few [C, V] arrays are in memory at any time."""
+    target_CL = target.along(chains.tokens_CL)
+    draft_CL = chains.draft.along(chains.tokens_CL)
     # A prefix is dead after a token that the target never emits, or after a ratio of 0.
-    never_CL, free_CL = target_CL <= 0, draft_CL <= 0
+    never_CL = target_CL <= 0
+    free_CL = draft_CL <= 0
     dead_CL = never_CL.cumsum(1) + free_CL.cumsum(1) - free_CL.long() > 0
     step_CL = torch.where(dead_CL, 0.0, draft_CL.log() - target_CL.log())
     log_ratio_CL1 = pad(torch.where(dead_CL, torch.inf, step_CL.cumsum(1)), (1, 0))
     log_ceiling_CL1 = log_ratio_CL1.cummin(1).values
     weight_CL1 = torch.where(pad(dead_CL, (1, 0)), 0.0, (log_ceiling_CL1 - log_ratio_CL1).exp())
-    inner = [_accept(chains, target, depth, weight_CL1[:, depth]) for depth in range(1, chains.max_length)]
+    depths = range(1, chains.max_length)
+    inner = [_accept(chains, target, depth, weight_CL1[:, depth]) for depth in depths]
     accept_CL = torch.stack([*inner, weight_CL1[:, -1]], 1)[:, : chains.max_length]
     depth_L = torch.arange(1, chains.max_length + 1, device=chains.length_C.device)
     return Blocks(
@@ -126,7 +129,8 @@ def stop_chains(chains: Chains, target: ProbsTable, known: Blocks, noise: ChainN
     """Return ([C] accepted length, [C] next token) of each chain alone."""
     accepted_C = accepted_length(known.accept_CL, noise.accept_CL)
     weight_C = known.weight_CL1.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
-    return accepted_C, target.kernels.draw_residual(chains, target, accepted_C, weight_C, noise.residual_C)
+    next_token_C = target.kernels.draw_residual(chains, target, accepted_C, weight_C, noise.residual_C)
+    return accepted_C, next_token_C
 
 
 def score_bounds(
@@ -134,8 +138,8 @@ def score_bounds(
 ) -> tuple[Tensor, Tensor]:
     """Return ([C] lower, [C] upper) bounds of the interval in which a chain's score is uniform; float64.
 
-    Upper is the ceiling of the accepted prefix, lower that of the prefix extended by the next token: 0 after a whole
-    chain (no further ceiling) and off the draft distribution's support.
+    Upper is the ceiling of the accepted prefix, lower the ceiling of the prefix extended by the next
+    token: 0 after a whole chain (no further ceiling) and off the draft distribution's support.
     """
     index_C1 = accepted_C.unsqueeze(1)
     upper_C = known.ceiling_CL1.gather(1, index_C1).squeeze(1)
@@ -159,17 +163,19 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def longest_match(chains: Chains, certain_CX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([C] number of a chain's tokens that are the most likely ones, [C] the most likely token after them)."""
+    """Return ([C] number of leading tokens that are the most likely, [C] the next most likely token).
+
+    certain_CX: [C, L + 1] the most likely token below the first i tokens of each chain.
+    """
     depth_L = torch.arange(chains.max_length, device=certain_CX.device)
-    matches_CL = (chains.tokens_CL == certain_CX[:, : chains.max_length]) & (depth_L < chains.length_C.unsqueeze(1))
+    is_drafted_CL = depth_L < chains.length_C.unsqueeze(1)
+    matches_CL = (chains.tokens_CL == certain_CX[:, : chains.max_length]) & is_drafted_CL
     accepted_C = matches_CL.cumprod(1).sum(1)
     return accepted_C, certain_CX.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-    """Return each request's chain with the smallest score (ties: the first), with its accepted length and next
-    token.
-    """
+    """Return each request's chain with the smallest score (ties: the first)."""
     chain_BK, exists_BK = chain_table(chains)
     score_BK = torch.where(exists_BK, score_C[chain_BK], torch.inf)
     winner_B = chain_BK.gather(1, score_BK.argmin(1, keepdim=True)).squeeze(1)

@@ -1,9 +1,10 @@
-"""Operations with several implementations; here the specification, in plain operations of torch, for any device.
+"""Operations with several implementations: the specification in plain torch, for any device.
 
-`cpu/kernels.py` (CPU) and `cuda/kernels.py` (CUDA) override operations by compiled ones, and use the plain ones for
-unsupported inputs. `choosing.py` chooses once, when the engine is built, and compares every operation with these.
+`cpu/kernels.py` (CPU) and `cuda/kernels.py` (CUDA) override operations by compiled kernels, and use
+the plain operations for unsupported inputs. `start/choosing.py` chooses once, when the engine is
+built, and compares every compiled operation with the plain operation.
 
-To add an operation: a method of `Kernels`, inputs for it in `choosing.py`, and any compiled forms.
+To add an operation: a method of `Kernels`, inputs for it in `choosing.py`, and compiled kernels.
 Not for: the passes of the models (`engine.models`).
 """
 
@@ -39,30 +40,34 @@ class Kernels:
     """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
     decides = False
-    """Whether `decide` is one compiled call, which verifies text drafts, too; steps use it only then."""
+    """Whether `decide` is one compiled call, also for text drafts; otherwise no step calls it."""
     by_tiles = False
-    """Whether operations work on tiles of a row. The rules `token`, `block` and `bv_race` then store a sum for each
-    tile instead of whole rows.
+    """Whether operations work on tiles of a row.
+
+    The rules `token`, `block` and `bv_race` then store a sum for each tile instead of whole rows.
     """
     reads_no_filter = False
-    """Whether filters read no number on the host, so that CUDA graphs can record them, and sort no row."""
+    """Whether filters sort no row, and read no number on the host, so that CUDA graphs record them."""
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
-        """Return [N, V] float32 distributions at positive temperatures; `probs_NV` (contiguous) is the output, if
-        given.
+        """Return [N, V] float32 distributions at positive temperatures.
+
+        probs_NV (contiguous): the output, if given.
         """
         return torch.softmax(_scaled(logits_NV, temperature_N), -1, out=probs_NV)
 
     def truncated(self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Tensor:
-        """Return [N, V] float32 distributions of the tokens that min-p and top-k keep, with ties at their edges.
+        """Return [N, V] float32 distributions after min-p and top-k, with ties at their edges.
 
-        min-p drops tokens below this share of the most likely token's probability, at the temperature; 0 keeps all.
-        top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter.
+        min-p drops tokens below this share of the most likely token's probability, at the
+        temperature; 0 keeps all. top-k keeps the k most likely tokens; 0 keeps all. None: no row
+        asks for the filter.
         """
         min_p_N, top_k_N, _, most_k = filters
         scaled_NV = _scaled(logits_NV, temperature_N)
         if min_p_N is not None:
-            scaled_NV = scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
+            edge_N1 = min_p_N.log().unsqueeze(-1)
+            scaled_NV = scaled_NV.masked_fill(scaled_NV < edge_N1, -torch.inf)
         if top_k_N is not None:
             num_tokens = scaled_NV.shape[-1]
             wanted_N = torch.where(top_k_N > 0, top_k_N, num_tokens).clamp(max=num_tokens)
@@ -74,26 +79,33 @@ class Kernels:
         return scaled_NV.softmax(-1)
 
     def distribution(
-        self, logits_NV: Tensor, temperature_N: Tensor, filters: Filters, probs_NV: Tensor | None = None
+        self,
+        logits_NV: Tensor,
+        temperature_N: Tensor,
+        filters: Filters,
+        probs_NV: Tensor | None = None,
     ) -> Tensor:
-        """Return [N, V] float32 distributions at positive temperatures after min-p, top-k and top-p, in this order.
+        """Return [N, V] float32 distributions after min-p, top-k and top-p, in this order.
 
-        Filters keep ties at their edges. probs_NV (contiguous) may be used as the output, if given.
+        Temperatures are positive. Filters keep ties at their edges. probs_NV (contiguous) may be
+        used as the output, if given.
         """
         if filters.min_p_N is None and filters.top_k_N is None:
-            found_NV = self.softmax(logits_NV, temperature_N, probs_NV)
+            filtered_NV = self.softmax(logits_NV, temperature_N, probs_NV)
         else:
-            found_NV = self.truncated(logits_NV, temperature_N, filters)
-        return found_NV if filters.top_p_N is None else self.nucleus(found_NV, filters.top_p_N)
+            filtered_NV = self.truncated(logits_NV, temperature_N, filters)
+        if filters.top_p_N is None:
+            return filtered_NV
+        return self.nucleus(filtered_NV, filters.top_p_N)
 
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         """Return [C] a token from each of the rows, by the inverse of the cumulative sum."""
         return categorical(probs_NV[row_C], uniform_C)
 
     def nucleus(self, probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
-        """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
+        """Return [N, V] the smallest sets of most likely tokens with mass >= top_p, normalised.
 
-        A row with top_p of 1 or more is unchanged.
+        Ties at the edge are kept. A row with top_p of 1 or more is unchanged.
         """
         num_tokens = probs_NV.shape[-1]
         window = min(_TOP_P_WINDOW, num_tokens)
@@ -103,7 +115,7 @@ class Kernels:
         if window < num_tokens and not bool((reached_N | ~active_N).all()):
             largest_NW = probs_NV.sort(dim=-1, descending=True).values
         before_NW = largest_NW.cumsum(-1, dtype=torch.float64) - largest_NW
-        # The edge is the last token whose predecessors have less than top_p; the most likely token is always kept.
+        # The edge is the last token whose predecessors have less than top_p.
         num_kept_N = (before_NW < top_p_N.unsqueeze(-1)).sum(-1).clamp(min=1)
         edge_N1 = largest_NW.gather(-1, (num_kept_N - 1).unsqueeze(-1))
         kept_NV = probs_NV.masked_fill(probs_NV < edge_N1, 0.0)
@@ -111,23 +123,27 @@ class Kernels:
         return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, probs_NV)
 
     def draw_residual(
-        self, chains: Chains, target: ProbsTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
+        self,
+        chains: Chains,
+        target: ProbsTable,
+        accepted_C: Tensor,
+        weight_C: Tensor,
+        uniform_C: Tensor,
     ) -> Tensor:
-        """Return [C] the token after the first `accepted_C` tokens of each chain, drawn from its residual.
+        """Return [C] the token after the first `accepted_C` tokens of each chain.
 
-        The residual is the surplus (weight * target - draft)+. After a whole chain, and without surplus, it is the
-        target.
+        It is drawn from the residual, the surplus (weight * target - draft)+. After a whole chain,
+        and without surplus, it is drawn from the target.
         """
-        return categorical(torch_block.residual(chains, target, accepted_C, weight_C), uniform_C)
+        residual_CV = torch_block.residual(chains, target, accepted_C, weight_C)
+        return categorical(residual_CV, uniform_C)
 
     def race(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-        """Verify every chain by block verification, and race those of each request (`torch_block.py`)."""
+        """Verify every chain by block verification, and race the chains of each request."""
         return torch_block.race(chains, target, noise)
 
     def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-        """Return each request's chain with the smallest score (ties: the first), with its accepted length and next
-        token.
-        """
+        """Return each request's chain with the smallest score (ties: the first)."""
         return torch_block.winners(chains, score_C, accepted_C, next_token_C)
 
     def decide(
@@ -141,40 +157,48 @@ class Kernels:
         numbers: Tensor,
         texts: TextNodes | None = None,
     ) -> tuple[Ints, Floats]:
-        """Return ([4, B] chain, accepted length, next token and end of the walk of each request, [N + M] largest
-        numbers), on the host.
+        """Decide a step; return ([4, B] verdict, [N + M] largest numbers), on the host.
 
-        The verdict is that of `race` on `distribution` of the logits; at temperature 0 the longest match with the most
-        likely tokens. The largest numbers show non-finite rows: the largest logit of each of N nodes, then one
-        probability of each of M draft distributions. They are NaN if a logit was, and non-finite if a number of the
-        model was. filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N. node_CX: the
-        node below the first i tokens of each chain. numbers: [6, C, L] as `engine.drafting.numbers.draw_numbers`
-        returns them. texts: nodes of text drafts, if it `decides`; they are verified first, and the node at which this
-        walk ends is counted from the request's root.
+        The verdict of each request: chain, accepted length, next token, and end of the walk. It is
+        the verdict of `race` on `distribution` of the logits; at temperature 0 the longest match
+        with the most likely tokens. The largest numbers show non-finite rows: the largest logit of
+        each of N nodes, then a probability of each of M draft distributions. They are NaN if a
+        logit was, and non-finite if a number of the model was.
+
+        filters: of the B requests. starts: [B + 1] first row of each request's nodes, then N.
+        node_CX: the node below the first i tokens of each chain. numbers: [6, C, L], the result of
+        `engine.drafting.numbers.draw_numbers`. texts: nodes of text drafts, if it `decides`. They
+        are verified first. The end of the walk through them is counted from the request's root.
         """
         assert texts is None, "these kernels verify no text drafts"
         counts_B = torch.from_numpy(np.diff(starts)).to(logits_NV.device)
-        temperature_N = torch.where(temperature_B > 0, temperature_B, 1.0).repeat_interleave(counts_B)
-        probs_NV = self.distribution(
-            logits_NV, temperature_N, filters.each(lambda one: one.repeat_interleave(counts_B))
-        )
-        _, accept, chosen_accept, residual, score, chosen_residual = numbers[:, :, : chains.max_length or 1]
+        positive_B = torch.where(temperature_B > 0, temperature_B, 1.0)
+        filters_N = filters.each(lambda filter_B: filter_B.repeat_interleave(counts_B))
+        probs_NV = self.distribution(logits_NV, positive_B.repeat_interleave(counts_B), filters_N)
+        _, accept, chosen_accept, residual, score, chosen_residual = numbers
         deep = slice(0, chains.max_length)
-        noise = ChainNoise(accept[:, deep], residual[:, 0], score[:, 0], chosen_accept[:, deep], chosen_residual[:, 0])
+        noise = ChainNoise(
+            accept[:, deep],
+            residual[:, 0],
+            score[:, 0],
+            chosen_accept[:, deep],
+            chosen_residual[:, 0],
+        )
         drawn = torch_block.race(chains, ProbsTable(probs_NV, node_CX, self), noise)
         accepted_C, token_C = torch_block.longest_match(chains, logits_NV.argmax(1)[node_CX])
-        certain = torch_block.winners(chains, -accepted_C.double(), accepted_C, token_C)
-        drawn_3B, certain_3B = (
-            torch.stack([one.chain_B, one.accepted_B, one.next_token_B]) for one in (drawn, certain)
-        )
+        matched = torch_block.winners(chains, -accepted_C.double(), accepted_C, token_C)
+        drawn_3B = torch.stack([drawn.chain_B, drawn.accepted_B, drawn.next_token_B])
+        matched_3B = torch.stack([matched.chain_B, matched.accepted_B, matched.next_token_B])
         largest = torch.cat([logits_NV.amax(1), chains.draft.probs_NV[:, 0]])
-        verdict_3B = torch.where(temperature_B > 0, drawn_3B, certain_3B)
+        verdict_3B = torch.where(temperature_B > 0, drawn_3B, matched_3B)
         ends_B = torch.zeros_like(verdict_3B[:1])
-        return torch.cat([verdict_3B, ends_B]).cpu().numpy(), largest.double().cpu().numpy()
+        verdict_4B = torch.cat([verdict_3B, ends_B])
+        return verdict_4B.cpu().numpy(), largest.double().cpu().numpy()
 
     def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
-        """Return [P, C, L] the random numbers of these purposes, by chain and depth (`sampling.noise`), on the host."""
-        depths, purposes = np.arange(length), purpose_P[:, None, None]
+        """Return [P, C, L] random numbers by purpose, chain and depth (`noise.py`), on the host."""
+        purposes = purpose_P[:, None, None]
+        depths = np.arange(length)
         return noise.uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
@@ -183,7 +207,7 @@ class Kernels:
         All rows of a sequence are read before any is written, and no two sequences share a slot.
         """
         pairs = torch.from_numpy(np.concatenate(moves)).to(storages[0].device, non_blocking=True)
-        source, destination = pairs[:, 0], pairs[:, 1]
+        source, destination = pairs.unbind(1)
         for storage in storages:
             storage.index_copy_(1, destination, storage.index_select(1, source))
 

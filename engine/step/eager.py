@@ -1,8 +1,8 @@
 """The parts of a step, and the step whose operations are launched one by one.
 
-`Step` is the interface that an engine needs. `EagerStep` takes every plan, in plain operations. It is the specification
-of the steps of devices: `CpuStep` (`cpu/step.py`), which also takes every plan, and recorded steps
-(`recorded/steps.py`), which take the usual ones.
+`Step` is the interface that an engine needs. `EagerStep` carries out every plan in plain torch. It
+is the specification of the steps of devices: `CpuStep` (`cpu/step.py`) also carries out every
+plan, and recorded steps (`cuda/recorded/steps.py`) carry out usual plans.
 """
 
 from __future__ import annotations
@@ -30,20 +30,26 @@ class Step(Protocol):
         """Draft the plan's chains; None if no row emits."""
 
     def forward(self, plan: Plan, draft: Draft | None) -> Tensor:
-        """Return the target's logits [N, V]: at the root and the nodes of every sampling row, and at prompt tokens if
-        their logprobs are asked for."""
+        """Return the target's logits [N, V], row by row.
+
+        They are logits at the root and the nodes of every sampling row, and at prompt tokens if
+        their logprobs are requested.
+        """
 
     def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
-        """Return what every sampling row emits; waits for the device. logits_NV: at roots and nodes."""
+        """Return the emission of every sampling row; waits for the device.
+
+        logits_NV: at roots and nodes.
+        """
 
 
 class RecordedMenu:
-    """Steps that a device has recorded for some plans; here none."""
+    """Steps that a device has recorded; this menu is empty."""
 
     serves = True
     """Whether recorded steps are used."""
     num_bytes = 0
-    """Memory of the device that they take."""
+    """Device memory of the recorded steps."""
     steps: Mapping[Any, Step] = MappingProxyType({})
     """Recorded steps by shape."""
 
@@ -57,7 +63,7 @@ class RecordedMenu:
         return None
 
     def is_eager(self, work: StepWork) -> bool:  # noqa: ARG002
-        """Whether no recorded shape has room for such a step, although others are recorded."""
+        """Whether steps of this work are launched eagerly, although other steps are recorded."""
         return False
 
 
@@ -67,36 +73,49 @@ class EagerStep:
     def __init__(self, target: ModelRunner, drafter: ChainSource | None) -> None:
         self._target = target
         self._drafter = drafter
-        self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
-        """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
-        drafted tokens (`draft.trees_of`); 0 always merges."""
+        self.most_unmerged = 0
+        """Largest target pass (roots plus nodes) whose trees are not merged; 0 always merges.
+
+        Without merging the host does not wait for the drafted tokens (`draft.trees_of`).
+        """
+        if target.device.type != "cpu" and not target.is_split:
+            self.most_unmerged = MOST_UNMERGED
 
     def draw(self, plan: Plan) -> Draft | None:
         """Draft the plan's chains."""
         target = self._target
-        return draw_chains(plan, self._drafter, target.vocab_size, target.device, target.kernels, self.most_unmerged)
+        return draw_chains(
+            plan,
+            self._drafter,
+            target.vocab_size,
+            target.device,
+            target.kernels,
+            self.most_unmerged,
+        )
 
     def forward(self, plan: Plan, draft: Draft | None) -> Tensor:
         """Run one pass over all known tokens and all drafted nodes."""
-        return self._target.forward(target_inputs(plan, draft), None if draft is None else draft.tokens_M)
+        tokens_M = None if draft is None else draft.tokens_M
+        return self._target.forward(target_inputs(plan, draft), tokens_M)
 
     def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
-        """Make the distributions of all nodes, and apply the rules."""
+        """Compute the distributions of all nodes, and apply the rules."""
         return verify_chains(plan, draft, logits_NV)
 
 
 def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
-    """Return the target's pass, sequence by sequence."""
+    """Return the inputs of the target's pass, sequence by sequence."""
     trees = iter(draft.trees if draft is not None else ())
-    parts = []
+    inputs = []
     for row in plan.rows:
-        nodes, wanted = NO_NODES, slice(0, 0)
+        nodes = NO_NODES
+        wanted = slice(0, 0)
         if row.emits:
             tree = next(trees)
             if tree.num_nodes:
                 nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
-            wanted = slice(len(row.input_ids) - 1, None)
+            wanted = slice(len(row.input_ids) - 1, None)  # the root and its nodes
         if row.prompt_next:
             wanted = slice(0, None)
-        parts.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
-    return parts
+        inputs.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
+    return inputs

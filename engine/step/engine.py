@@ -1,13 +1,13 @@
 """`Engine.step`: the table of contents of the project.
 
-It contains no algorithm. It connects the parts, and checks requests when they are submitted. One thread calls it.
+It contains no algorithm. It connects the parts, and checks requests when they are submitted. One
+thread calls it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -21,7 +21,7 @@ from engine.grammar.grammar_queue import GrammarQueue
 from engine.grammar.thinking import ThinkingGrammar
 from engine.kernels.protocol import KVMoves
 from engine.models.runner import ModelRunner
-from engine.plan import Emission, Plan, StepVerdict
+from engine.plan import Emission, Grammar, Plan, StepVerdict
 from engine.request import Request
 from engine.sampling.edits import MASKED, has_dead_end
 from engine.scheduling.outcome import Outcome, StepStats
@@ -30,29 +30,40 @@ from engine.scheduling.scheduler import Scheduler
 from engine.speculation.conditions import FIXED_DISTRIBUTION
 from engine.step.eager import EagerStep, RecordedMenu, Step
 from engine.step.report import BROKEN, report, split_prompts
-from engine.step.telemetry import Telemetry
+from engine.step.telemetry import MeasuredStep, Telemetry
 
 Failures = Sequence[tuple[str, RequestError]]
 """Requests (by id) that have ended with an error."""
 
 _GRAMMARS_PER_SEAT = 2
-"""Grammars are followed for the requests that run, and for the same number of the next ones."""
+"""Grammars are followed for as many requests as may run, and for as many waiting requests."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepResult:
     """Results and times of a step."""
 
     outcomes: list[Outcome]
-    learn: Callable[[], StepStats]
-    """Rest of `Telemetry.end_step`."""
-    failed: Failures = ()
+    failed: Failures
     """Requests that could not continue."""
+    measured: MeasuredStep
+    telemetry: Telemetry
+    _stats: StepStats | None = None
 
-    @cached_property
+    def learn(self) -> StepStats:
+        """Let the model of step times learn from the step; return the statistics of the step.
+
+        The first call must come before the next step is committed. Later calls return the same.
+        """
+        if self._stats is None:
+            self._stats = self.telemetry.learn(self.measured)
+        return self._stats
+
+    @property
     def stats(self) -> StepStats:
-        """Return the state after the step, and its times; the first call learns from them."""
-        return self.learn()
+        """Return the state after the step, and its times, which have been learned from."""
+        assert self._stats is not None, "the model of step times has not learned from this step"
+        return self._stats
 
 
 class Engine:
@@ -76,44 +87,57 @@ class Engine:
         self.grammar_queue = GrammarQueue(grammars, num_followed)
         self.telemetry = Telemetry(scheduler, target.device)
         self.eager = EagerStep(target, drafter)
-        """Takes the plans that no recorded step has room for."""
+        """Step of the plans that no recorded step has room for."""
         self.recorded = RecordedMenu()
         self.works_meanwhile = target.device.type != "cpu"
         """Whether a step's passes run on a device while this thread does something else."""
-        self._meanwhile: Callable[[], None] | None = None
         self._ended: list[tuple[str, RequestError]] = []
         """Requests that could not continue in this step."""
 
-    def step(self) -> list[Outcome]:
-        """Advance every planned sequence: sampling rows by at least one token, other rows by a prompt chunk."""
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
+        """Advance every planned sequence.
+
+        Sampling rows advance by at least one token, other rows by a prompt chunk. meanwhile: see
+        `run_step`.
+        """
         plan = self.scheduler.plan()  # rows, token counts and blocks
         with self.telemetry.phase("parts"):
-            verdict = self.carry_out(plan)
+            verdict = self.carry_out(plan, meanwhile)
         outcomes = self.scheduler.commit(plan, verdict)  # append, finish, free
         self._end_broken(verdict)
         self._end_masked(plan, verdict, outcomes)
         return outcomes
 
     @torch.inference_mode()
-    def carry_out(self, plan: Plan) -> StepVerdict:
-        """Carry out a plan on the device; the scheduler makes plans, and so do measurements."""
-        step, phase = self.step_for(plan), self.telemetry.phase
+    def carry_out(self, plan: Plan, meanwhile: Callable[[], None] | None = None) -> StepVerdict:
+        """Carry out a plan of the scheduler, or of a measurement, on the device.
+
+        meanwhile: see `run_step`.
+        """
+        step = self.step_for(plan)
+        phase = self.telemetry.phase
         self.telemetry.is_eager = step is self.eager
         with phase("draft"):  # chains, and the distribution of each drafted token
             draft = step.draw(plan)
         with phase("target"):  # one pass over every drafted node
             logits_NV = step.forward(plan, draft)
-        if self._meanwhile is not None:
-            self._meanwhile()
-        prompt_NV, logits_NV = split_prompts(plan, draft, logits_NV)
+        if meanwhile is not None:
+            meanwhile()
+        logits = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # distributions of the target, and the exact rule of each request
-            verdict = step.verify(plan, draft, logits_NV)
+            verdict = step.verify(plan, draft, logits.node_NV)
         with phase("keep"):  # move the K/V of accepted paths to the end of the text
-            if any(moves := target_moves(plan, draft, verdict.emissions, self.facts.block_size)):
-                self.target.keep(moves)
-            if self.drafter is not None:
-                self.drafter.keep(plan, verdict.emissions)
-        return report(plan, draft, prompt_NV, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
+            self._compact(plan, draft, verdict.emissions)
+        observed_share = self.limits.observed_share
+        return report(plan, draft, logits, verdict, self.telemetry.num_steps, observed_share)
+
+    def _compact(self, plan: Plan, draft: Draft | None, emissions: Sequence[Emission]) -> None:
+        """Make the K/V of accepted paths contiguous in the caches of target and drafter."""
+        moves = target_moves(plan, draft, emissions, self.facts.block_size)
+        if any(moves):
+            self.target.keep(moves)
+        if self.drafter is not None:
+            self.drafter.keep(plan, emissions)
 
     def step_for(self, plan: Plan) -> Step:
         """Return the recorded step that has room for a plan, or else the eager one."""
@@ -122,23 +146,22 @@ class Engine:
     def run_step(self, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """Run one step and measure it.
 
-        meanwhile: work between the launch of the target's pass and the wait for its results. It may submit requests,
-        but not abort any: those of this step hold blocks that the device writes. It must read the last result's
-        `stats`, because they learn from that step.
+        meanwhile: called between the launch of the target's pass and the wait for its results. It
+        may submit requests. It must not abort any, because the device still writes the blocks of
+        the step's requests. It must call `learn` of the last result. Without `meanwhile`, the
+        returned result has been learned from.
         """
         self.telemetry.stopwatch.start()
-        self._meanwhile = meanwhile
-        try:
-            outcomes = self.step()
-        finally:
-            self._meanwhile = None
+        outcomes = self.step(meanwhile)
         self._end_followed(outcomes)
-        failed, self._ended = self._ended, []
-        learn = self.telemetry.end_step(self.grammar_queue.num_waiting)
-        gone = {request_id for request_id, _ in failed}
-        result = StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], learn, failed)
+        failed = self._ended
+        self._ended = []
+        failed_ids = {request_id for request_id, _ in failed}
+        delivered = [outcome for outcome in outcomes if outcome.request_id not in failed_ids]
+        measured = self.telemetry.end_step(self.grammar_queue.num_waiting)
+        result = StepResult(delivered, failed, measured, self.telemetry)
         if meanwhile is None:
-            result.stats  # noqa: B018 (learns)
+            result.learn()
         return result
 
     @property
@@ -151,7 +174,10 @@ class Engine:
         return self.telemetry.stats(self.grammar_queue.num_waiting)
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests; raises RequestError if one cannot be served as asked, and then queues none."""
+        """Queue requests.
+
+        Raises RequestError if a request cannot be served as asked, and then queues no request.
+        """
         check_requests(requests, self.facts, self.limits)
         for request in requests:
             if request.sampling.grammar:
@@ -160,7 +186,10 @@ class Engine:
                 self.queue(request)
 
     def queue_followed(self) -> tuple[list[str], Failures]:
-        """Queue the requests whose grammars are ready; return (their ids, those whose grammars cannot be followed)."""
+        """Queue the requests whose grammars are ready.
+
+        Returns (ids of the queued requests, requests whose grammars cannot be followed).
+        """
         ready, failed = self.grammar_queue.ready()
         for request, grammar in ready:
             self.queue(request, grammar)
@@ -168,10 +197,14 @@ class Engine:
 
     def queue(self, request: Request, client: GrammarClient | None = None) -> None:
         """Queue a request that is known to be valid; client: follows its grammar."""
-        speculation, thinking = request.speculation, request.sampling.thinking
-        grammar = client if thinking is None else ThinkingGrammar(thinking, self.facts, client)
+        grammar: Grammar | None = client
+        thinking = request.sampling.thinking
+        if thinking is not None:
+            grammar = ThinkingGrammar(thinking, self.facts, client)
+        speculation = request.speculation
+        rules = self.facts.rules
         drafts = bool(speculation.num_drafts)
-        is_fixed = drafts and FIXED_DISTRIBUTION in self.facts.rules[speculation.rule].needs
+        is_fixed = drafts and FIXED_DISTRIBUTION in rules[speculation.rule].needs
         self.scheduler.submit(request, grammar, is_fixed)
 
     def abort(self, request_id: str) -> bool:
@@ -182,15 +215,16 @@ class Engine:
         return is_known
 
     def _end_broken(self, verdict: StepVerdict) -> None:
-        """End the requests with non-finite numbers, and wipe their K/V before others get its blocks.
+        """End the requests with non-finite numbers; wipe their K/V before the blocks are reused.
 
-        A block that another request holds is not wiped: if its K/V were wrong, that request would end, too. No new
-        request gets such a block from the prefix cache.
+        A block that another request holds is not wiped: if its K/V were wrong, that request would
+        end, too. No new request gets such a block from the prefix cache.
         """
         if not verdict.broken:
             return
         tables = self.scheduler.tables
-        sequences = [one for one in map(self.scheduler.running, verdict.broken) if one is not None]
+        running = map(self.scheduler.running, verdict.broken)
+        sequences = [sequence for sequence in running if sequence is not None]
         blocks = tables.blocks_of(sequences)
         for sequence in sequences:
             self._end(sequence.request.request_id, BROKEN)
@@ -200,17 +234,21 @@ class Engine:
             self.draft_runner.wipe(draft_free)
 
     def _end_masked(self, plan: Plan, verdict: StepVerdict, outcomes: Sequence[Outcome]) -> None:
-        """End the requests that emitted a token although their masks allowed none; it is not sent. Grammars check what
-        was emitted, too.
+        """End the requests that emitted a token although their masks allowed no token.
+
+        The token is not sent. Grammars also check the emitted tokens.
         """
+        # A broken row has no outcome.
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
         for row, outcome in zip(rows, outcomes, strict=True):
-            if (text := row.text) is None:
+            if row.text is None:
                 continue
-            if text.grammar is not None:
-                text.grammar.check_answer(outcome.token_ids)
-            in_thoughts = isinstance(text.grammar, ThinkingGrammar) and not text.grammar.allows(outcome.token_ids)
-            if in_thoughts or has_dead_end(text, outcome.token_ids, self.facts.vocab_size):
+            tokens = outcome.token_ids
+            grammar = row.text.grammar
+            if grammar is not None:
+                grammar.check_answer(tokens)
+            leaves_thoughts = isinstance(grammar, ThinkingGrammar) and not grammar.allows(tokens)
+            if leaves_thoughts or has_dead_end(row.text, tokens, self.facts.vocab_size):
                 self._end(row.request_id, MASKED)
 
     def _end(self, request_id: str, error: RequestError) -> None:
@@ -218,7 +256,7 @@ class Engine:
         self.abort(request_id)
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> None:
-        """End the requests whose grammars failed in this step, and stop following those that have ended."""
+        """End the requests whose grammars failed in this step; release ended requests' grammars."""
         for request_id, error in self.grammar_queue.failed():
             self._end(request_id, error)
         for outcome in outcomes:

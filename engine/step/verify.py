@@ -1,18 +1,18 @@
-"""Verification of a step: the target's distributions at all nodes, each request's rule, and what every row emits.
+"""Verification of a step: target distributions at all nodes, each request's rule, and emissions.
 
-Tensors of all rows go to the rules of `speculation`, and come back as values for each row. Not for: choosing what is
-verified (`scheduling`), or running the models.
+Tensors of all rows go to the rules of `speculation`, and come back as values for each row. Not for:
+choosing what is verified (`scheduling`), or running the models.
 
-Words: a *distribution* has the probabilities of all next tokens. *Chains* are drawn below a row's last token, *text
-drafts* are found in texts. A *walk* is the accepted path through a row's text drafts. Rules continue below it with the
-chains.
+Words: a *distribution* has the probabilities of all next tokens. *Chains* are drawn below a row's
+last token, *text drafts* are found in texts. A *walk* is the accepted path through a row's text
+drafts. Rules continue below the walk with the chains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,12 +38,12 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
-"""Rules that on CUDA store a sum for each tile of the vocabulary, instead of arrays [chains, vocabulary]."""
+"""Rules that on CUDA store a sum for each tile of the vocabulary, not [chains, vocabulary]."""
 
 
 @dataclass(frozen=True)
-class _Task:
-    """Operands of the rules, and the accepted prefixes of text drafts, which are verified first."""
+class _RuleInputs:
+    """Operands of the rules, and the accepted prefixes of text drafts, which come first."""
 
     chains: Chains
     target: ProbsTable
@@ -51,16 +51,28 @@ class _Task:
     origin_C: Ints
     """Index, in the draft's layout, of each chain that the rules see."""
     walks: Mapping[int, Walk]
-    """Accepted path through the text drafts of each row, by its number."""
+    """Accepted path through a row's text drafts, by the row's number."""
     goes_on_R: Bools
-    """Whether a rule still verifies sampled chains of the row, below the accepted tokens of text drafts."""
+    """Whether a rule verifies sampled chains of the row, below the tokens of the walk."""
+
+
+class _VerifiedPart(NamedTuple):
+    """Rows that are verified together."""
+
+    numbers: Sequence[int]
+    """Numbers of the rows."""
+    chain_indices: Ints
+    """Indices of the rows' chains in the inputs."""
+    verdict: ChainVerdict
+    """Results, by row."""
 
 
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
-    """Return what each sampling row emits, by the rule that its request asks for. logits_NV: at all roots and nodes.
+    """Return the emission of each sampling row, by the rule that its request asks for.
 
-    Waits for the device once, to read the verdicts. It waits once more before that if there are text drafts. The rules
-    `traversal` and `ot_lp` also wait for the device while they verify.
+    logits_NV: at all roots and nodes. Waits for the device once, to read the verdicts, and once
+    more before that if there are text drafts. The rules `traversal` and `ot_lp` also wait for the
+    device while they verify.
     """
     if draft is None:
         return StepVerdict(())
@@ -69,39 +81,46 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVer
 
 
 def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
+    """Return (the draft with its tokens, the rows' emissions, the largest numbers)."""
     target = target_distributions(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.text_drafts for row in rows):
         tokens, largest_N = to_host([_next_tokens(target, draft.noise), largest])
         return draft, [Emission((), token, 0) for token in tokens.tolist()], largest_N
-    task = _verify_text_drafts(rows, draft, target)
-    parts = list(_verdicts(rows, draft, task))
-    draft, verdicts, largest_N = read_verdicts(draft, [verdict for *_, verdict in parts], largest)
-    found = [
-        one
-        for (numbers, chosen, _), verdict in zip(parts, verdicts, strict=True)
-        for one in zip(numbers, _emissions(rows, draft, task, verdict, chosen), strict=True)
-    ]
-    return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
+    inputs = _verify_text_drafts(rows, draft, target)
+    parts = list(_verdicts(rows, draft, inputs))
+    verdicts_on_device = [part.verdict for part in parts]
+    draft, verdicts, largest_N = read_verdicts(draft, verdicts_on_device, largest)
+    emission_by_row: dict[int, Emission] = {}
+    for part, verdict in zip(parts, verdicts, strict=True):
+        emissions = _emissions(rows, draft, inputs, verdict, part.chain_indices)
+        emission_by_row.update(zip(part.numbers, emissions, strict=True))
+    return draft, [emission_by_row[number] for number in range(len(rows))], largest_N
 
 
 def walk_numbers(row: Row) -> Floats:
     """Return [L] the uniform numbers that decide about text drafts at each depth."""
-    return uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, np.arange(row.longest_chain))
+    depths = np.arange(row.longest_chain)
+    return uniform(row.sampling.seed, row.end, Purpose.TEXT_DRAFT, 0, depths)
 
 
 def emitted(
-    rows: Sequence[Row], draft: Draft, chains: list[int], accepted: list[int], next_tokens: list[int]
+    rows: Sequence[Row],
+    draft: Draft,
+    chains: list[int],
+    accepted: list[int],
+    next_tokens: list[int],
 ) -> list[Emission]:
     """Return the emissions of a verdict about all chains that were drawn.
 
-    By row: chains: index of the chosen chain in the layout; accepted: number of its tokens; next_tokens: the token
-    after them.
+    By row: chains: index of the chosen chain in the layout; accepted: number of its accepted
+    tokens; next_tokens: the token after the accepted ones.
     """
     ranks = draft.layout.rank_C[chains].tolist()
-    found = zip(rows, draft.trees, ranks, accepted, next_tokens, strict=True)
+    decided = zip(rows, draft.trees, ranks, accepted, next_tokens, strict=True)
     return [
-        _emission(row, tree, rank, count, token, min(count, _most_kept(row))) for row, tree, rank, count, token in found
+        _emission(row, tree, rank, count, token, min(count, _most_draft_kept(row)))
+        for row, tree, rank, count, token in decided
     ]
 
 
@@ -110,21 +129,24 @@ def _next_tokens(target: ProbsTable, noise: ChainNoise) -> Tensor:
     return target.kernels.draw(target.probs_NV, target.row_CX[:, 0], noise.residual_C)
 
 
-def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[tuple[Sequence[int], Ints, ChainVerdict]]:
-    """Apply every rule to the rows that ask for it; yield (their numbers, indices of their chains in the task, the
-    verdict).
-    """
-    probs_NV, request_C = task.target.probs_NV, draft.layout.request_C[task.origin_C]
-    parts = list(verified_together(rows, task.goes_on_R, probs_NV.shape[1], task.target.kernels.by_tiles))
-    for verify, numbers in parts:
-        if len(parts) == 1:
-            yield numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise)
-            return
-        chosen = np.flatnonzero(np.isin(request_C, numbers))
-        index = to_device(chosen, probs_NV.device)
-        shape = len(numbers), int(np.bincount(request_C[chosen]).max())
-        verdict = verify(task.chains.select(index, shape), task.target.select(index), task.noise.select(index))
-        yield numbers, chosen, verdict
+def _verdicts(rows: Sequence[Row], draft: Draft, inputs: _RuleInputs) -> Iterator[_VerifiedPart]:
+    """Apply every rule to the rows that ask for it."""
+    probs_NV = inputs.target.probs_NV
+    request_C = draft.layout.request_C[inputs.origin_C]
+    by_tiles = inputs.target.kernels.by_tiles
+    rules = list(verified_together(rows, inputs.goes_on_R, probs_NV.shape[1], by_tiles))
+    if len(rules) == 1:
+        verify, numbers = rules[0]
+        verdict = verify(inputs.chains, inputs.target, inputs.noise)
+        yield _VerifiedPart(numbers, np.arange(len(request_C)), verdict)
+        return
+    for verify, numbers in rules:
+        chain_indices = np.flatnonzero(np.isin(request_C, numbers))
+        index = to_device(chain_indices, probs_NV.device)
+        most_chains = int(np.bincount(request_C[chain_indices]).max())
+        chains = inputs.chains.select(index, (len(numbers), most_chains))
+        verdict = verify(chains, inputs.target.select(index), inputs.noise.select(index))
+        yield _VerifiedPart(numbers, chain_indices, verdict)
 
 
 def verified_together(
@@ -135,33 +157,36 @@ def verified_together(
     most_bytes: int = 64 << 20,
     chain_bytes: int = 32,
 ) -> Iterator[tuple[Verify, list[int]]]:
-    """Yield (rule, row numbers) of rows that are verified together: they share a rule, and fit into its memory.
+    """Yield (rule, row numbers) of rows that share a rule and fit into its memory together.
 
-    goes_on_R: whether chains of the row are still verified. by_tiles: whether the kernels store one sum for each tile
-    of the vocabulary, where a rule allows it. most_bytes: working memory of a verification; one row is always taken.
-    chain_bytes: what a rule needs of it for each chain and token of the vocabulary, about.
+    goes_on_R: whether chains of the row are still verified. by_tiles: whether the kernels store one
+    sum for each tile of the vocabulary, if a rule allows it. most_bytes: working memory of a
+    verification, exceeded only by a row alone. chain_bytes: approximate memory of a rule for each
+    chain and token of the vocabulary.
     """
-    by_rule: dict[Verify, list[int]] = {}
+    numbers_by_rule: dict[Verify, list[int]] = {}
     for number, row in enumerate(rows):
-        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number])), []).append(number)
-    for verify, numbers in by_rule.items():
-        part: list[int] = []
-        size = 0
+        rule = _rule_of(row, bool(goes_on_R[number]))
+        numbers_by_rule.setdefault(rule, []).append(number)
+    for verify, numbers in numbers_by_rule.items():
         token_bytes = 1 if by_tiles and verify in _BY_TILES else chain_bytes
+        part: list[int] = []
+        part_bytes = 0
         for number in numbers:
-            chains_bytes = max(1, rows[number].num_drafts) * vocab_size * token_bytes
-            if part and size + chains_bytes > most_bytes:
+            row_bytes = max(1, rows[number].num_drafts) * vocab_size * token_bytes
+            if part and part_bytes + row_bytes > most_bytes:
                 yield verify, part
-                part, size = [], 0
+                part = []
+                part_bytes = 0
             part.append(number)
-            size += chains_bytes
+            part_bytes += row_bytes
         yield verify, part
 
 
 def _rule_of(row: Row, goes_on: bool) -> Verify:
     """Return the rule that verifies the row's sampled chains.
 
-    If no chain is left, any rule is right. The race is usual, and rules that are alike share a verification.
+    If no chain is left, any rule is right. The race is usual, so its rows share a verification.
     """
     speculation = row.speculation
     if not goes_on:
@@ -174,15 +199,16 @@ def _rule_of(row: Row, goes_on: bool) -> Verify:
 
 
 def target_distributions(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> ProbsTable:
-    """Return the distribution of every node, and which node lies below the first i tokens of each chain."""
-    device, table = logits_NV.device, draft.nodes
+    """Return the distribution of every node, and the node below every prefix of each chain."""
+    table = draft.nodes
     nodes = NodePaths(
         row_N=table.rows,
         depth_N=table.depths,
         paths=lambda: _paths(draft),
-        path_ND=lambda: _tokens_above(rows, draft, device),
+        path_ND=lambda: _tokens_above(rows, draft, logits_NV.device),
     )
-    probs_NV, _ = node_distributions(rows, nodes, logits_NV, draft.parameters.select(table.row))
+    parameters = draft.parameters.select(table.row)
+    probs_NV, _ = node_distributions(rows, nodes, logits_NV, parameters)
     return ProbsTable(probs_NV, table.node_CX, draft.parameters.kernels)
 
 
@@ -190,10 +216,10 @@ def _paths(draft: Draft) -> list[tuple[int, ...]]:
     """Return the drafted tokens above every node; the trees have their tokens."""
     paths: list[tuple[int, ...]] = []
     for tree in draft.trees:
-        of_tree: list[tuple[int, ...]] = [()]
+        tree_paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
-            of_tree.append((*of_tree[parent], token))
-        paths += of_tree
+            tree_paths.append((*tree_paths[parent], token))
+        paths += tree_paths
     return paths
 
 
@@ -205,119 +231,170 @@ def _tokens_above(rows: Sequence[Row], draft: Draft, device: torch.device) -> Te
     above_ND = np.zeros((draft.starts[-1], deepest), dtype=np.int64)
     first = 0
     for tree, start in zip(draft.trees, draft.starts[:-1].tolist(), strict=True):
-        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True), start=1):
+        parents_and_depths = zip(tree.parents, tree.depths, strict=True)
+        for node, (parent, depth) in enumerate(parents_and_depths, start=1):
             above_ND[start + node] = above_ND[start + parent]
             above_ND[start + node, depth - 1] = first + node - 1
         first += tree.num_nodes
     tokens_M = draft.tokens_M
     if tokens_M is None:
-        tokens_M = to_device(np.array([token for tree in draft.trees for token in tree.tokens], np.int64), device)
+        tokens = [token for tree in draft.trees for token in tree.tokens]
+        tokens_M = to_device(np.array(tokens, np.int64), device)
     return tokens_M[to_device(above_ND, device)]
 
 
-def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _Task:
-    """Verify the text drafts; the rules continue where the walks stop.
+def _verify_text_drafts(rows: Sequence[Row], draft: Draft, target: ProbsTable) -> _RuleInputs:
+    """Verify the text drafts; the rules continue below the walks.
 
-    Trees with text drafts are always merged, so a drawn chain with the tokens of a walk has its nodes, too.
+    Trees with text drafts are always merged, so a drawn chain with the tokens of a walk contains
+    the nodes of the walk.
     """
-    layout, noise = draft.layout, draft.noise
+    layout = draft.layout
+    noise = draft.noise
     goes_on_R = np.array([bool(row.fanout) for row in rows])
     if not any(row.text_drafts for row in rows):
-        return _Task(draft.chains, target, noise, np.arange(layout.num_chains), {}, goes_on_R)
+        origin_C = np.arange(layout.num_chains)
+        return _RuleInputs(draft.chains, target, noise, origin_C, {}, goes_on_R)
     starts = draft.starts.tolist()
-    offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
+    walks = _walks(rows, draft, target.probs_NV)
+    stops = {number: starts[number] + walked.path[-1] for number, walked in walks.items()}
+    refused = [walked.refused for walked in walks.values()]
+    refuse(target.probs_NV, list(stops.values()), refused)
+    offset_C = np.zeros(layout.num_chains, dtype=np.int64)
+    goes_on_C = goes_on_R[layout.request_C]
     root_C = draft.starts[layout.request_C]
-    walks = _walks(rows, draft, target.probs_NV, starts)
-    stops = [starts[number] + taken.path[-1] for number, taken in walks.items()]
-    refuse(target.probs_NV, stops, [taken.refused for taken in walks.values()])
-    for (number, taken), stop in zip(walks.items(), stops, strict=True):
+    for number, walked in walks.items():
         drawn = draft.trees[number].paths[: rows[number].first_text_draft]
-        alive = [path[: taken.depth + 1] == taken.path and len(path) > taken.depth + 1 for path in drawn]
-        mine = np.flatnonzero(layout.request_C == number)
-        lives_C[mine], offset_C[mine], root_C[mine] = alive, taken.depth, stop
-        goes_on_R[number] = any(alive)
-    rest = below(draft.chains, target, noise, layout.request_C, offset_C, lives_C, root_C)
-    return _Task(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
+        num_walked = walked.depth + 1  # with the root
+        # A drawn chain is verified further if it has the walk's nodes and more.
+        goes_on = [path[:num_walked] == walked.path and len(path) > num_walked for path in drawn]
+        row_chains = np.flatnonzero(layout.request_C == number)
+        goes_on_C[row_chains] = goes_on
+        offset_C[row_chains] = walked.depth
+        root_C[row_chains] = stops[number]
+        goes_on_R[number] = any(goes_on)
+    rest = below(draft.chains, target, noise, layout.request_C, offset_C, goes_on_C, root_C)
+    return _RuleInputs(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
 
 
-def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
+def _walks(rows: Sequence[Row], draft: Draft, probs_NV: Tensor) -> dict[int, Walk]:
     """Return the accepted path of each row with text drafts, by row number."""
+    starts = draft.starts.tolist()
     numbers = [number for number, row in enumerate(rows) if row.text_drafts]
-    nodes = {
-        number: sorted(
-            {node for path in draft.trees[number].paths[rows[number].first_text_draft :] for node in path[1:]}
-        )
-        for number in numbers
-    }
-    above = [starts[number] + draft.trees[number].parents[node - 1] for number in numbers for node in nodes[number]]
-    tokens = [draft.trees[number].tokens[node - 1] for number in numbers for node in nodes[number]]
-    row_M, token_M = to_device_at_once([np.array(one, np.int64) for one in (above, tokens)], probs_NV.device)
-    found = iter(probs_NV[row_M, token_M].tolist())
+    nodes_by_row: dict[int, list[int]] = {}
+    parents: list[int] = []
+    tokens: list[int] = []
+    for number in numbers:
+        tree = draft.trees[number]
+        text_paths = tree.paths[rows[number].first_text_draft :]
+        nodes = sorted({node for path in text_paths for node in path[1:]})
+        nodes_by_row[number] = nodes
+        parents += [starts[number] + tree.parents[node - 1] for node in nodes]
+        tokens += [tree.tokens[node - 1] for node in nodes]
+    indices = [np.array(parents, np.int64), np.array(tokens, np.int64)]
+    parent_M, token_M = to_device_at_once(indices, probs_NV.device)
+    probabilities = iter(probs_NV[parent_M, token_M].tolist())
     walks = {}
     for number in numbers:
         row = rows[number]
-        probability = {node: next(found) for node in nodes[number]}
-        walks[number] = walk(draft.trees[number], row.first_text_draft, probability, walk_numbers(row).tolist())
+        probability = {node: next(probabilities) for node in nodes_by_row[number]}
+        numbers_L = walk_numbers(row).tolist()
+        walks[number] = walk(draft.trees[number], row.first_text_draft, probability, numbers_L)
     return walks
 
 
 def _emissions(
-    rows: Sequence[Row], draft: Draft, task: _Task, verdict: HostVerdict, chosen: Ints
+    rows: Sequence[Row], draft: Draft, inputs: _RuleInputs, verdict: HostVerdict, chain_indices: Ints
 ) -> Iterator[Emission]:
-    """Yield the emissions of a rule's verdict, after the tokens of text drafts. chosen: chains that the rule saw."""
-    chain_B = task.origin_C[chosen[verdict.chains]]
-    numbers, ranks = draft.layout.request_C[chain_B].tolist(), draft.layout.rank_C[chain_B].tolist()
-    found = zip(numbers, ranks, verdict.accepted, verdict.next_tokens, verdict.shifts, verdict.bias, strict=True)
-    for number, rank, accepted, next_token, shifts, bias in found:
-        row, tree, followed = rows[number], draft.trees[number], task.walks.get(number)
-        if followed is None:
-            emission = _emission(row, tree, rank, accepted, next_token, min(accepted, _most_kept(row)))
+    """Yield the emissions of a rule's verdict, after the tokens of text drafts.
+
+    chain_indices: see `_VerifiedPart`.
+    """
+    chain_B = inputs.origin_C[chain_indices[verdict.chains]]
+    numbers = draft.layout.request_C[chain_B].tolist()
+    ranks = draft.layout.rank_C[chain_B].tolist()
+    for index, (number, rank) in enumerate(zip(numbers, ranks, strict=True)):
+        row = rows[number]
+        tree = draft.trees[number]
+        accepted = verdict.accepted[index]
+        next_token = verdict.next_tokens[index]
+        walked = inputs.walks.get(number)
+        if walked is None:
+            num_draft_kept = min(accepted, _most_draft_kept(row))
+            emission = _emission(row, tree, rank, accepted, next_token, num_draft_kept)
         else:
-            accepted += followed.depth
-            emission = emission_below(row, tree, followed, bool(task.goes_on_R[number]), rank, accepted, next_token)
-        yield msgspec.structs.replace(emission, shifts=shifts, bias=bias)
+            accepted += walked.depth
+            goes_on = bool(inputs.goes_on_R[number])
+            emission = emission_below(row, tree, walked, goes_on, rank, accepted, next_token)
+        shifts = verdict.shifts[index]
+        yield msgspec.structs.replace(emission, shifts=shifts, bias=verdict.bias[index])
 
 
-def _most_kept(row: Row) -> int:
-    """Return the most accepted tokens with draft K/V: the draft model never ran on the last token of a chain."""
+def _most_draft_kept(row: Row) -> int:
+    """Return the largest number of accepted tokens with draft K/V.
+
+    The draft model never ran on the last token of a chain.
+    """
     return max(0, row.draft_length - 1)
 
 
 def emission_below(
-    row: Row, tree: Tree, followed: Walk, goes_on: bool, rank: int, accepted: int, next_token: int
+    row: Row,
+    tree: Tree,
+    walked: Walk,
+    goes_on: bool,
+    rank: int,
+    accepted: int,
+    next_token: int,
 ) -> Emission:
     """Return the emission of a row with text drafts.
 
-    followed: their accepted part. goes_on: whether a chain of this rank was verified below it. accepted: number of all
-    accepted tokens.
+    walked: the accepted part of the text drafts. goes_on: whether a chain of this rank was verified
+    below the walk. accepted: number of all accepted tokens.
     """
-    most_kept = _most_kept(row) if goes_on else 0
-    emission = _emission(row, tree, rank if goes_on else followed.rank, accepted, next_token, min(accepted, most_kept))
-    return msgspec.structs.replace(emission, text_draft_counts=_count_text_drafts(row, tree, followed))
+    num_draft_kept = 0
+    if goes_on:
+        num_draft_kept = min(accepted, _most_draft_kept(row))
+    else:
+        rank = walked.rank
+    emission = _emission(row, tree, rank, accepted, next_token, num_draft_kept)
+    counts = _count_text_drafts(row, tree, walked)
+    return msgspec.structs.replace(emission, text_draft_counts=counts)
 
 
 def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, num_draft_kept: int) -> Emission:
-    """Return the emission of an accepted prefix of one of the row's chains, and the token after it."""
+    """Return the emission of an accepted prefix of a chain, and the token after it."""
     if not tree.parents:
         return Emission((), next_token, 0)
-    chains = map(tree.tokens_of, tree.paths if row.reports_drafts else ())
+    accepted_tokens: tuple[int, ...] = ()
+    if accepted:
+        accepted_tokens = tree.tokens_of(tree.paths[rank][: accepted + 1])
+    reported_paths = tree.paths if row.reports_drafts else ()
+    # A row that draws nothing has an empty chain before its text drafts.
+    chains = tuple(filter(None, map(tree.tokens_of, reported_paths)))
     return Emission(
-        accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]) if accepted else (),
+        accepted=accepted_tokens,
         next_token=next_token,
         num_nodes=tree.num_nodes,
         num_draft_kept=num_draft_kept,
-        chains=tuple(filter(None, chains)),  # a row that draws nothing has an empty chain before its text drafts
+        chains=chains,
         rank=rank,
     )
 
 
-def _count_text_drafts(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
-    """Count what each text draft contributed. A node counts for the first of them through it, not for the model."""
-    seen, credited = {0}, {0}
+def _count_text_drafts(row: Row, tree: Tree, walked: Walk) -> tuple[DrafterCount, ...]:
+    """Count the nodes and accepted tokens of each text draft.
+
+    A node counts for the first text draft through it, even if a drawn chain has it, too.
+    """
+    counted = {0}
+    credited = {0}
     counts = []
-    for text_draft, path in zip(row.text_drafts, tree.paths[row.first_text_draft :], strict=True):
-        accepted = set(path) & set(followed.path) - credited
-        counts.append(DrafterCount(text_draft.source, 1, len(set(path) - seen), len(accepted)))
-        seen.update(path)
+    text_paths = tree.paths[row.first_text_draft :]
+    for text_draft, path in zip(row.text_drafts, text_paths, strict=True):
+        accepted = set(path) & set(walked.path) - credited
+        num_nodes = len(set(path) - counted)
+        counts.append(DrafterCount(text_draft.source, 1, num_nodes, len(accepted)))
+        counted.update(path)
         credited |= accepted
     return tuple(counts)

@@ -109,7 +109,7 @@ def sequence(num_queries: int, num_keys: int) -> SequenceInput:
     return SequenceInput([0] * num_queries, num_keys - num_queries, range(num_keys), NO_NODES, slice(0))
 
 
-def test_what_attends_together_is_alike_and_fits_the_buffer() -> None:
+def test_a_group_is_alike_and_fits_the_buffer() -> None:
     sizes = [(1, 100)] * 5 + [(1, 90), (1, 1000), (6, 100), (7, 100), (200, 300), (1, 40)]
     sequences = [sequence(*size) for size in sizes]
     found = groups_of(build(sequences, 1), 1, 8, torch.device("cpu"))

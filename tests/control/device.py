@@ -142,7 +142,7 @@ class Load:
         device.carry_out(plan)
         outcomes = scheduler.commit(plan, self.verdict(plan))
         device.now += HOST_S / 2
-        stats = device.telemetry.end_step(0)()
+        stats = device.telemetry.learn(device.telemetry.end_step(0))
         self.works.append(StepWork.of(plan))
         for outcome in outcomes:
             self.num_tokens += len(outcome.token_ids)

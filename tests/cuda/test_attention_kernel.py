@@ -199,7 +199,7 @@ def test_attention_in_every_number_format_equals_torch(
         {("both", 100, 1)},
     ),
 )
-def test_what_models_add_to_attention(kind: str, window: int | None, parts: int) -> None:
+def test_options_that_models_add_to_attention(kind: str, window: int | None, parts: int) -> None:
     sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
     options = ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks)
     with in_parts(parts):

@@ -301,7 +301,7 @@ def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_what_a_start_compares_runs(device: DryDevice) -> None:
+def test_comparisons_of_a_start_run(device: DryDevice) -> None:
     """Kernels with plain operations, and models with plain transformers, in their type and in float32."""
     cases = choosing.cases
 
@@ -353,7 +353,7 @@ WRONG: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_capture_forbids_is_found(device: DryDevice, machine: Engine, name: str) -> None:
+def test_an_operation_that_a_capture_forbids_is_found(device: DryDevice, machine: Engine, name: str) -> None:
     owner, function, variant, message = WRONG[name]
     step = machine.recorded.steps[dry.SHAPES[3]]
     with (

@@ -14,7 +14,7 @@ layer_kernels = pytest.importorskip("engine.cuda.layer_kernels")
 
 from engine.attention.inputs import build  # noqa: E402
 from engine.attention.tensors import NORMED  # noqa: E402
-from engine.cuda import layer_check, layer_products, lean_decoder  # noqa: E402
+from engine.cuda import attention_kernel, layer_check, layer_products, lean_decoder  # noqa: E402
 from engine.cuda.lean_decoder import LeanDecoder  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
 from engine.start.probe import find_kv_shape  # noqa: E402
@@ -35,7 +35,8 @@ def numbers(loaded: Any, by_kernels: bool, longest: int = 0) -> Numbers:
     with instead(lean_decoder, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model, longest)
     shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
-    runner = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder, paged=by_kernels)
+    kernel = attention_kernel if by_kernels else None
+    runner = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder, paged_kernel=kernel)
     prompts, steps = passes()
     # Two trees and a short prompt: the interpreter takes its time.
     runner.forward([prompts[2], prompts[8], prompts[3]])

@@ -159,8 +159,8 @@ def test_the_probe_finds_wrong_products(wrong: str, tmp_path: Path, monkeypatch:
 
 def by_pass(loaded: LoadedModel, backend: Backend) -> Tensor:
     """Logits of a step of a short text and a tree, after their prompts."""
-    paged = getattr(backend, "use_kernels", False)
-    runner = ModelRunner(loaded.model, find_kv_shape(loaded), 200, 4, loaded.vocab_size, backend, paged=paged)
+    kernel = attention_kernel if getattr(backend, "use_kernels", False) else None
+    runner = ModelRunner(loaded.model, find_kv_shape(loaded), 200, 4, loaded.vocab_size, backend, paged_kernel=kernel)
     prompts, steps = passes()
     with rounding_to_nearest():
         runner.forward([prompts[2], prompts[3]])

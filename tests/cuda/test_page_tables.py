@@ -93,7 +93,7 @@ def test_a_table_of_equal_length_may_have_other_blocks() -> None:
         compare(0, with_pool=False)
 
 
-def test_what_a_longer_table_had_is_removed() -> None:
+def test_blocks_of_a_longer_table_are_removed() -> None:
     def keeps_the_rest(write: Any, one: StepInputs, name: str, tables: Any) -> None:
         pages = one._views[name].copy()
         write(one, name, tables)

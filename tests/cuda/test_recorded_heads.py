@@ -249,7 +249,7 @@ def room_for_one_token(draft_passes: Any, *operands: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "is_wrong"), [("eagle3", False), ("dflash", False), ("dflash", True)])
-def test_what_a_text_misses_beyond_the_buffers_is_read_before(tmp_path: Path, name: str, is_wrong: bool) -> None:
+def test_missing_tokens_beyond_the_buffers_are_read_before(tmp_path: Path, name: str, is_wrong: bool) -> None:
     """Long text drafts leave that much; here nothing but the last token has room."""
     with instead(inputs, "DraftPasses", room_for_one_token):
         both = built(folders.target(VOCABULARY, layers=2), HEADS[name](tmp_path / "head"))

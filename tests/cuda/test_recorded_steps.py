@@ -179,7 +179,7 @@ UNUSUAL: dict[str, tuple[Speculation, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", grid(UNUSUAL, {"another rule", "penalties"}))
-def test_what_is_not_recorded_runs_as_it_is(both: tuple[Engine, Engine], name: str) -> None:
+def test_an_unrecorded_request_runs_eagerly(both: tuple[Engine, Engine], name: str) -> None:
     speculation, wish = UNUSUAL[name]
     shapes = compared(both, asked(2, lambda _: speculation, **{"temperature": 1.0, **wish}))
     assert {one for one in shapes if one is None or one.num_drafts} == {None}

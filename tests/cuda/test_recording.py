@@ -50,7 +50,7 @@ def both() -> tuple[Engine, Engine]:
 
 
 @stands_in
-def test_what_is_recorded_looks_at_no_number() -> None:
+def test_recorded_work_looks_at_no_number() -> None:
     """A recording repeats what was launched, whatever the host would have decided from a step's numbers."""
     with instead(building, "choose", lambda *_: TORCH):
         machine = machines()[1]
@@ -184,7 +184,7 @@ def test_an_operation_that_cannot_be_recorded_stops_the_start(both: tuple[Engine
 
     with (
         instead(steps, "bits", failing),
-        pytest.raises(LoadError, match=r"steps\.py, line \d+ \(found = .*bits.*\): this operation") as found,
+        pytest.raises(LoadError, match=r"steps\.py, line \d+ \(results = .*bits.*\): this operation") as found,
     ):
         recorded_again(both[1], graphs)
     assert "--enforce-eager" in str(found.value)
@@ -368,7 +368,7 @@ def test_a_device_without_the_kernels_records_no_filters() -> None:
         ({"rule": "off"}, 0),
     ],
 )
-def test_what_default_requests_draft_is_recorded(wish: dict[str, Any], recorded: int) -> None:
+def test_drafts_of_default_requests_are_recorded(wish: dict[str, Any], recorded: int) -> None:
     config = EngineConfig(model=ModelConfig(target="t"), speculation=SpeculationConfig(**wish))
     drafts = building.recorded_drafts(config, MagicMock())
     assert drafts[0] == (0, 0)

@@ -16,8 +16,10 @@ from engine.attention.attention import HOOK
 from engine.attention.inputs import SequenceInput
 from engine.attention.tensors import NORMED, KVMoves, KVTensors
 from engine.cpu.decoder import CpuDecoder
+from engine.drafting.chains import draw_by_level
 from engine.drafting.drafter import DrafterKind
 from engine.drafting.model import ModelDrafter
+from engine.kernels.protocol import ProbsTable
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
@@ -37,22 +39,28 @@ SPECULATIONS = {
 }
 
 
-class HiddenDrafter(ModelDrafter):
-    """The draft model's logits, plus a linear function of the target's hidden state before the root."""
+class HiddenDrafter:
+    """The draft model's logits, plus a linear function of the target's hidden state before the root.
+
+    No `ModelDrafter`, so that a CPU draws level by level.
+    """
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
-        super().__init__(runner)
+        self._model = ModelDrafter(runner)
+        self.runner = runner
+        self.below = self._model.below
+        self.keep = self._model.keep
         self.target = target
         shape = len(TAPS) * target.model.config.hidden_size, target.vocab_size
         self.head_DV = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(tiny.DEVICE)
         self.read: list[tuple[int, int, Tensor]] = []
         """(sequence, index, hidden state) of all that was read."""
 
-    def draw(self, *_: object) -> None:
-        """Have the logits asked for level by level."""
+    def draw(self, *operands: Any) -> tuple[Tensor, ProbsTable]:
+        return draw_by_level(self, *operands)
 
     def begin(self, plan: Plan) -> Tensor:
-        logits_NV = super().begin(plan)
+        logits_NV = self._model.begin(plan)
         drawing = [row for row in plan.sampling_rows if row.fanout]
         kept = self.target.storage.hidden
         assert kept is not None

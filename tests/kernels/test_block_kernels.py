@@ -144,7 +144,7 @@ def test_the_comparison_has_teeth(wrong: str, kernels: Kernels) -> None:
     assert verdict(verify_race, WRONG[wrong](*right), kernels) != expected
 
 
-def test_what_the_kernels_do_not_take_stays_plain(kernels: Kernels) -> None:
+def test_unsupported_inputs_stay_plain(kernels: Kernels) -> None:
     """Chains without tokens, and distributions that do not lie in one piece."""
     chains, target, noise = CASES["several chains"]()
     module = block_loops if isinstance(kernels, NumbaKernels) else block_kernels

@@ -100,8 +100,7 @@ class Checked:
 
     def walks(self, draft: Draft, rows: Sequence[Row], target: ProbsTable, emissions: Sequence[Emission]) -> None:
         """Text drafts are followed by their distributions and numbers; what was refused is not emitted."""
-        starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
-        found = verify._walks(rows, draft, target.probs_NV, starts)
+        found = verify._walks(rows, draft, target.probs_NV)
         assert list(found) == [number for number, row in enumerate(rows) if row.text_drafts]
         for number, taken in found.items():
             row, tree, emission = rows[number], draft.trees[number], emissions[number]

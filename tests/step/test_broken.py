@@ -59,12 +59,12 @@ def breaking(number: float, step: int = STEP) -> AbstractContextManager[Any]:
     def broken(split_prompts: Any, plan: Any, draft: Any, logits_NV: torch.Tensor) -> Any:
         nonlocal steps
         steps += 1
-        prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
+        logits = split_prompts(plan, draft, logits_NV)
         if steps == step:
             (place,) = [i for i, row in enumerate(plan.sampling_rows) if row.request_id == BAD]
             first, end = draft.starts[place : place + 2].tolist()
-            logits_NV[(first + end) // 2, 7] = number
-        return prompt_logprobs, logits_NV
+            logits.node_NV[(first + end) // 2, 7] = number
+        return logits
 
     return instead("engine.step.engine", "split_prompts", broken)
 
@@ -144,7 +144,7 @@ def test_broken_keys_and_values_are_wiped(names: tuple[str, ...], draft_window: 
     machine = engine(**sizes)
     steps = 0
 
-    def poisoned(carry_out: Any, plan: Any) -> Any:
+    def poisoned(carry_out: Any, plan: Any, *rest: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == STEP:
@@ -156,7 +156,7 @@ def test_broken_keys_and_values_are_wiped(names: tuple[str, ...], draft_window: 
                     slots = slice(block * runner.block_size, (block + 1) * runner.block_size)
                     for name in names:
                         getattr(runner.storage, name)[:, slots] = float("nan")
-        return carry_out(plan)
+        return carry_out(plan, *rest)
 
     with instead(machine, "carry_out", poisoned):
         tokens, errors = run(machine, asked)
@@ -170,7 +170,7 @@ def test_broken_keys_and_values_are_wiped(names: tuple[str, ...], draft_window: 
 
 
 @pytest.mark.parametrize("shape", ["plain", "bv_race"])
-def test_who_shares_a_beginning_with_a_broken_request_keeps_it(shape: str) -> None:
+def test_a_shared_beginning_of_a_broken_request_stays(shape: str) -> None:
     """Neighbours hold the same blocks, and who asks the same later finds them, or computes them again."""
     beginning = range(5, 45)
     asked = [tiny.request(str(i), [*beginning, 50 + i], SHAPES[shape], 20, seed=i, temperature=1.0) for i in range(3)]

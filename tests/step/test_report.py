@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.plan import Plan, Row, StepVerdict
-from engine.step.report import broken_rows, report, split_prompts, with_logprobs
+from engine.step.report import StepLogits, broken_rows, report, split_prompts, with_logprobs
 from tests.engine import tiny
 from tests.speculation.test_served_steps import OFF, TEXT_DRAFTS, drafts, row_of, step
 
@@ -140,7 +140,7 @@ def test_prompts_have_the_logprobs_of_their_tokens() -> None:
     prompt_NV = torch.randn((5, 4), generator=torch.Generator().manual_seed(2))
     scores_NV = prompt_NV.log_softmax(1)
     for known in (draft, None):
-        after = report(plan, known, prompt_NV, prompt_NV[:3], before, 0, 0.0)
+        after = report(plan, known, StepLogits(prompt_NV, prompt_NV[:3]), before, 0, 0.0)
         assert after == replace(before, prompt_logprobs=after.prompt_logprobs)
         place = 0
         for entries, (tokens, count) in zip(after.prompt_logprobs, wanted, strict=True):
@@ -148,4 +148,4 @@ def test_prompts_have_the_logprobs_of_their_tokens() -> None:
                 assert entry.logprob == pytest.approx(float(scores_NV[place, token]))
                 assert [one for one, _ in entry.top] == scores_NV[place].argsort(descending=True)[:count].tolist()
                 place += 1
-        assert report(plan, known, None, prompt_NV[:3], before, 0, 0.0) == before
+        assert report(plan, known, StepLogits(None, prompt_NV[:3]), before, 0, 0.0) == before

@@ -83,7 +83,7 @@ class Served:
             with self.telemetry.phase("target"):
                 self.now += rest_s
         self.now += host_s / 4 + self.stall_s(began)
-        stats = self.telemetry.end_step(0)()
+        stats = self.telemetry.learn(self.telemetry.end_step(0))
         self.now += host_s / 2  # messages
         if counted:
             self.taken_s += self.now - began

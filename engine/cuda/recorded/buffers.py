@@ -23,7 +23,7 @@ class Buffers(NamedTuple):
     is_head: bool
     most_pages: int
     spare_blocks: Mapping[str, int]
-    """The last block of each model that has a block table: padding writes its K/V to it."""
+    """The last block of each model that has a block table, for the K/V of padding."""
     logits_NV: Tensor
     """Logits of the target."""
     draft_probs_NV: Tensor
@@ -36,8 +36,9 @@ class Buffers(NamedTuple):
         most_pages: int,
         has_draft_pool: bool,
     ) -> Buffers:
-        """Allocate the buffers for steps of these shapes; the other operands are those of `RecordedSteps.record`."""
-        target, draft = runners[0], runners[1] if len(runners) > 1 else None
+        """Allocate the buffers for steps of these shapes; operands as in `RecordedSteps.record`."""
+        target = runners[0]
+        draft = runners[1] if len(runners) > 1 else None
         tables = (PAGES, DRAFT_PAGES) if has_draft_pool else (PAGES,)
         last_blocks = [runner.storage.keys.shape[1] // runner.block_size - 1 for runner in runners]
         counts = max(shape.num_rows for shape in shapes), max(shape.num_probs for shape in shapes)
@@ -47,6 +48,6 @@ class Buffers(NamedTuple):
             return Buffers(target, draft, None, False, most_pages, spare_blocks, *buffers)
         drafter = cast("RecordedDrafter", kind.make(draft, target))
         # Masks have blocks that no request holds.
-        masks = [one.tokens for shape in shapes for one in drafter.pass_nodes(shape.fanout, 0)]
+        masks = [nodes.tokens for shape in shapes for nodes in drafter.pass_nodes(shape.fanout, 0)]
         most_pages += -(-max(map(len, masks)) // target.block_size)
         return Buffers(target, draft, drafter, kind.is_head, most_pages, spare_blocks, *buffers)

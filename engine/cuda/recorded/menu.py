@@ -23,8 +23,13 @@ def work(shape: StepShape) -> tuple[int, int, int]:
 
 
 def distributions_on(device: torch.device, kernels: Kernels) -> Sequence[Distributions]:
-    """Return the distributions for which steps are recorded: without the kernels, filters on a device need the host."""
-    return DISTRIBUTIONS if device.type != "cuda" or kernels.reads_no_filter else DISTRIBUTIONS[:1]
+    """Return the distributions for which steps are recorded.
+
+    On CUDA, filters read numbers on the host unless the kernels have their own.
+    """
+    if device.type != "cuda" or kernels.reads_no_filter:
+        return DISTRIBUTIONS
+    return DISTRIBUTIONS[:1]
 
 
 def menu(
@@ -32,34 +37,39 @@ def menu(
     most_sequences: int,
     distributions: Sequence[Distributions] = DISTRIBUTIONS,
 ) -> list[StepShape]:
-    """Return the shapes that are recorded, with few requests first, because launches weigh most there.
+    """Return the shapes that are recorded, from few to many requests.
 
-    drafts: (chains, their length); (0, 0) is plain decoding. Each is recorded for powers of two of requests, and for
-    the largest number that fits.
+    Launches weigh most in steps of few requests. drafts: (chains, length of a chain); (0, 0) is
+    plain decoding. Each pair is recorded for powers of two of requests, and for the largest number
+    that fits.
     """
     shapes = []
     for chains, length in drafts:
-        nodes = chains * length
-        most = min(most_sequences, MOST_ROWS // (1 + nodes)) if nodes <= MOST_NODES else 0
-        counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
-        shapes += [
-            StepShape(count, chains, length, of_distributions) for count in counts for of_distributions in distributions
-        ]
+        num_nodes = chains * length
+        most = min(most_sequences, MOST_ROWS // (1 + num_nodes))
+        if not most or num_nodes > MOST_NODES:
+            continue
+        for count in {*(1 << power for power in range(most.bit_length())), most}:
+            shapes += [StepShape(count, chains, length, kind) for kind in distributions]
     return sorted(shapes, key=lambda shape: (shape.sequences, *work(shape)))
 
 
 def buffer_bytes(shapes: Sequence[StepShape], vocab_size: int) -> int:
-    """Return the bytes of logits and draft distributions, shared by recorded steps, and of one step's distributions."""
-    return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_probs for shape in shapes))
+    """Return the bytes of shared logits and draft distributions, and of a step's distributions."""
+    most_rows = max(shape.num_rows for shape in shapes)
+    most_probs = max(shape.num_probs for shape in shapes)
+    return vocab_size * 4 * (2 * most_rows + most_probs)
 
 
 def shape_of(plan: Plan, by_head: bool = False) -> StepShape | None:
     """Return the smallest shape that has room for a step; None if such steps are not recorded.
 
-    by_head: whether a head drafts, which reads the texts that do not draft after the step.
+    by_head: whether a head drafts; it reads texts that do not draft after the step.
     """
     rows = plan.rows
-    if not rows or not all(map(_is_usual, rows)) or not (by_head or all(map(_is_read_at_once, rows))):
+    if not rows or not all(map(_is_usual, rows)):
+        return None
+    if not by_head and not all(map(_is_read_at_once, rows)):
         return None
     # The draft model's first pass is needed even if it only reads.
     least = int(not by_head and any(row.draft_input_ids for row in rows))
@@ -71,9 +81,12 @@ def shape_of(plan: Plan, by_head: bool = False) -> StepShape | None:
 
 
 def _distributions_of(samplings: Sequence[Sampling]) -> Distributions:
-    drawn = [one for one in samplings if not one.is_greedy]
-    filters = tuple(name for name, neutral in FILTERS.items() if {getattr(row, name) for row in drawn} - {neutral})
-    return Distributions(len(drawn) < len(samplings), filters)
+    drawn = [sampling for sampling in samplings if not sampling.is_greedy]
+    filters = []
+    for name, neutral in FILTERS.items():
+        if any(getattr(sampling, name) != neutral for sampling in drawn):
+            filters.append(name)
+    return Distributions(len(drawn) < len(samplings), tuple(filters))
 
 
 def _is_usual(row: Row) -> bool:
@@ -82,6 +95,9 @@ def _is_usual(row: Row) -> bool:
 
 
 def _is_read_at_once(row: Row) -> bool:
-    """Whether a recorded pass of the draft model can read all that it misses: few tokens, up to the text's end."""
+    """Whether the missing draft K/V is that of few tokens up to the text's end.
+
+    A recorded pass of the draft model can then compute it.
+    """
     missing = len(row.draft_input_ids)
     return missing <= NUM_TEXT and (not missing or row.draft_first_index + missing == row.end)

@@ -10,16 +10,16 @@ from engine.cuda.recorded.recorder import WAITS, Graphs
 
 _ENGINE = Path(__file__).parents[2]
 HOST_WAITS = (
-    "decode steps are not recorded as CUDA graphs but launched operation by operation, because the host waits for the "
-    "device in them: %s"
+    "decode steps are not recorded as CUDA graphs but launched operation by operation, because the "
+    "host waits for the device in them: %s"
 )
 
 
 def find_wait(graphs: Graphs, parts: Iterable[Callable[[], None]]) -> str | None:
-    """Return the operation of some work at which the host waits for the device; None if there is none.
+    """Return the first operation at which the host waits for the device; None if it never waits.
 
-    Such work cannot be recorded, and CUDA would say so only in the middle of a recording. The code of some models reads
-    on the host which expert a token goes to.
+    Work with such an operation cannot be recorded, and CUDA would report it only in the middle of a
+    recording. The code of some models reads on the host which expert a token goes to.
     """
     for work in parts:
         work()  # compiles kernels and fills caches, which may wait
@@ -42,9 +42,12 @@ def first_error(error: BaseException) -> BaseException:
 
 def operation_of(error: BaseException) -> str:
     """Return the line that failed, of the project or of a model's code in transformers."""
-    lines = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if Path(one.filename).is_relative_to(_ENGINE) or "transformers" in Path(one.filename).parts
-    ]
-    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno} ({lines[-1].line})" if lines else "recording"
+    lines = []
+    for line in traceback.extract_tb(error.__traceback__):
+        path = Path(line.filename)
+        if path.is_relative_to(_ENGINE) or "transformers" in path.parts:
+            lines.append(line)
+    if not lines:
+        return "recording"
+    last = lines[-1]
+    return f"{Path(last.filename).name}, line {last.lineno} ({last.line})"

@@ -1,12 +1,13 @@
 """Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the device.
 
-The first graph drafts: all passes of the draft model or head, with the distribution and the draw of every level. The
-second is the target's pass. The third makes the distributions of all nodes and the verdict. A step runs as the smallest
-recorded shape that has room for its requests and for what each of them drafts. `EagerStep` takes other steps: with
-prompts, text drafts, edited logits, other rules, or more rows than any shape has.
+The first graph drafts: all passes of the draft model or head, with the distribution and the draw of
+every level. The second graph is the target's pass. The third graph makes the distributions of all
+nodes and the verdict. A step runs as the smallest recorded shape that has room for its requests and
+for the drafts of each request. `EagerStep` carries out other steps: with prompts, text drafts,
+edited logits, other rules, or more rows than any shape has.
 
-Passes, distributions, draws and the rule are the functions of eager steps. Without CUDA nothing is recorded, and the
-same work is computed on the same padded arrays; the tests use this.
+Passes, distributions, draws and the rule are the functions of eager steps. Without CUDA nothing is
+recorded, and the same work is computed on the same padded arrays; the tests use this.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MEMORY_SHORT = "recorded %d of %d shapes of steps: memory is short; the others 
 _REPORT_EVERY = 16
 """Number of recordings between two reports of progress."""
 LEAST_FREE = 0.6
-"""Recording stops if less than this share of the memory that was free before is left."""
+"""Recording stops if less than this share of the memory that was free before is free."""
 
 
 class VerifiedStep(NamedTuple):
@@ -70,9 +71,12 @@ class RecordedStep:
     """A step of one shape: its buffers, and the graphs over them."""
 
     def __init__(self, shape: StepShape, shared: Buffers) -> None:
-        self.shape, self._shared = shape, shared
-        target, self._drafter = shared.target, shared.drafter if shape.num_drafts else None
-        self._layout = layout_of((ChainShape(shape.fanout, "iid", "iid"),) * shape.sequences, target.device)
+        self.shape = shape
+        self._shared = shared
+        self._drafter = shared.drafter if shape.num_drafts else None
+        target = shared.target
+        chain_shape = ChainShape(shape.fanout, "iid", "iid")
+        self._layout = layout_of((chain_shape,) * shape.sequences, target.device)
         self._inputs = StepInputs(
             shape,
             self._layout,
@@ -86,11 +90,12 @@ class RecordedStep:
         self._numbers = torch.from_numpy(self._inputs.of([])).to(target.device, copy=True)
         self._views = views(self._numbers, self._inputs.fields)
         *draft_passes, self._target_pass = map(self._pass, range(len(self._inputs.sizes)))
-        self._parameters = self._parameters_of_rows()
+        self._parameters = self._distribution_parameters()
         self._uniform_LC, self._noise = noise_of(self._views["noise"], self._layout.max_length)
         self._probs_NV = shared.draft_probs_NV[: self._layout.num_probs]
         self._logits_NV = shared.logits_NV[: shape.num_rows]
-        self._sequence_N = to_device(np.arange(shape.sequences).repeat(1 + shape.num_nodes), target.device)
+        sequence_N = np.arange(shape.sequences).repeat(1 + shape.num_nodes)
+        self._sequence_N = to_device(sequence_N, target.device)
         """The sequence of each row of the target's pass."""
         size = self._layout.num_chains, self._layout.max_length
         self._chains = Chains(
@@ -101,10 +106,12 @@ class RecordedStep:
             self._layout.shape,
             self._layout.leads_CL,
         )
-        num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_probs
-        self._result = torch.zeros(num_found, dtype=torch.int64, device=target.device)
+        num_results = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_probs
+        self._result = torch.zeros(num_results, dtype=torch.int64, device=target.device)
         if self._drafter is not None:
-            before_T = self._views["before"].view(-1) if "before" in self._views else None
+            before_T = None
+            if "before" in self._views:
+                before_T = self._views["before"].view(-1)
             fanouts = (shape.fanout,) * shape.sequences
             self._work = self._drafter.work_of(draft_passes, fanouts, before_T, self._views["root"])
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
@@ -115,10 +122,12 @@ class RecordedStep:
 
     def parts(self) -> dict[str, Callable[[], None]]:
         """Return the work that is recorded, in order."""
-        drafting = {} if self._drafter is None else {"draft": self._draft}
-        return {**drafting, "target": self._target, "verify": self._verify}
+        parts = {"target": self._target, "verify": self._verify}
+        if self._drafter is None:
+            return parts
+        return {"draft": self._draft, **parts}
 
-    # -- a step -------------------------------------------------------------------------------------------------------
+    # -- a step ---------------------------------------------------------------------------------
 
     def draw(self, plan: Plan) -> Draft:
         """Draft the plan's chains; their tokens stay on the device."""
@@ -129,37 +138,40 @@ class RecordedStep:
         return self._draft_of(plan)
 
     def forward(self, plan: Plan, draft: Draft | None) -> Tensor:  # noqa: ARG002
-        """Return the target's logits [N, V] at all roots and nodes, with those of padding."""
+        """Return the target's logits [N, V] at all roots and nodes, and at padding rows."""
         self._replay("target", self._target)
         return self._logits_NV
 
     def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:  # noqa: ARG002
-        """Return what every row emits."""
+        """Return the emission of every row."""
         assert draft is not None
         self._replay("verify", self._verify)
-        found = self._read(draft)
-        emissions = emitted(plan.sampling_rows, found.draft, found.chains, found.accepted, found.next_tokens)
-        return StepVerdict(tuple(emissions), broken=broken_rows(plan, found.draft, found.largest_N))
+        step = self._read(draft)
+        emissions = emitted(plan.sampling_rows, step.draft, step.chains, step.accepted, step.next_tokens)
+        broken = broken_rows(plan, step.draft, step.largest_N)
+        return StepVerdict(tuple(emissions), broken=broken)
 
     def _read(self, draft: Draft) -> VerifiedStep:
         """Copy the results of the step to the host; waits for the device."""
-        shape, num_rows = self.shape, len(draft.trees)
-        found = self._result.cpu().numpy()
-        of_tokens = slice(3 * shape.sequences, 3 * shape.sequences + self._chains.tokens_CL.numel())
-        chain_R, accepted_R, token_R = found[: of_tokens.start].reshape(3, -1)[:, :num_rows]
+        shape = self.shape
+        result = self._result.cpu().numpy()
+        num_verdicts = 3 * shape.sequences
+        tokens_end = num_verdicts + self._chains.tokens_CL.numel()
+        verdict_3S = result[:num_verdicts].reshape(3, -1)
+        chain_R, accepted_R, token_R = verdict_3S[:, : len(draft.trees)]
         if shape.num_drafts:
-            # With non-finite numbers any chain may win, even one that the request does not have; its verdict is not
-            # used.
+            # With non-finite numbers any chain may win, even a chain that the request does not
+            # have. The verdict of such a request is not used.
             rank_R = chain_R % self._layout.shape[1]
-            chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
-            tokens_SKL = found[of_tokens].reshape(shape.sequences, shape.num_drafts, shape.draft_length)
-            of_trees = [
-                token
-                for tree, token_KL in zip(draft.trees, tokens_SKL, strict=False)
-                for token in token_KL[: len(tree.paths), : len(tree.paths[0]) - 1].ravel().tolist()
-            ]
-            draft = with_tokens(draft, of_trees)
-        largest = found[of_tokens.stop :].view(np.float64)
+            is_drafted_R = rank_R < [len(tree.paths) for tree in draft.trees]
+            chain_R = chain_R - np.where(is_drafted_R, 0, rank_R)
+            tokens_SKL = result[num_verdicts:tokens_end].reshape(shape.sequences, shape.num_drafts, shape.draft_length)
+            node_tokens: list[int] = []
+            for tree, token_KL in zip(draft.trees, tokens_SKL, strict=False):
+                drafted_KL = token_KL[: len(tree.paths), : len(tree.paths[0]) - 1]
+                node_tokens += drafted_KL.ravel().tolist()
+            draft = with_tokens(draft, node_tokens)
+        largest = result[tokens_end:].view(np.float64)
         largest_N = np.concatenate([largest[: draft.starts[-1]], largest[shape.num_rows :]])
         return VerifiedStep(draft, chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), largest_N)
 
@@ -171,28 +183,43 @@ class RecordedStep:
             graph.replay()
 
     def _draft_of(self, plan: Plan) -> Draft:
-        """Return the draft with the trees of the plan's rows; their tokens come with the results of the step."""
-        trees = tuple(drawn_tree(row.fanout) for row in plan.sampling_rows)
-        apart = 1 + self.shape.num_nodes
-        return Draft(self._layout, self._chains, trees, None, self._parameters, self._views["noise"], rows_apart=apart)
+        """Return the draft with the trees of the plan's rows.
 
-    # -- what is recorded ---------------------------------------------------------------------------------------------
+        The tokens of the trees come with the results of the step.
+        """
+        return Draft(
+            self._layout,
+            self._chains,
+            trees=tuple(drawn_tree(row.fanout) for row in plan.sampling_rows),
+            tokens_M=None,
+            parameters=self._parameters,
+            numbers=self._views["noise"],
+            rows_apart=1 + self.shape.num_nodes,
+        )
+
+    # -- recorded work --------------------------------------------------------------------------
 
     def _draft(self) -> None:
         """Draw all levels, with the functions of eager steps."""
         assert self._drafter is not None
         root_NV = self._drafter.start(self._work)
         tokens_CL = draw_levels(
-            (), self._layout, self._parameters, self._uniform_LC, root_NV, self._drafter.below, self._probs_NV
+            (),
+            self._layout,
+            self._parameters,
+            self._uniform_LC,
+            root_NV,
+            self._drafter.below,
+            self._probs_NV,
         )
         self._chains.tokens_CL.copy_(tokens_CL)
 
     def _target(self) -> None:
         """Run the target's pass."""
-        shape, v = self.shape, self._views
-        token_ids = v["root"].unsqueeze(1)
-        if shape.num_drafts:
-            token_ids = torch.cat([token_ids, self._chains.tokens_CL.take(v["tokens"])], 1)
+        token_ids = self._views["root"].unsqueeze(1)
+        if self.shape.num_drafts:
+            drafted = self._chains.tokens_CL.take(self._views["tokens"])
+            token_ids = torch.cat([token_ids, drafted], 1)
         metadata, tensors = self._target_pass
         logits_NV = self._shared.target.run_on_device(
             token_ids.view(-1), tensors.positions_T, metadata, tensors.wanted_N
@@ -200,37 +227,49 @@ class RecordedStep:
         self._logits_NV.copy_(logits_NV)
 
     def _verify(self) -> None:
-        """Make the distribution of every node, and apply the rule."""
-        target = ProbsTable(
-            distribution(self._logits_NV, self._parameters.select(self._sequence_N)),
-            self._views["nodes"].view(len(self._chains.tokens_CL), -1),
-            self._parameters.kernels,
-        )
-        largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._probs_NV) if len(one_NV))
-        found = [*self._decide(target), self._chains.tokens_CL.view(-1), *map(bits, largest)]
-        self._result.copy_(torch.cat(found))
+        """Compute the distribution of every node, and apply the rule."""
+        tokens_CL = self._chains.tokens_CL
+        parameters = self._parameters.select(self._sequence_N)
+        probs_NV = distribution(self._logits_NV, parameters)
+        node_CX = self._views["nodes"].view(len(tokens_CL), -1)
+        target = ProbsTable(probs_NV, node_CX, self._parameters.kernels)
+        results = [*self._decide(target), tokens_CL.view(-1), bits(self._logits_NV.amax(1))]
+        if len(self._probs_NV):
+            results.append(bits(self._probs_NV.amax(1)))
+        self._result.copy_(torch.cat(results))
 
     def _decide(self, target: ProbsTable) -> tuple[Tensor, Tensor, Tensor]:
-        """Return chain, number of accepted tokens, and the token after them, each [S]."""
+        """Return chain, number of accepted tokens, and the next token, each [S]."""
         if not self.shape.num_drafts:
-            token_S = target.kernels.draw(target.probs_NV, target.row_CX[:, 0], self._noise.residual_C)
+            root_S = target.row_CX[:, 0]
+            token_S = target.kernels.draw(target.probs_NV, root_S, self._noise.residual_C)
             return self._layout.request, torch.zeros_like(token_S), token_S
         # The race serves greedy rows, too: their chains are alike, and right or wrong as a whole.
-        found = RULES["bv_race"].verify(self._chains, target, self._noise)
-        return found.chain_B, found.accepted_B, found.next_token_B
+        verdict = RULES["bv_race"].verify(self._chains, target, self._noise)
+        return verdict.chain_B, verdict.accepted_B, verdict.next_token_B
 
     def _pass(self, number: int) -> Pass:
         """Return a pass over the buffers."""
-        v, queries, count = self._views, self._inputs.sizes[number], self.shape.sequences
-        is_target, device = number == len(self._inputs.sizes) - 1, self._numbers.device
-        runner = self._shared.target if is_target else self._shared.draft
+        v = self._views
+        device = self._numbers.device
+        count = self.shape.sequences
+        queries = self._inputs.sizes[number]
+        is_target = number == len(self._inputs.sizes) - 1
+        runner = self._shared.draft
+        pages = v[self._inputs.draft_pages]
+        first_keys = v["first keys"]
+        if is_target:
+            runner = self._shared.target
+            pages = v[PAGES]
+            first_keys = to_device(np.zeros(count, dtype=np.int32), device)
         assert runner is not None
-        all_rows = to_device(np.arange(count * queries), device)
+        positions_T = v[f"positions {number}"].view(-1)
+        slots_T = v[f"slots {number}"].view(-1)
         paged = Paged(
-            pages=v[PAGES if is_target else self._inputs.draft_pages],
+            pages=pages,
             starts=to_device(np.arange(count, dtype=np.int32) * np.int32(queries), device),
             counts=v[f"counts {number}"],
-            first_keys=to_device(np.zeros(count, dtype=np.int32), device) if is_target else v["first keys"],
+            first_keys=first_keys,
             ends=v["ends"],
             num_keys=v[f"num keys {number}"],
             node_positions=v["node positions"][int(is_target)],
@@ -242,41 +281,51 @@ class RecordedStep:
             most_keys=self._shared.most_pages * runner.block_size,
             is_padded=True,
         )
-        wanted_N, token_ids_T, drawn_M = all_rows, all_rows, all_rows
-        if not is_target:
-            known = "text" if number == 0 else "block"
-            if number == 0:
-                wanted_N = v["wanted"].view(-1)
-            if known in v:
-                token_ids_T, drawn_M = v[known].view(-1), all_rows[:0]
-        metadata = runner.paged_metadata(v[f"slots {number}"].view(-1), paged)
-        positions_T, slots_T = v[f"positions {number}"].view(-1), v[f"slots {number}"].view(-1)
-        return Pass(metadata, DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged))
+        wanted_N = token_ids_T = drawn_M = to_device(np.arange(count * queries), device)
+        if number == 0 and not is_target:
+            wanted_N = v["wanted"].view(-1)
+        known = "text" if number == 0 else "block"
+        if known in v and not is_target:
+            token_ids_T = v[known].view(-1)
+            drawn_M = drawn_M[:0]
+        metadata = runner.paged_metadata(slots_T, paged)
+        device_pass = DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged)
+        return Pass(metadata, device_pass)
 
-    def _parameters_of_rows(self) -> DistributionParameters:
+    def _distribution_parameters(self) -> DistributionParameters:
         """Return the parameters of the S requests; they lie in the buffer."""
-        target, any_greedy = self._shared.target, self.shape.distributions.any_greedy
+        target = self._shared.target
+        any_greedy = self.shape.distributions.any_greedy
         min_p_N, top_k_N, top_p_N = map(self._views.get, FILTERS)
         filters = Filters(min_p_N, top_k_N, top_p_N, most_k=target.vocab_size)
-        return DistributionParameters(self._views["temperature"], any_greedy, False, filters, target.kernels)
+        temperature_N = self._views["temperature"]
+        return DistributionParameters(temperature_N, any_greedy, False, filters, target.kernels)
 
 
 class RecordedSteps(RecordedMenu):
     """The recorded steps of an engine."""
 
     def __init__(
-        self, graphs: Graphs | None = None, kind: DrafterKind | None = None, has_draft_pool: bool = False
+        self,
+        graphs: Graphs | None = None,
+        kind: DrafterKind | None = None,
+        has_draft_pool: bool = False,
     ) -> None:
-        """graphs: what records; if None, CUDA graphs on a CUDA device, and nothing elsewhere. kind: of the drafter;
-        None if nothing is drafted. has_draft_pool: whether the draft model has other blocks than the target.
+        """Create a menu without steps.
+
+        graphs: the recorder; if None, CUDA graphs on a CUDA device, and no recorder elsewhere.
+        kind: of the drafter; None if nothing is drafted. has_draft_pool: whether the draft model
+        has other blocks than the target.
         """
-        self._graphs, self._kind, self._has_draft_pool = graphs, kind, has_draft_pool
+        self._graphs = graphs
+        self._kind = kind
+        self._has_draft_pool = has_draft_pool
         self._is_head = kind is not None and kind.is_head
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
-        """The recorded step for each smallest shape; None if there is none."""
+        """Recorded step for the smallest shape of a plan; None if no recorded step has room."""
         self._most_sequences: dict[tuple[Shape, int], int] = {}
-        """Requests of the largest recorded step with room for this shape and number of drafted tokens of each."""
+        """Most requests of recorded steps with room for a shape and a number of drafted tokens."""
         self._most_pages = 0
 
     def find(self, plan: Plan) -> RecordedStep | None:
@@ -287,14 +336,14 @@ class RecordedSteps(RecordedMenu):
         if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
             return None
         if wanted not in self._chosen:
-            best = min((shape for shape in self.steps if shape.has_room(wanted)), key=work, default=None)
-            self._chosen[wanted] = None if best is None else self.steps[best]
+            fitting = [shape for shape in self.steps if shape.has_room(wanted)]
+            self._chosen[wanted] = self.steps[min(fitting, key=work)] if fitting else None
         return self._chosen[wanted]
 
     def is_eager(self, work: StepWork) -> bool:
-        """Whether no recorded shape has room for such a step, although others are recorded.
+        """Whether steps of this work are launched eagerly, although other steps are recorded.
 
-        `find` decides for a plan; this predicts it from sizes, for requests that are all usual ones.
+        `find` decides for a plan. This method predicts the decision from sizes, for usual requests.
         """
         if not self.steps or not self.serves:
             return False
@@ -303,9 +352,8 @@ class RecordedSteps(RecordedMenu):
             return True
         drafts = work.shape, -(-work.nodes // max(1, work.drafting))
         if drafts not in self._most_sequences:
-            self._most_sequences[drafts] = max(
-                (one.sequences for one in self.steps if _has_room(one, *drafts)), default=0
-            )
+            sequences = [shape.sequences for shape in self.steps if _has_room(shape, *drafts)]
+            self._most_sequences[drafts] = max(sequences, default=0)
         return work.rows > self._most_sequences[drafts]
 
     @torch.inference_mode()
@@ -317,12 +365,11 @@ class RecordedSteps(RecordedMenu):
         progress: Callable[[str], None],
         least_free: float = LEAST_FREE,
     ) -> None:
-        """Record steps of these shapes (`menu`) until memory is short; raise LoadError if one cannot be recorded.
+        """Record steps of these shapes (`menu`) until memory is short.
 
-        None is recorded if the host waits for the device in one; a warning then names where.
-
-        runners: of the target, and of the draft model if there is one; least_free: share of the memory that is free
-        before, which recording leaves.
+        No step is recorded if the host waits for the device in a step; a warning then names the
+        line. Raises LoadError if a step cannot be recorded. runners: of the target, and of the
+        draft model if there is one; least_free: share of the free memory that recording leaves.
         """
         self._most_pages = most_pages
         graphs = self._graphs or graphs_on(runners[0].device)
@@ -334,7 +381,7 @@ class RecordedSteps(RecordedMenu):
             free_bytes = graphs.free_bytes()
             try:
                 shared = Buffers.of(runners, self._kind, shapes, most_pages, self._has_draft_pool)
-                wait = find_wait(graphs, _one_of_each_kind(shapes, shared))
+                wait = find_wait(graphs, _widest_steps(shapes, shared))
                 if wait is not None:
                     log.warning(HOST_WAITS, wait)
                     return
@@ -351,22 +398,32 @@ class RecordedSteps(RecordedMenu):
                 first = first_error(error)
                 if not isinstance(first, torch.cuda.OutOfMemoryError):
                     raise LoadError(
-                        f"decode steps cannot be recorded as CUDA graphs: {operation_of(first)}: {first}; start with "
-                        "--enforce-eager, which launches their operations one by one"
+                        f"decode steps cannot be recorded as CUDA graphs: {operation_of(first)}: "
+                        f"{first}; start with --enforce-eager, which launches their operations one "
+                        "by one"
                     ) from error
                 log.warning(_MEMORY_SHORT, len(self.steps), len(shapes))
         self.num_bytes = free_bytes - graphs.free_bytes()
 
 
 def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
-    return step.num_drafts >= drafts[0] and step.draft_length >= drafts[1] and step.num_nodes >= num_nodes
+    num_drafts, draft_length = drafts
+    if step.num_drafts < num_drafts or step.draft_length < draft_length:
+        return False
+    return step.num_nodes >= num_nodes
 
 
-def _one_of_each_kind(shapes: Sequence[StepShape], shared: Buffers) -> Iterator[Callable[[], None]]:
-    """Yield the work of the step of each kind with the most nodes a request, and of these the fewest requests: smaller
-    steps have no operation that it lacks.
+def _widest_steps(shapes: Sequence[StepShape], shared: Buffers) -> Iterator[Callable[[], None]]:
+    """Yield the work of one step for each step kind, the step with the most nodes a request.
+
+    Among steps with equally many nodes it is the step with the fewest requests. Smaller steps of
+    the kind have no further operations.
     """
-    ordered = sorted(shapes, key=lambda shape: (min(shape.num_drafts, 2), shape.num_nodes, -shape.sequences))
+
+    def size(shape: StepShape) -> tuple[int, int, int]:
+        return min(shape.num_drafts, 2), shape.num_nodes, -shape.sequences
+
+    ordered = sorted(shapes, key=size)
     kinds = {(min(shape.num_drafts, 2), shape.distributions): shape for shape in ordered}
     for shape in kinds.values():
         yield from RecordedStep(shape, shared).parts().values()
