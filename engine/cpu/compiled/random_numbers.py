@@ -31,11 +31,11 @@ def _with(word, part):
 @compiled_for_cpu(**EXACT)
 def _fill(seeds, positions, purposes, ranks, numbers):
     for chain in range(len(seeds)):
-        of_position = _with(_mixed(np.uint64(seeds[chain]) + GOLDEN), positions[chain])
+        position_word = _with(_mixed(np.uint64(seeds[chain]) + GOLDEN), positions[chain])
         for purpose in range(len(purposes)):
-            of_chain = _with(_with(of_position, purposes[purpose]), ranks[chain])
+            chain_word = _with(_with(position_word, purposes[purpose]), ranks[chain])
             for depth in range(numbers.shape[2]):
-                word = _with(of_chain, depth)
+                word = _with(chain_word, depth)
                 number = (np.float64(word >> np.uint64(11)) + 0.5) * 2.0**-53
                 numbers[purpose, chain, depth] = min(number, LARGEST)
 
