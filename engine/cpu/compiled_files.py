@@ -1,8 +1,8 @@
-"""Files of compiled code in Numba's cache: one for each function, signature and processor, with a checksum.
+"""Files of compiled code in Numba's cache: a file with a checksum for each function, signature and processor.
 
-Numba's own cache has an index for each function, without checksums: a damaged file ends a start, or the process, and
-two processes can give one name to different code. Here a file's name follows from its content's key, so no index and
-no lock is needed, and a file that is damaged counts as missing. `start/compiling.py` tries new files.
+Numba's cache has an index for each function, without checksums: a damaged file ends a start or the process, and
+two processes can give the same name to different code. Here a file's name follows from its key, so there is no
+index and no lock, and a damaged file counts as missing. `start/compiling.py` tries new files.
 """
 
 # Numba has no types.
@@ -31,7 +31,7 @@ class CompiledFiles(IndexDataCacheFile):
     """Cached code of one function: reads and writes files that Numba's `Cache` asks for."""
 
     def load(self, key: object) -> Any:
-        """Return what was saved under a key; None if the file is missing, unreadable or damaged."""
+        """Return the code saved under a key; None if its file is missing, unreadable or damaged."""
         path = self._path_of(key)
         try:
             code = checked(path.read_bytes())
@@ -46,7 +46,7 @@ class CompiledFiles(IndexDataCacheFile):
         return pickle.loads(code)
 
     def save(self, key: object, data: object) -> None:
-        """Save under a key, at once for other processes; if that fails, later starts compile the function again."""
+        """Save code under a key. If that fails, later starts compile the function again."""
         code = self._dump(data)
         try:
             with self._open_for_write(str(self._path_of(key))) as file:
@@ -70,9 +70,11 @@ def _checksum(code: bytes) -> bytes:
 
 
 def checked(content: bytes) -> bytes | None:
-    """Return the code in a file's content; None if the content is not what was written."""
-    code, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-    return code if checksum == _checksum(code) else None
+    """Return the code in a file's content; None if the content is damaged."""
+    code = content[:-_CHECKSUM_BYTES]
+    if content[-_CHECKSUM_BYTES:] != _checksum(code):
+        return None
+    return code
 
 
 def damaged_files(folder: Path) -> list[Path]:
@@ -83,7 +85,7 @@ def damaged_files(folder: Path) -> list[Path]:
 def _is_damaged(path: Path) -> bool:
     try:
         return checked(path.read_bytes()) is None
-    except OSError:  # another process has removed the file, or may read it alone
+    except OSError:  # another process has removed the file, or only others may read it
         return False
 
 

@@ -34,8 +34,8 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
 def cache_folder() -> Path | None:
     """Let Numba cache compiled code (`compiled_files.py`), and return the folder; None if no folder is writable.
 
-    The folder is named by everything that compiled code depends on. By default Numba detects changes of a kernel's own
-    file, but not of the functions and constants compiled into it, of the compiler, or of the processor.
+    The folder's name depends on everything that compiled code depends on. By default Numba detects changes of a
+    kernel's file, but not of the functions and constants compiled into it, of the compiler, or of the processor.
     """
     import llvmlite
     import numba
@@ -49,8 +49,10 @@ def cache_folder() -> Path | None:
     digest = hashlib.sha256(repr((processor, compiler)).encode())
     for file in sorted([*_CODE.glob("cpu/compiled/*.py"), _CODE / "cpu" / "compiled_files.py"]):
         digest.update(file.read_bytes())
-    own, users = _CODE / "__pycache__", Path("~/.cache/polydraft").expanduser()
-    for base in [Path(config.CACHE_DIR)] if config.CACHE_DIR else [own, users]:
+    bases = [_CODE / "__pycache__", Path("~/.cache/polydraft").expanduser()]
+    if config.CACHE_DIR:
+        bases = [Path(config.CACHE_DIR)]
+    for base in bases:
         folder = base / f"kernels-{digest.hexdigest()[:16]}"
         try:
             folder.mkdir(parents=True, exist_ok=True)

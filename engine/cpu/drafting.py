@@ -20,7 +20,7 @@ from engine.sampling.distribution import DistributionParameters
 
 
 class CompiledDrafting:
-    """Draws a step's chains in one call; a drafter draws those of rows that need more."""
+    """Draws the chains of a step in one call. For rows that need more, the drafter draws them level by level."""
 
     def __init__(self, drafter: ChainSource, vocab_size: int, draw_at_once: Callable[[Plan, DrawTask], Tensor]) -> None:
         """draw_at_once: catches up on a plan's texts, and returns [C, L] the tokens."""
@@ -45,8 +45,10 @@ class CompiledDrafting:
 
 
 def compiled(drafter: Drafter) -> ChainSource:
-    """Return what draws in one call with a drafter; the drafter itself if its model or kernels do not allow it."""
-    levels = None if drafter.runner is None else levels_of(drafter.runner)
+    """Return the source of chains in one call; the drafter itself if its model or kernels do not allow it."""
+    if drafter.runner is None:
+        return drafter
+    levels = levels_of(drafter.runner)
     if levels is None:
         return drafter
     draw_at_once = _drawing(drafter, levels)

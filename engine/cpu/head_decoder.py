@@ -1,7 +1,7 @@
 """Heads of the EAGLE and DFlash types on a CPU: their passes in one call each, by the decoder of language models.
 
-A head's own modules (`eagle.py`, `dflash.py`) are the oracle: every start compares passes of one text with them, and a
-head whose numbers differ runs through them.
+The head's modules (`heads/eagle.py`, `heads/dflash.py`) are the oracle: every start compares passes of a text
+with them, and a head whose numbers differ runs through its modules.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, StepLayout
 from engine.attention.tensors import KVShape
 from engine.config import ModelConfig
-from engine.cpu.compiled import head_phases, model_pass
-from engine.cpu.compiled import pass_table as nt
+from engine.cpu.compiled import head_phases, model_pass, pass_table
 from engine.cpu.compiled.shared_work import TEAM
 from engine.cpu.decoder import NO_STATES, CpuDecoder, parts_of
 from engine.cpu.weights import Array, Product, aligned, forms_of, rounds_rows
@@ -40,9 +39,8 @@ _TOLERANCE = 1e-3
 """Largest difference of a number, as a share of the largest one."""
 _ROUNDED_TOLERANCES: dict[Form, float] = {"pairs": 0.03, "int4": 0.3}
 _ROUNDED_TOLERANCE = 0.1
-"""The same for forms of weights that round, by form, and for all others: no answer's distribution depends on a head's
-numbers.
-"""
+"""The same for forms of weights that round: by form, and for all other forms. No answer's distribution depends on
+a head's numbers."""
 
 
 class HeadDecoder(CpuDecoder, HeadBackend):
@@ -51,25 +49,27 @@ class HeadDecoder(CpuDecoder, HeadBackend):
     def __init__(self, head: Any, target: Backend, dtype: torch.dtype, wanted: ModelConfig | None = None) -> None:
         """Lay out a head's weights.
 
-        target: the target's backend, whose embeddings and output head are used in place of missing ones. dtype: of the
-        target's weights. Those of the head are stored in bfloat16 or this type, whichever has all their numbers,
-        otherwise in float32. wanted: requested formats.
+        target: the target's backend; it has the embeddings and the output head that the head lacks. dtype: of
+        the target's weights. The head's weights are stored in bfloat16 or this type, whichever has all their
+        numbers, otherwise in float32. wanted: requested formats.
         """
         self._head = head
-        wanted, shared = wanted or ModelConfig(target=""), _shared(head, target)
-        weights = _decoded_weights(head, shared)
-        narrow = (one for one in (torch.bfloat16, dtype) if all(_fits(weight, one) for weight in weights))
-        forms = forms_of(next(narrow, torch.float32), wanted.draft_weights, wanted.activations == "auto")
+        wanted = wanted or ModelConfig(target="")
+        shared = _shared(head, target)
+        stored = _narrowest(_decoded_weights(head, shared), (torch.bfloat16, dtype))
+        forms = forms_of(stored, wanted.draft_weights, wanted.activations == "auto")
         super().__init__(_as_model(head), forms, shared=shared)
-        config, ids, block = head.config, head.target_ids, head.config.block
+        config = head.config
+        block = config.block
         leaves_normed = config.norm_output or block is not None
-        self._put(nt.NORM_FLAGS, np.array([config.norm_before_residual, leaves_normed], dtype=np.int64))
-        self._add_product(nt.PROJECTION, [head.fc])
-        self._put(nt.TARGET_NORMS, _target_norms(head))
+        self._put(pass_table.NORM_FLAGS, np.array([config.norm_before_residual, leaves_normed], dtype=np.int64))
+        self._add_product(pass_table.PROJECTION, [head.fc])
+        self._put(pass_table.TARGET_NORMS, _target_norms(head))
         if block is not None:
             self._put_block(head)
         self._put_functions()
-        self.target_ids = None if ids is None else ids.numpy()
+        if head.target_ids is not None:
+            self.target_ids = head.target_ids.numpy()
         self.has_plain_logits = config.logit_scale == 1 and not config.softcap
 
     def _add_product(self, field: int, modules: Sequence[nn.Module]) -> None:
@@ -79,30 +79,31 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         self.weight_bytes += self.products[field].nbytes
 
     def _put_block(self, head: Any) -> None:
-        """Put down what only heads of the DFlash types have."""
+        """Put the arrays and products that only heads of the DFlash types have."""
         block: BlockConfig = head.block_config
-        norms, constants = self._arrays[nt.NORMS], self._arrays[nt.CONSTANTS]
-        self._put(nt.NORMS, np.concatenate([norms, [head.hidden_norm.weight.numpy()]]))
+        norms = self._arrays[pass_table.NORMS]
+        constants = self._arrays[pass_table.CONSTANTS]
+        self._put(pass_table.NORMS, np.concatenate([norms, [head.hidden_norm.weight.numpy()]]))
         constants[3] = block.embedding_scale
-        fields = nt.WORDS, nt.OTHER_WORDS
+        fields = pass_table.WORDS, pass_table.OTHER_WORDS
         words_of = [fields[block.causalities.index(is_causal)] for is_causal in block.is_causal]
-        self._put(nt.WORDS_OF, np.array(words_of, dtype=np.int64))
+        self._put(pass_table.WORDS_OF, np.array(words_of, dtype=np.int64))
         if _has_term(head):
             self.embedded_term = head.markov_head.markov_w1.weight.float().numpy()
-            self._add_product(nt.TERM, [head.markov_head.markov_w2])
+            self._add_product(pass_table.TERM, [head.markov_head.markov_w2])
         if not block.conv_taps:
             return
-        convolutions = [one for layer in head.layers for one in (layer.attention_conv, layer.mlp_conv)]
-        self._add_product(nt.KERNELS, [one.kernel_projection for one in convolutions])
-        self._put(nt.CONVOLUTIONS, np.stack([one.base_kernel.numpy() for one in convolutions]))
-        self._put(nt.BLOCK_SIZES, np.array([block.size, block.conv_group], dtype=np.int64))
+        convolutions = [conv for layer in head.layers for conv in (layer.attention_conv, layer.mlp_conv)]
+        self._add_product(pass_table.KERNELS, [conv.kernel_projection for conv in convolutions])
+        self._put(pass_table.CONVOLUTIONS, np.stack([conv.base_kernel.numpy() for conv in convolutions]))
+        self._put(pass_table.BLOCK_SIZES, np.array([block.size, block.conv_group], dtype=np.int64))
 
     def _reserve(self, num_rows: int) -> None:
         before = self._capacity
         super()._reserve(num_rows)
-        if nt.KERNELS in self.products and self._capacity != before:
-            width = self._arrays[nt.KERNELS + 1].shape[1]
-            self._put(nt.OWN_KERNELS, aligned((self._capacity, width), np.dtype(np.float32)))
+        if pass_table.KERNELS in self.products and self._capacity != before:
+            width = self._arrays[pass_table.KERNELS + 1].shape[1]
+            self._put(pass_table.ROW_KERNELS, aligned((self._capacity, width), np.dtype(np.float32)))
 
     def states_of(
         self, state_TX: Tensor | None, num_leaving: int, are_target_states: bool
@@ -113,35 +114,48 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         states = np.ascontiguousarray(state_TX.float().numpy())
         if not are_target_states:
             return NO_STATES, states, leaving
-        return states, np.empty((len(states), self._arrays[nt.PROJECTION + 1].shape[1]), dtype=np.float32), leaving
+        return (
+            states,
+            np.empty((len(states), self._arrays[pass_table.PROJECTION + 1].shape[1]), dtype=np.float32),
+            leaving,
+        )
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Read texts and compute whole blocks after them, in one call."""
-        one = blocks[0] if blocks else reading.one  # type: ignore[union-attr]
-        layout = _layout_of(one)
-        num_rows = len(layout.token_ids_T) if blocks else 0
-        slots, positions = layout.slots_T[:num_rows], layout.positions_T[:num_rows]
+        first_pass = blocks[0] if blocks else reading.one  # type: ignore[union-attr]
+        layout = _layout_of(first_pass)
+        parts = parts_of(layout.starts, layout.counts)
+        num_rows = len(layout.token_ids_T)
+        if not blocks:  # there are only rows that are read
+            parts = parts[:0]
+            num_rows = 0
+        tokens = layout.token_ids_T[:num_rows]
+        slots = layout.slots_T[:num_rows]
+        positions = layout.positions_T[:num_rows]
+        taps_TX = None
         if reading is not None:
             read = _layout_of(reading.one)
-            slots, positions = np.concatenate([slots, read.slots_T]), np.concatenate([positions, read.positions_T])
+            slots = np.concatenate([slots, read.slots_T])
+            positions = np.concatenate([positions, read.positions_T])
+            taps_TX = reading.taps_TX
         if len(blocks) > 1:
-            self._put(nt.OTHER_WORDS, _layout_of(blocks[1]).words)
+            self._put(pass_table.OTHER_WORDS, _layout_of(blocks[1]).words)
         logits = self.room_for_logits(len(rows_N))
-        taps_TX = None if reading is None else reading.taps_TX
         states = self.states_of(taps_TX, len(rows_N), taps_TX is not None)
-        ready = self.ready(one.metadata.storage, one.metadata.page_size, len(slots), int(layout.num_keys.sum()))
-        tokens, parts = layout.token_ids_T[:num_rows], parts_of(layout.starts, layout.counts)[: None if blocks else 0]
+        metadata = first_pass.metadata
+        ready = self.ready(metadata.storage, metadata.page_size, len(slots), int(layout.num_keys.sum()))
         model_pass.run(*ready, 0, tokens, slots, rows_N.numpy(), parts, layout.seen, positions, states, logits)
         return torch.from_numpy(states[2]), torch.from_numpy(logits)[:, : self.vocab_size]
 
     def term(self, memory_NR: Tensor) -> Tensor:
         """Return [N, draft vocabulary] the product with `markov_w2`, after a pass."""
-        terms, memory = self.room_for_logits(len(memory_NR)), memory_NR.contiguous().numpy()
+        terms = self.room_for_logits(len(memory_NR))
+        memory = memory_NR.contiguous().numpy()
         head_phases.run_term(TEAM.shared, head_phases.term().address, self._table, memory, terms)
         return torch.from_numpy(terms)[:, : self.vocab_size]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Drop the head's own weights, and pack those that are used outside of passes."""
+        """Drop the head's weights that the decoder has, and pack the weights that are used outside of passes."""
         head = self._head
         for module in _decoded_modules(head):
             module.weight.data = module.weight.data.new_empty(0)
@@ -171,29 +185,34 @@ def backend_of(
         log.warning("%s: runs without the CPU decoder: %s", head.config.name, error)
         return plain
     # A product that is shared with the target has the target's form.
-    used = {decoder.forms.layers, *(form for product in decoder.products.values() for form in product.forms)}
-    if not difference <= max(map(_tolerance_of, used)):
+    forms_used = {form for product in decoder.products.values() for form in product.forms}
+    tolerance = max(map(_tolerance_of, {decoder.forms.layers, *forms_used}))
+    if not difference <= tolerance:
         log.warning("%s: runs without the CPU decoder, whose numbers differ by %.2g", head.config.name, difference)
         return plain
     return decoder
 
 
 def _tolerance_of(form: Form) -> float:
-    return _ROUNDED_TOLERANCES.get(form, _ROUNDED_TOLERANCE) if rounds_rows(form) else _TOLERANCE
+    if not rounds_rows(form):
+        return _TOLERANCE
+    return _ROUNDED_TOLERANCES.get(form, _ROUNDED_TOLERANCE)
 
 
 def _difference(head: Head, shape: KVShape, backends: Sequence[HeadBackend], block_size: int) -> float:
     """Return the largest difference between two backends' states and products, as a share of the largest number."""
-    computed = _block if isinstance(head, DFlash) else _tree
-    found = [computed(head, shape, backend, block_size) for backend in backends]
-    shares = [(one - other).abs().max() / one.abs().max().clamp(min=1e-6) for one, other in zip(*found, strict=True)]
-    return float(torch.stack(shares).max())  # NaN if one is
+    compute = _block if isinstance(head, DFlash) else _tree
+    plain, decoded = (compute(head, shape, backend, block_size) for backend in backends)
+    shares = []
+    for expected, numbers in zip(plain, decoded, strict=True):
+        shares.append((expected - numbers).abs().max() / expected.abs().max().clamp(min=1e-6))
+    return float(torch.stack(shares).max())  # NaN if any share is NaN
 
 
-def _layout_of(one: Pass) -> StepLayout:
+def _layout_of(step_pass: Pass) -> StepLayout:
     """Return the layout of a pass that the decoder reads."""
-    assert one.metadata.layout is not None
-    return one.metadata.layout
+    assert step_pass.metadata.layout is not None
+    return step_pass.metadata.layout
 
 
 _NUM_READ = 20
@@ -201,10 +220,11 @@ _NUM_READ = 20
 
 
 def _tree(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> list[Tensor]:
-    """Return what a head that drafts by depth computes of a text from the target's states, and of a tree below it."""
+    """Return the numbers that a head that drafts by depth computes for a text, and for a tree below it."""
     nodes = NodeInput(_text(head)[1:4], (1, 1, 2), (), np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_))
     runner = _runner(head, shape, backend, block_size, len(nodes.depths))
-    text, blocks = _text(head), range(-(-(_NUM_READ + len(nodes.depths)) // block_size) + 1)
+    text = _text(head)
+    blocks = range(-(-(_NUM_READ + len(nodes.depths)) // block_size) + 1)
     whole = SequenceInput(text, 1, blocks, NO_NODES, slice(_NUM_READ - 2, None), 1)
     tree = SequenceInput((), 1 + _NUM_READ, blocks, nodes, slice(None), 1)
     first, second = runner.prepare([[whole], [tree]])
@@ -213,13 +233,14 @@ def _tree(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> l
 
 
 def _block(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> list[Tensor]:
-    """Return what a head computes of two blocks, the second of them after a text that was read before."""
+    """Return the numbers that a head computes for two blocks. The second block follows a text read before."""
     block: BlockConfig = head.block_config
     runner = _runner(head, shape, backend, block_size, block.size)
-    blocks, half = range(-(-(_NUM_READ + block.size) // block_size) + 1), _NUM_READ // 2
+    blocks = range(-(-(_NUM_READ + block.size) // block_size) + 1)
+    half = _NUM_READ // 2
     mask = head.config.mask_token_id
     assert mask is not None
-    found: list[Tensor] = []
+    numbers: list[Tensor] = []
     for first in (0, half):
         read = SequenceInput(_text(head)[first : first + half], 1 + first, blocks, NO_NODES, slice(0, 0), 1)
         end = 1 + first + half
@@ -228,12 +249,12 @@ def _block(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> 
             SequenceInput((), end, blocks, mask_nodes(masks, is_causal), slice(None), 1)
             for is_causal in block.causalities
         ]
-        one, *passes = runner.prepare([[read], *([part] for part in after)])
-        reading = Reading(one, _numbers(half, head.fc.in_features))
-        found += runner.block(reading, passes, torch.arange(block.size))
+        reading_pass, *passes = runner.prepare([[read], *([part] for part in after)])
+        reading = Reading(reading_pass, _numbers(half, head.fc.in_features))
+        numbers += runner.block(reading, passes, torch.arange(block.size))
     if _has_term(head):
-        found.append(backend.term(_numbers(3, block.markov_rank)))
-    return found
+        numbers.append(backend.term(_numbers(3, block.markov_rank)))
+    return numbers
 
 
 def _runner(head: Any, shape: KVShape, backend: HeadBackend, block_size: int, num_nodes: int) -> HeadRunner:
@@ -255,12 +276,16 @@ def _target_norms(head: Any) -> Array:
     if isinstance(head, DFlash):
         return NO_STATES
     norms = [head.input_norm] if head.config.norm_before_fc else list(head.fc_norm)
-    return np.stack([norm.weight.float().numpy() for norm in norms]) if norms else NO_STATES
+    if not norms:
+        return NO_STATES
+    return np.stack([norm.weight.float().numpy() for norm in norms])
 
 
 def _as_model(head: Any) -> Any:
     """Return a head's modules by the names that they have in a language model."""
-    output = SimpleNamespace(weight=head.shared.head_VD, bias=None) if head.lm_head is None else head.lm_head
+    output = head.lm_head
+    if output is None:
+        output = SimpleNamespace(weight=head.shared.head_VD, bias=None)
     body = SimpleNamespace(
         layers=head.layers,
         embed_tokens=head.get_input_embeddings(),
@@ -274,9 +299,11 @@ def _shared(head: Any, target: Backend) -> dict[int, Product]:
     """Return the products of the target's decoder that a head can use as they are."""
     if not isinstance(target, CpuDecoder):
         return {}
-    missing = {nt.EMBEDDING: head.embed_tokens, nt.LM_HEAD: head.lm_head}
-    shared = {field: target.products[field] for field, own in missing.items() if own is None}
-    return {field: one for field, one in shared.items() if field == nt.EMBEDDING or not one.bias.any()}
+    modules = {pass_table.EMBEDDING: head.embed_tokens, pass_table.LM_HEAD: head.lm_head}
+    shared = {field: target.products[field] for field, module in modules.items() if module is None}
+    if pass_table.LM_HEAD in shared and shared[pass_table.LM_HEAD].bias.any():
+        del shared[pass_table.LM_HEAD]
+    return shared
 
 
 def _has_term(head: Any) -> bool:
@@ -288,20 +315,26 @@ def _has_term(head: Any) -> bool:
 def _decoded_modules(head: Any) -> list[Any]:
     """Return the modules whose weights the decoder has."""
     parts = [head.layers, head.fc, *(part for part in (head.embed_tokens, head.lm_head) if part is not None)]
-    parts += [head.markov_head.markov_w2] if _has_term(head) else []
+    if _has_term(head):
+        parts.append(head.markov_head.markov_w2)
     return [module for part in parts for module in part.modules() if isinstance(module, nn.Linear | nn.Embedding)]
 
 
 def _decoded_weights(head: Any, shared: Collection[int]) -> list[Tensor]:
-    """Return the weights that a decoder lays out. shared: fields of the products that it takes from the target's."""
+    """Return the weights that a decoder lays out. shared: fields of the products that the target's decoder has."""
     weights_by_field = {
-        nt.EMBEDDING: (head.embed_tokens, head.shared.embedding_VD),
-        nt.LM_HEAD: (head.lm_head, head.shared.head_VD),
+        pass_table.EMBEDDING: (head.embed_tokens, head.shared.embedding_VD),
+        pass_table.LM_HEAD: (head.lm_head, head.shared.head_VD),
     }
-    laid_out = [weight for field, (own, weight) in weights_by_field.items() if own is None and field not in shared]
+    laid_out = [
+        weight for field, (module, weight) in weights_by_field.items() if module is None and field not in shared
+    ]
     return [*laid_out, *(module.weight for module in _decoded_modules(head))]
 
 
-def _fits(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a type has all numbers of a float32 weight."""
-    return bool(torch.equal(weight.to(dtype).float(), weight))
+def _narrowest(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the first of these types that has all numbers of float32 weights; float32 if none has."""
+    for dtype in dtypes:
+        if all(torch.equal(weight.to(dtype).float(), weight) for weight in weights):
+            return dtype
+    return torch.float32

@@ -27,11 +27,12 @@ class NumbaKernels(Kernels):
     ) -> Tensor:
         if not takes(logits_NV):
             return super().distribution(logits_NV, temperature_N, filters, probs_NV)
-        probs_NV = torch.empty_like(logits_NV) if probs_NV is None else probs_NV
-        of_rows = temperature_N.contiguous().numpy(), *arrays_of(filters, len(logits_NV))
-        assert {*map(len, of_rows)} == {len(logits_NV)}, "parameters of each row"
+        if probs_NV is None:
+            probs_NV = torch.empty_like(logits_NV)
+        parameters = temperature_N.contiguous().numpy(), *arrays_of(filters, len(logits_NV))
+        assert {*map(len, parameters)} == {len(logits_NV)}, "parameters of each row"
         assert probs_NV.shape == logits_NV.shape, "one distribution for each row"
-        row_loops.distributions(logits_NV.numpy(), *of_rows, probs_NV.numpy())
+        row_loops.distributions(logits_NV.numpy(), *parameters, probs_NV.numpy())
         return probs_NV
 
     def draw(self, probs_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
@@ -45,12 +46,13 @@ class NumbaKernels(Kernels):
         if not (chains.max_length and takes(target.probs_NV)):
             return super().race(chains, target, noise)
         verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=chains.length_C.device)
-        operands = (
-            *(chains.tokens_CL, chains.length_C, chains.request_C),
-            *(target.probs_NV, target.row_CX, chains.draft.probs_NV, chains.draft.row_CX),
-            *(noise.accept_CL, noise.residual_C, noise.score_C),
-        )
-        count = block_loops.race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
+        tensors = [
+            chains.tokens_CL, chains.length_C, chains.request_C,
+            target.probs_NV, target.row_CX, chains.draft.probs_NV, chains.draft.row_CX,
+            noise.accept_CL, noise.residual_C, noise.score_C,
+        ]  # fmt: skip
+        arrays = [tensor.contiguous().numpy() for tensor in tensors]
+        count = block_loops.race(*arrays, verdict_3B.numpy())
         assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
         return ChainVerdict(*verdict_3B)
 
@@ -68,16 +70,18 @@ class NumbaKernels(Kernels):
         numbers: Tensor,
         texts: TextNodes | None = None,
     ) -> tuple[Ints, Floats]:
-        draft_MV = chains.draft.probs_NV
-        verdict_4B = np.empty((4, len(temperature_B)), np.int64)
-        texts = texts or TextNodes.none(len(logits_NV), len(temperature_B))
-        assert {*map(len, (texts.parent_N, texts.token_N))} == {len(logits_NV)}, "a parent and a token of each node"
-        assert len(texts.number_BL) == len(temperature_B), "numbers of each request"
-        largest = np.empty(len(logits_NV) + len(draft_MV))
-        assert starts[-1] == len(logits_NV), "each row of logits is a node's"
-        of_chains = chains.tokens_CL, chains.length_C, chains.request_C, node_CX, draft_MV, chains.draft.row_CX, numbers
-        request_arrays = temperature_B.numpy(), *arrays_of(filters, len(temperature_B)), starts
-        arrays = [operand.numpy() for operand in of_chains]
-        text_arrays = texts.parent_N, texts.token_N, texts.number_BL
-        block_loops.decide(logits_NV.numpy(), *request_arrays, *arrays, *text_arrays, verdict_4B, largest)
-        return verdict_4B, largest
+        num_nodes, num_requests = len(logits_NV), len(temperature_B)
+        draft = chains.draft
+        texts = texts or TextNodes.none(num_nodes, num_requests)
+        assert starts[-1] == num_nodes, "each row of logits is a node's"
+        assert len(texts.parent_N) == len(texts.token_N) == num_nodes, "a parent and a token of each node"
+        assert len(texts.number_BL) == num_requests, "numbers of each request"
+        verdict_4B = np.empty((4, num_requests), np.int64)
+        largest_N = np.empty(num_nodes + len(draft.probs_NV))
+        block_loops.decide(
+            logits_NV.numpy(), temperature_B.numpy(), *arrays_of(filters, num_requests), starts,
+            chains.tokens_CL.numpy(), chains.length_C.numpy(), chains.request_C.numpy(), node_CX.numpy(),
+            draft.probs_NV.numpy(), draft.row_CX.numpy(), numbers.numpy(),
+            texts.parent_N, texts.token_N, texts.number_BL, verdict_4B, largest_N,
+        )  # fmt: skip
+        return verdict_4B, largest_N

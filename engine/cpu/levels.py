@@ -1,6 +1,6 @@
-"""ChainSource of a step in one call, for a draft model or head that the decoder computes (`draw_loop.py`).
+"""Drafting of a step in one call, with a draft model or head that the decoder computes (`draw_loop.py`).
 
-It computes what `drafting.chains.draw_levels` computes level by level, in Python, for any rows.
+`drafting.chains.draw_by_level` computes the same level by level, in Python, for any rows.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ class _Chains(NamedTuple):
     """[L] end of each level's distributions among those of all levels."""
     first_chains: Ints
     num_chains: Ints
-    """[N] the first of the chains through the node above each distribution, and how many there are."""
+    """[N] the first chain through the node above each distribution, and the number of these chains."""
     leaders_LC: Ints
     """The first chain through each chain's node."""
     parents: Ints
     """[N] the node above each distribution, among those of the level above; 0 in the first level."""
 
 
-@lru_cache(maxsize=128)  # as many as there are layouts, which are cached, too
+@lru_cache(maxsize=128)  # the size of the cache of layouts
 def _chains_of(layout: Layout) -> _Chains:
-    probs_row_CL, own_C = layout.probs_row_CL.numpy(), np.arange(layout.num_chains)
+    probs_row_CL = layout.probs_row_CL.numpy()
+    chain_C = np.arange(layout.num_chains)
     drawn_CL = np.arange(layout.max_length) < layout.length_C[:, None]
-    first_chains = torch.cat([torch.from_numpy(own_C)[level.chain_N] for level in layout.levels]).numpy()
-    leaders_LC = np.tile(own_C, (layout.max_length, 1)) if layout.leader_LC is None else layout.leader_LC.numpy()
+    first_chains = torch.cat([torch.from_numpy(chain_C)[level.chain_N] for level in layout.levels]).numpy()
+    leaders_LC = np.tile(chain_C, (layout.max_length, 1))
+    if layout.leader_LC is not None:
+        leaders_LC = layout.leader_LC.numpy()
     parents = np.zeros(layout.num_probs, dtype=np.int64)
     for depth in range(1, layout.max_length):
-        distributions, above = layout.levels[depth].distributions, layout.levels[depth - 1].distributions
+        distributions = layout.levels[depth].distributions
+        above = layout.levels[depth - 1].distributions
         parents[distributions] = probs_row_CL[first_chains[distributions], depth - 1] - above.start
     return _Chains(
         np.array([level.distributions.stop for level in layout.levels]),
@@ -71,7 +75,7 @@ def _draft_row_of_distributions(layout: Layout) -> Ints:
 
 
 class Draws(NamedTuple):
-    """Arrays of all draws of a step, which the compiled loops read as a plain tuple: Numba takes a named one slowly."""
+    """Arrays of all draws of a step. Numba takes a named tuple slowly, so the compiled loops get a plain one."""
 
     distributions: npt.NDArray[np.float32]
     """[N, V] output: the distributions that the tokens were drawn from."""
@@ -91,7 +95,7 @@ class Draws(NamedTuple):
     target_ids: Ints
     """The target's id of each token in a head's own vocabulary; empty if the vocabularies are equal."""
     spread: npt.NDArray[np.float32]
-    """Working memory for such logits over the target's vocabulary."""
+    """Working memory for a head's logits over the target's vocabulary."""
 
 
 class _Bounds(NamedTuple):
@@ -114,7 +118,8 @@ def _bounds_of(layout: Layout, num_sequences: tuple[int, ...], row_counts: bytes
     row_counts: rows of each sequence, as 32-bit integers.
     """
     counts = np.frombuffer(row_counts, dtype=np.int32).astype(np.int64)
-    sequence_ends, stops = np.cumsum(num_sequences), np.cumsum(counts)
+    sequence_ends = np.cumsum(num_sequences)
+    stops = np.cumsum(counts)
     row_ends = stops[sequence_ends - 1]
     parts = parts_of(stops - counts, counts)
     number = np.searchsorted(sequence_ends, parts[:, 0], side="right")
@@ -152,15 +157,15 @@ class DrawTask(NamedTuple):
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
-    """Return the drafting in one call with a model or head; None if its backend or kernels do not allow it, or its
-    decoder lacks the logits of some tokens.
-    """
+    """Return the drafting in one call; None if the backend, its tokens or the kernels do not allow it."""
     decoder = runner.backend
     if type(runner.kernels) is not NumbaKernels:  # another class if a kernel failed its check (`kernels.choosing`)
         return None
     if not isinstance(decoder, CpuDecoder) or not decoder.has_plain_logits:
         return None
-    num_tokens = runner.vocab_size if decoder.target_ids is not None else decoder.vocab_size
+    num_tokens = decoder.vocab_size
+    if decoder.target_ids is not None:
+        num_tokens = runner.vocab_size
     if min(num_tokens, runner.num_embeddings) < runner.vocab_size:
         return None
     return Levels(runner, decoder)
@@ -170,8 +175,7 @@ class Levels:
     """Draws all levels of a step in one call."""
 
     def __init__(self, runner: ModelRunner, decoder: CpuDecoder) -> None:
-        self._runner = runner
-        self._decoder = decoder
+        self._runner, self._decoder = runner, decoder
         self.vocab_size = runner.vocab_size
         """V of the distributions."""
 
@@ -186,14 +190,14 @@ class Levels:
         draws = self._draws(task, bounds.most_distributions)
         states = decoder.states_of(taps_TX, bounds.most_distributions, are_target_states=taps_TX is not None)
         num_keys = int(whole.num_keys.sum()) // len(passes)
+        num_wanted_first = len(whole.wanted_N) - bounds.num_later_rows
         draw_loop.draw_levels(
             *decoder.ready(runner.storage, runner.block_size, bounds.most_rows, num_keys),
-            draw_loop.draw().address,
-            *(bounds.ends, whole.token_ids_T, whole.slots_T),
-            whole.wanted_N[: len(whole.wanted_N) - bounds.num_later_rows],
-            *(bounds.parts, whole.seen, whole.positions_T, tuple(draws), _chains_of(task.layout).parents, states),
+            draw_loop.draw().address, bounds.ends, whole.token_ids_T, whole.slots_T,
+            whole.wanted_N[:num_wanted_first], bounds.parts, whole.seen, whole.positions_T,
+            tuple(draws), _chains_of(task.layout).parents, states,
             decoder.room_for_logits(bounds.most_distributions),
-        )
+        )  # fmt: skip
         return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))
 
     def _draws(self, task: DrawTask, most: int) -> Draws:
@@ -201,6 +205,10 @@ class Levels:
         layout = task.layout
         chains = _chains_of(layout)
         target_ids = self._decoder.target_ids
+        num_spread = most
+        if target_ids is None:
+            target_ids = _NO_TOKENS
+            num_spread = 0
         return Draws(
             task.probs_NV.numpy(),
             np.zeros((layout.max_length, layout.num_chains), dtype=np.int64),
@@ -209,20 +217,20 @@ class Levels:
             chains.first_chains,
             chains.num_chains,
             chains.leaders_LC,
-            _NO_TOKENS if target_ids is None else target_ids,
-            np.empty((0 if target_ids is None else most, self.vocab_size), dtype=np.float32),
+            target_ids,
+            np.empty((num_spread, self.vocab_size), dtype=np.float32),
         )
 
     @property
     def has_term(self) -> bool:
-        """Whether the logits below a token are those of its draft row and a term of the token before: `draw_below`."""
+        """Whether logits are the sum of a draft row and a term of the token before, as `draw_below` adds them."""
         return self._decoder.embedded_term is not None
 
     def draw_below(self, base_SX: Tensor, last_R: Tensor, task: DrawTask) -> Tensor:
         """Return [C, L] the drafted tokens after the pass of a head with a term.
 
-        base_SX: [S, draft vocabulary] the pass's products with the output head, by draft row (`tables.DraftRows`);
-        last_R: the last tokens of the texts that draft.
+        base_SX: [S, draft vocabulary] the pass's products with the output head, by draft row
+        (`tables.DraftRows`); last_R: the last tokens of the texts that draft.
         """
         decoder, runner = self._decoder, self._runner
         probs_ends = _chains_of(task.layout).probs_ends
@@ -230,8 +238,8 @@ class Levels:
         draws = self._draws(task, most)
         shared, _, table = decoder.ready(runner.storage, runner.block_size, most, 0)
         draw_loop.draw_below(
-            *(shared, draw_loop.below().address, table, probs_ends, last_R.numpy(), decoder.embedded_term),
-            *(np.ascontiguousarray(base_SX.numpy()), _draft_row_of_distributions(task.layout), tuple(draws)),
-            decoder.room_for_logits(most),
-        )
+            shared, draw_loop.below().address, table, probs_ends, last_R.numpy(), decoder.embedded_term,
+            np.ascontiguousarray(base_SX.numpy()), _draft_row_of_distributions(task.layout),
+            tuple(draws), decoder.room_for_logits(most),
+        )  # fmt: skip
         return torch.from_numpy(np.ascontiguousarray(draws.tokens.T))

@@ -1,4 +1,4 @@
-"""The step of a CPU: drafting is one compiled call and the verdict another, for rows that allow it.
+"""The step of a CPU: one compiled call drafts and another one decides, for rows that allow it.
 
 `EagerStep` computes the same in plain operations for any rows, and is the oracle.
 """
@@ -17,11 +17,11 @@ from engine.step.eager import EagerStep
 
 
 class CpuStep(EagerStep):
-    """Carries out any plan, with compiled calls where they give what `EagerStep` gives."""
+    """Carries out any plan. It uses compiled calls if they return the same as `EagerStep`."""
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None) -> None:
         super().__init__(target, None if drafter is None else compiled(drafter))
 
     def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
-        """Make the distributions of all nodes, and apply the rules."""
+        """Compute the distributions of all nodes, and apply the rules."""
         return verify_at_once(plan, draft, logits_NV) or super().verify(plan, draft, logits_NV)

@@ -1,6 +1,6 @@
 """The verdict of a step in one compiled call (`Kernels.decide`), for rows whose rule is a race or at temperature 0.
 
-`step.verify` computes what it computes, in separate operations, for any rows.
+`step.verify` computes the same in separate operations, for any rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.step.report import broken_rows
 from engine.step.verify import emission_below, emitted, walk_numbers
 
 _UNMET = DISTRIBUTION_NEEDS | LOSSY | RULE
-"""Needs that the call does not meet."""
+"""Needs of rows that the call does not meet."""
 _UNMET_AT_0 = _UNMET & ~RULE
-"""The same at temperature 0, where every rule accepts the same tokens."""
+"""Unmet needs at temperature 0, where every rule accepts the same tokens."""
 
 
 def verify_at_once(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict | None:
@@ -31,7 +31,8 @@ def verify_at_once(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVe
     rows = plan.sampling_rows
     if draft is None or draft.tokens_M is not None or not takes(logits_NV):
         return None
-    parameters, nodes = draft.parameters, draft.nodes
+    parameters = draft.parameters
+    nodes = draft.nodes
     if not parameters.kernels.decides or not all(map(_is_decided, rows)):
         return None
     texts = _text_nodes(rows, draft)
@@ -53,11 +54,13 @@ def verify_at_once(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVe
 
 def _is_decided(row: Row) -> bool:
     """Whether the call can verify a row."""
-    return not row.needs & (_UNMET_AT_0 if row.sampling.is_greedy else _UNMET)
+    if row.sampling.is_greedy:
+        return not row.needs & _UNMET_AT_0
+    return not row.needs & _UNMET
 
 
 def _text_nodes(rows: Sequence[Row], draft: Draft) -> TextNodes | None:
-    """Return the nodes of text drafts among those of a step; None if there are none."""
+    """Return the nodes of text drafts among the nodes of a step; None if there are no text drafts."""
     if not any(row.text_drafts for row in rows):
         return None
     starts = draft.starts.tolist()
@@ -66,7 +69,8 @@ def _text_nodes(rows: Sequence[Row], draft: Draft) -> TextNodes | None:
     for number, row in enumerate(rows):
         if not row.text_drafts:
             continue
-        tree, start = draft.trees[number], starts[number]
+        tree = draft.trees[number]
+        start = starts[number]
         for parent, children in edges_of(tree, row.first_text_draft).items():
             for child in children:
                 nodes.parent_N[start + child] = parent
@@ -78,15 +82,16 @@ def _text_nodes(rows: Sequence[Row], draft: Draft) -> TextNodes | None:
 def _with_text_drafts(
     rows: Sequence[Row], draft: Draft, emissions: Sequence[Emission], verdict: Sequence[Sequence[int]]
 ) -> list[Emission]:
-    """Return the emissions with what text drafts contributed; verdict: of `Kernels.decide`."""
+    """Return the emissions, with accepted text drafts. verdict: of `Kernels.decide`, as four lists."""
     completed = []
-    for row, tree, emission, *decided in zip(rows, draft.trees, emissions, *verdict, strict=True):
-        if row.text_drafts:
-            chain, accepted, token, node = decided
-            walk = walk_to(tree, row.first_text_draft, node)
-            rank = int(draft.layout.rank_C[chain])
-            path = tree.paths[rank]
-            goes_on = path[: walk.depth + 1] == walk.path and len(path) > walk.depth + 1
-            emission = emission_below(row, tree, walk, goes_on, rank, accepted, token)
-        completed.append(emission)
+    for row, tree, emission, *row_verdict in zip(rows, draft.trees, emissions, *verdict, strict=True):
+        if not row.text_drafts:
+            completed.append(emission)
+            continue
+        chain, accepted, token, node = row_verdict
+        walk = walk_to(tree, row.first_text_draft, node)
+        rank = int(draft.layout.rank_C[chain])
+        path = tree.paths[rank]
+        goes_on = path[: walk.depth + 1] == walk.path and len(path) > walk.depth + 1
+        completed.append(emission_below(row, tree, walk, goes_on, rank, accepted, token))
     return completed

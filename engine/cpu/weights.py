@@ -1,6 +1,6 @@
 """Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16, or in few bits.
 
-A product's weights are pieces, each with one layout, so that a GGUF file may have several types."""
+A product's weights are pieces with one layout each, so that a GGUF file may have several types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SCALES = {
     **dict.fromkeys(("q4_k", "q5_k"), np.uint8),
     "q6_k": np.int8,
 }
-"""Types of scales; all others are float32, and none if numbers are not integers."""
+"""Types of scales; scales of other forms are float32, and numbers that are not integers have no scales."""
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "pairs": torch.bfloat16}
 """Types of the numbers of forms in 16 bits."""
 _LARGEST = {"int8": 127, "int4": 7}
@@ -55,13 +55,15 @@ class Forms(NamedTuple):
 
 
 def forms_of(dtype: torch.dtype, weights: str = "auto", may_round_rows: bool = True) -> Forms:
-    """Return the forms of weights of a type; weights: of `ModelConfig`; may_round_rows: for weights in 16 bits."""
+    """Return the forms of a model's weights of a type. weights: see `ModelConfig`; may_round_rows: in 16 bits."""
     if weights == "int8":
         return _alike("int8")
     if weights == "int4":
         return Forms("int4", "int8")
+    if dtype == torch.bfloat16 and may_round_rows and HAS_PAIRS:
+        return _alike("pairs")
     if dtype == torch.bfloat16:
-        return _alike("pairs" if may_round_rows and HAS_PAIRS else "bfloat16")
+        return _alike("bfloat16")
     return _alike("float16" if dtype == torch.float16 and WIDENS_HALVES else "float32")
 
 
@@ -75,7 +77,7 @@ def form_of_type(kind: GGMLQuantizationType) -> Form:
 
 
 def types_of(form: Form) -> tuple[Any, Any]:
-    """Return the numpy types of the words and the scales of a form: what the functions of a pass are compiled for."""
+    """Return the numpy types of the words and the scales of a form, for which functions of a pass are compiled."""
     return _WORDS[form], _SCALES.get(form, np.float32)
 
 
@@ -92,7 +94,9 @@ def remark_on(forms: Collection[Form]) -> str:
         return "4-bit weights (8 bits in embeddings and output head), rows of products are rounded to 8 bits"
     if "int8" in forms:
         return "8-bit weights, rows of products are rounded to 8 bits"
-    return "rows of products are rounded to bfloat16" if "pairs" in forms else ""
+    if "pairs" in forms:
+        return "rows of products are rounded to bfloat16"
+    return ""
 
 
 class WeightPiece(NamedTuple):
@@ -104,16 +108,17 @@ class WeightPiece(NamedTuple):
     scales: Array
     """[blocks, rows, width], see `stored_words.py`"""
     first: int
-    """Number of the block of the result that the first block has."""
+    """The block of the result that the piece's first block has."""
     step: int
-    """Distance to the next one, in blocks of the result."""
+    """Blocks of the result from one block of the piece to the next."""
 
 
 class Product:
     """The weights of one product in all L layers: pieces of blocks [blocks, words, B], and biases [L, N]."""
 
     def __init__(self, layers: Sequence[Sequence[WeightPiece]], biases: Array) -> None:
-        self.layers, self.bias = layers, biases
+        self.layers = layers
+        self.bias = biases
 
     @staticmethod
     def of(
@@ -124,15 +129,16 @@ class Product:
     ) -> Product:
         """Lay out the weights [N, K] of every layer, which follow each other in the columns of the result.
 
-        biases: of these weights; form_of: returns the form of a weight; alternate: blocks of two weights alternate in
-        the result.
+        biases: of these weights; form_of: returns the form of a weight; alternate: blocks of two weights
+        alternate in the result.
         """
-        pieces = [_alternating(parts, form_of) if alternate else _following(parts, form_of) for parts in layers]
-        num_columns = max((sum(len(one.words) for one in layer_pieces) for layer_pieces in pieces), default=0) * BLOCK
-        flat = np.zeros((len(layers), num_columns), dtype=np.float32)
-        for layer, (parts, of_parts) in enumerate(zip(layers, biases, strict=True)):
+        lay_out = _alternating if alternate else _following
+        pieces = [lay_out(parts, form_of) for parts in layers]
+        block_counts = [sum(len(piece.words) for piece in layer_pieces) for layer_pieces in pieces]
+        flat = np.zeros((len(layers), max(block_counts, default=0) * BLOCK), dtype=np.float32)
+        for layer, (parts, layer_biases) in enumerate(zip(layers, biases, strict=True)):
             start = 0
-            for number, (part, bias) in enumerate(zip(parts, of_parts, strict=True)):
+            for number, (part, bias) in enumerate(zip(parts, layer_biases, strict=True)):
                 if bias is not None and alternate:
                     padded = pad(bias.detach().float(), (0, -len(bias) % BLOCK)).view(-1, BLOCK)
                     flat[layer].reshape(-1, 2, BLOCK)[:, number] = padded.numpy()
@@ -154,14 +160,12 @@ class Product:
 
 
 def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
-    """Return the pieces of weights that follow each other; those of one form are joined."""
+    """Return the pieces of weights that follow each other; neighbours of the same form are one piece."""
     forms = [form_of(part) for part in parts]
     if len(set(forms)) > 1 and any(len(part) % BLOCK for part in parts[:-1]):
         # A piece begins with a block.
-        parts, forms = (
-            [represented(part, form) for part, form in zip(parts, forms, strict=True)],
-            ["float32"] * len(parts),
-        )
+        parts = [represented(part, form) for part, form in zip(parts, forms, strict=True)]
+        forms = ["float32"] * len(parts)
     pieces: list[WeightPiece] = []
     for form, group in groupby(zip(forms, parts, strict=True), key=itemgetter(0)):
         first = sum(len(piece.words) for piece in pieces)
@@ -170,21 +174,20 @@ def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> li
 
 
 def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
-    """Return the pieces of two weights whose blocks alternate: one piece if they have one form."""
-    forms = [form_of(part) for part in parts]
-    laid_out = [_laid_out([part], form) for part, form in zip(parts, forms, strict=True)]
-    if forms[0] != forms[1]:
-        return [
-            WeightPiece(form, *one, number, 2) for number, (form, one) in enumerate(zip(forms, laid_out, strict=True))
-        ]
-    words, scales = (_alternated(first, second) for first, second in zip(*laid_out, strict=True))
-    return [WeightPiece(forms[0], words, scales, 0, 1)]
+    """Return the pieces of two weights whose blocks alternate: one piece if they have the same form."""
+    form, other_form = (form_of(part) for part in parts)
+    first, second = _laid_out([parts[0]], form), _laid_out([parts[1]], other_form)
+    if form != other_form:
+        return [WeightPiece(form, *first, 0, 2), WeightPiece(other_form, *second, 1, 2)]
+    words, scales = (_alternated(*arrays) for arrays in zip(first, second, strict=True))
+    return [WeightPiece(form, words, scales, 0, 1)]
 
 
 def _alternated(first: Array, second: Array) -> Array:
-    found = aligned((2 * len(first), *first.shape[1:]), first.dtype)
-    found[0::2], found[1::2] = first, second
-    return found
+    alternated = aligned((2 * len(first), *first.shape[1:]), first.dtype)
+    alternated[0::2] = first
+    alternated[1::2] = second
+    return alternated
 
 
 def _laid_out(parts: Sequence[Tensor], form: Form) -> tuple[Array, Array]:
@@ -212,10 +215,12 @@ def _whole_blocks(columns: Tensor) -> Tensor:
 
 
 def _stored(weight: Tensor, form: Form) -> StoredNumbers:
-    """Return the numbers of a weight [N, K] as a form stores them."""
+    """Return the numbers of a weight [N, K] in the form's representation."""
     if isinstance(weight, BlockTensor):
         return unpacked(weight)
-    padded = pad(weight, (0, -weight.shape[1] % GROUP)) if rounds_rows(form) else weight
+    if not rounds_rows(form):
+        return StoredNumbers(weight, [])
+    padded = pad(weight, (0, -weight.shape[1] % GROUP))
     if form not in _LARGEST:
         return StoredNumbers(padded, [])
     numbers, scales = quantised(padded, form)
@@ -234,7 +239,7 @@ def _bits(blocks: Tensor, form: Form) -> Array:
 
 
 def _packed(blocks: Tensor, form: Form) -> Array:
-    """Return [blocks, words, B] the words of blocks [blocks, B, K] of stored bytes, as `stored_words.py` says."""
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] of stored bytes (`stored_words.py`)."""
     num_blocks, width, depth = blocks.shape
     stored = blocks.view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
     if types_of(form)[0] is np.uint8:
@@ -247,7 +252,7 @@ def _packed(blocks: Tensor, form: Form) -> Array:
 def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """Return ([..., K] integers of 8 or 4 bits, [..., K / `GROUP`] their scales) for weights [..., K].
 
-    In 4 bits the scale of a group is that of the least squared error among some (`best_scales`).
+    In 4 bits the scale of a group is the one with the least squared error (`best_scales`).
     """
     groups = weights.float().contiguous().view(*weights.shape[:-1], -1, GROUP)
     if form == "int4":
@@ -293,5 +298,5 @@ def aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
     size = int(np.prod(shape)) * numbers.itemsize
     piece = np.zeros(size + 2 * LINE, dtype=np.uint8)
     start = -piece.ctypes.data % LINE
-    found: Array = piece[start : start + size].view(numbers).reshape(shape)
-    return found
+    memory: Array = piece[start : start + size].view(numbers).reshape(shape)
+    return memory

@@ -25,14 +25,15 @@ import sys
 import numpy as np
 import torch
 from engine.config import ModelConfig
-from engine.cpu.compiled import model_pass as nd
+from engine.cpu.compiled import model_pass
 from engine.cpu.compiled.product_phase import multiplication
 from engine.cpu.weights import forms_of, types_of
 from engine.start.compiling import compile_kernels
 said = []
 compile_kernels(ModelConfig(target=sys.argv[1], device="cpu"), said.append)
 kinds = types_of(forms_of(torch.bfloat16).layers)
-functions = nd.beginning(*kinds), multiplication(*kinds), *nd.functions_of_kv(np.float32), nd.work()
+functions = [model_pass.beginning(*kinds), multiplication(*kinds), model_pass.work()]
+functions += model_pass.functions_of_kv(np.float32)
 print(json.dumps([len(said), [one.cache_hits for one in functions]]))
 """
 KERNELS = """

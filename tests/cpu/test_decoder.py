@@ -71,7 +71,7 @@ def numbers(loaded: Any, backend: Backend, steps: list[list[int]] = STEPS, taps:
     prompts, sequences = passes()
     for prompt in prompts:
         runs.forward([prompt])
-    logits = [runs.forward([sequences[number] for number in of_step]) for of_step in steps]
+    logits = [runs.forward([sequences[number] for number in step_numbers]) for step_numbers in steps]
     storage = runs.storage
     return torch.cat(logits), storage.keys, storage.values if storage.hidden is None else storage.hidden
 
@@ -188,11 +188,11 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
         end = -(-(size + shift * numbers.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = mmap.mmap(-1, end + mmap.PAGESIZE)
         pieces.append(memory)
-        of_bytes = np.frombuffer(memory, np.uint8)
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(of_bytes.ctypes.data + end), mmap.PAGESIZE, 0) == 0
-        of_bytes[:end] = 255
+        memory_bytes = np.frombuffer(memory, np.uint8)
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory_bytes.ctypes.data + end), mmap.PAGESIZE, 0) == 0
+        memory_bytes[:end] = 255
         start = end - size - shift * numbers.itemsize
-        return of_bytes[start : start + size].view(numbers).reshape(shape)
+        return memory_bytes[start : start + size].view(numbers).reshape(shape)
 
     return piece
 
@@ -254,8 +254,8 @@ def test_the_model_may_lose_its_own_weights() -> None:
     assert decoder.prepare(lambda: True) < 1.7 * plain_bytes  # blocks are padded, which matters where all is small
     assert loaded.weight_bytes < 0.1 * plain_bytes
     # One remaining view of a mapped file would keep the whole file in memory.
-    for own, before_it in zip(loaded.model.parameters(), mapped, strict=True):
-        assert not own.numel() or own.data_ptr() != before_it.data_ptr()
+    for weight, mapped_weight in zip(loaded.model.parameters(), mapped, strict=True):
+        assert not weight.numel() or weight.data_ptr() != mapped_weight.data_ptr()
     shape = find_kv_shape(randomised(MODELS["llama"], seed=5))
     runs = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder)
     prompts, sequences = passes()
@@ -335,7 +335,7 @@ def test_a_decoder_with_wrong_numbers_does_not_serve() -> None:
 
 
 @pytest.mark.parametrize("config", [{"weights": "int8"}, {"weights": "int4"}, {"kv_dtype": "bfloat16"}])
-def test_what_other_models_cannot_have_is_refused(config: dict[str, Any]) -> None:
+def test_options_of_other_models_are_refused(config: dict[str, Any]) -> None:
     loaded = randomised(transformers.Gemma2Config(**SIZES), seed=3)
     assert not is_decoder(loaded.model)
     assert not is_lean(loaded.model)

@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-OF_DOTS = {"bytes of a row without their sign", "one block of several"}
+DOT_VARIANTS = {"bytes of a row without their sign", "one block of several"}
 """Variants of AVX-512 VNNI and of blocks that are multiplied at once there."""
 
 
@@ -243,7 +243,7 @@ OF_DOTS = {"bytes of a row without their sign", "one block of several"}
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_wrong_variants_are_noticed(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is that of `test_products_are_those_of_the_numbers_that_bits_stand_for`."""
-    if wrong in OF_DOTS and not (HAS_DOTS and LANES == 16):
+    if wrong in DOT_VARIANTS and not (HAS_DOTS and LANES == 16):
         pytest.skip("this processor has other instructions")
     form, changes = WRONG[wrong] if wrong else ("int8", {})
     if wrong == "float16 scales as bfloat16":

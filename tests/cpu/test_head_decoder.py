@@ -11,7 +11,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.cpu import head_decoder
-from engine.cpu.compiled import pass_table as nt
+from engine.cpu.compiled import pass_table
 from engine.cpu.compiled.dot_products import HAS_PAIRS
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.head_decoder import HeadDecoder
@@ -43,8 +43,10 @@ def target() -> LoadedModel:
 
 
 def backends(target: LoadedModel, head: LoadedModel, dtype: torch.dtype = torch.float32) -> tuple[TorchHead, Any]:
-    of_target = CpuDecoder(target.model)
-    return TorchHead(head.model), head_decoder.backend_of(head.model, head.model.kv_shape, of_target, dtype, BLOCK_SIZE)
+    target_decoder = CpuDecoder(target.model)
+    return TorchHead(head.model), head_decoder.backend_of(
+        head.model, head.model.kv_shape, target_decoder, dtype, BLOCK_SIZE
+    )
 
 
 def difference(head: LoadedModel, both: tuple[TorchHead, Any]) -> float:
@@ -70,11 +72,11 @@ def test_numbers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, n
 
 
 def another_residual(self: HeadDecoder) -> None:
-    self._put(nt.NORM_FLAGS, 1 - self._arrays[nt.NORM_FLAGS])
+    self._put(pass_table.NORM_FLAGS, 1 - self._arrays[pass_table.NORM_FLAGS])
 
 
 def another_norm(self: HeadDecoder) -> None:
-    self._arrays[nt.NORMS][-1] *= 1.1
+    self._arrays[pass_table.NORMS][-1] *= 1.1
 
 
 def words_of(self: HeadDecoder, field: int, layer: int = 0) -> Any:
@@ -84,39 +86,39 @@ def words_of(self: HeadDecoder, field: int, layer: int = 0) -> Any:
 
 
 def another_weight(self: HeadDecoder) -> None:
-    words_of(self, nt.ENTRY)[0, 0, 0] += 1
+    words_of(self, pass_table.ENTRY)[0, 0, 0] += 1
 
 
 def another_projection(self: HeadDecoder) -> None:
-    words_of(self, nt.PROJECTION)[0, 0, 0] += 1
+    words_of(self, pass_table.PROJECTION)[0, 0, 0] += 1
 
 
 def another_norm_of_the_target_s_states(self: HeadDecoder) -> None:
-    self._arrays[nt.TARGET_NORMS][-1] *= 1.1
+    self._arrays[pass_table.TARGET_NORMS][-1] *= 1.1
 
 
 def another_causality(self: HeadDecoder) -> None:
-    self._arrays[nt.WORDS_OF][:] = self._arrays[nt.WORDS_OF][::-1].copy()
+    self._arrays[pass_table.WORDS_OF][:] = self._arrays[pass_table.WORDS_OF][::-1].copy()
 
 
 def embeddings_that_are_not_scaled(self: HeadDecoder) -> None:
-    self._arrays[nt.CONSTANTS][3] = 1
+    self._arrays[pass_table.CONSTANTS][3] = 1
 
 
 def no_convolution(self: HeadDecoder) -> None:
-    self._arrays[nt.CONVOLUTIONS][-1, 1, 1] = 0
+    self._arrays[pass_table.CONVOLUTIONS][-1, 1, 1] = 0
 
 
 def kernels_that_do_not_depend_on_the_row(self: HeadDecoder) -> None:
-    words_of(self, nt.KERNELS, -1)[:] = 0
+    words_of(self, pass_table.KERNELS, -1)[:] = 0
 
 
 def smaller_blocks(self: HeadDecoder) -> None:
-    self._arrays[nt.BLOCK_SIZES][0] -= 1
+    self._arrays[pass_table.BLOCK_SIZES][0] -= 1
 
 
 def another_term(self: HeadDecoder) -> None:
-    words_of(self, nt.TERM)[0, 0, 0] += 1
+    words_of(self, pass_table.TERM)[0, 0, 0] += 1
 
 
 WRONG = [
@@ -214,12 +216,13 @@ def test_a_head_uses_the_embeddings_and_output_head_of_the_target_s_decoder(
     """They take no further memory, and the head's own weights are given up."""
     written = folders.write_eagle(tmp_path / "head", **SHARING)
     head = folders.load(written, target)
-    own = CpuDecoder(target.model)
-    decoders = [HeadDecoder(head.model, one, torch.float32) for one in (own, TorchHead(head.model))]
-    assert decoders[0].products[nt.LM_HEAD] is own.products[nt.LM_HEAD]
-    assert decoders[0].products[nt.EMBEDDING] is own.products[nt.EMBEDDING]
-    of_vocabulary = {id(one): one.nbytes for one in (own.products[nt.LM_HEAD], own.products[nt.EMBEDDING])}
-    assert decoders[1].weight_bytes - decoders[0].weight_bytes == sum(of_vocabulary.values())
+    target_decoder = CpuDecoder(target.model)
+    decoders = [HeadDecoder(head.model, one, torch.float32) for one in (target_decoder, TorchHead(head.model))]
+    assert decoders[0].products[pass_table.LM_HEAD] is target_decoder.products[pass_table.LM_HEAD]
+    assert decoders[0].products[pass_table.EMBEDDING] is target_decoder.products[pass_table.EMBEDDING]
+    shared = [target_decoder.products[field] for field in (pass_table.LM_HEAD, pass_table.EMBEDDING)]
+    vocabulary_bytes = {id(product): product.nbytes for product in shared}
+    assert decoders[1].weight_bytes - decoders[0].weight_bytes == sum(vocabulary_bytes.values())
     assert difference(head, (TorchHead(head.model), decoders[0])) < 1e-4
     engine = tiny.build(target, head)
     before = drafted(engine)
@@ -233,10 +236,10 @@ def test_a_head_uses_the_embeddings_and_output_head_of_the_target_s_decoder(
 
 def test_an_output_head_with_a_bias_is_not_used_by_a_head(target: LoadedModel, tmp_path: Path) -> None:
     head = folders.load(folders.write_eagle(tmp_path / "head", **SHARING), target)
-    own = CpuDecoder(target.model)
-    own.products[nt.LM_HEAD].bias[0, 3] = 1
-    found = HeadDecoder(head.model, own, torch.float32)
-    assert found.products[nt.LM_HEAD] is not own.products[nt.LM_HEAD]
+    target_decoder = CpuDecoder(target.model)
+    target_decoder.products[pass_table.LM_HEAD].bias[0, 3] = 1
+    found = HeadDecoder(head.model, target_decoder, torch.float32)
+    assert found.products[pass_table.LM_HEAD] is not target_decoder.products[pass_table.LM_HEAD]
     assert difference(head, (TorchHead(head.model), found)) < 1e-4
 
 

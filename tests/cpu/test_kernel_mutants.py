@@ -34,7 +34,7 @@ WRONG = {
         "distribution = target[rows[stop]]",
         "distribution = target[rows[min(stop + 1, most)]]",
     ),
-    "the target in place of the residual": (ROWS, "while True:", "while True:\n        of_surplus = False"),
+    "the target in place of the residual": (ROWS, "while True:", "while True:\n        uses_surplus = False"),
     "draws from the first token on": (ROWS, "bound = uniform * total", "bound = uniform * uniform * total"),
 }
 

@@ -186,10 +186,10 @@ def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, 
         draws = tuple(changed[name] for name in levels.Draws._fields)
         right(*(draws if name == "draws" else changed[name] for name in names))
 
-    of_head = wrong in WRONG_OF_HEADS
+    is_of_head = wrong in WRONG_OF_HEADS
     compared = Compared()
     with compared.calls, instead(draw_loop, "draw_levels", spoilt):
-        tiny.run(tiny.build(*(head_pair if of_head else pair), max_draft_length=5), requests())
+        tiny.run(tiny.build(*(head_pair if is_of_head else pair), max_draft_length=5), requests())
     assert compared.num_equal < compared.num_taken
 
 
@@ -258,14 +258,14 @@ def test_the_loop_s_chains_are_those_of_the_layout(with_trees: bool) -> None:
     found = levels._chains_of(one)
     through: dict[int, list[int]] = {}
     parents = {}
-    of_level: list[list[int]] = []
+    level_rows: list[list[int]] = []
     for depth in range(one.max_length):
         rows = one.probs_row_CL[:, depth].tolist()
         drawing = [chain for chain, length in enumerate(one.length_C) if depth < length]
-        of_level.append(sorted({rows[chain] for chain in drawing}))
+        level_rows.append(sorted({rows[chain] for chain in drawing}))
         for chain in drawing:
             through.setdefault(rows[chain], []).append(chain)
-            above = of_level[depth - 1].index(int(one.probs_row_CL[chain, depth - 1])) if depth else 0
+            above = level_rows[depth - 1].index(int(one.probs_row_CL[chain, depth - 1])) if depth else 0
             assert parents.setdefault(rows[chain], above) == above
         leader_C = one.levels[depth].leader_C
         assert found.leaders_LC[depth].tolist() == (
@@ -277,7 +277,7 @@ def test_the_loop_s_chains_are_those_of_the_layout(with_trees: bool) -> None:
     assert found.num_chains.tolist() == [len(through[number]) for number in numbers]
     assert found.parents.tolist() == [parents[number] for number in numbers]
     assert found.parents.dtype == np.int64
-    assert found.probs_ends.tolist() == np.cumsum([len(of_depth) for of_depth in of_level]).tolist()
+    assert found.probs_ends.tolist() == np.cumsum([len(depth_rows) for depth_rows in level_rows]).tolist()
     assert one.are_independent
     others = layout_of((ChainShape((2, 1), "iid", "iid"), ChainShape((2,), "spechub", "iid")), torch.device("cpu"))
     assert not others.are_independent

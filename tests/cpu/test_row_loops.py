@@ -169,7 +169,7 @@ def test_a_token_of_the_surplus_or_of_the_target() -> None:
         assert row_loops.draw_from(target, target, np.float32(1), True, uniform) == (3 if uniform < 0.5 else 7)
 
 
-def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
+def test_rows_in_pieces_take_the_plain_path() -> None:
     distributions = (random_logits(3) / 3).softmax(1)
     rows, uniform = torch.tensor([2, 0, 2, 1]), torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64)
     expected = categorical(distributions[rows], uniform)
@@ -282,7 +282,7 @@ def test_every_row_has_its_own_filters() -> None:
 
 WRONG_FILTERS = {
     "a token more at the edge": ("if through >= needed", "if through > needed"),
-    "ties at the edge are dropped": ("if scaled >= edge:", "if scaled > edge:"),
+    "ties at the edge are dropped": ("if scaled < edge:", "if scaled <= edge:"),
     "no ties beyond the first k": ("kept += 1", "kept += kept < top_k"),
     "top_k by the largest tokens of tiles": ("edge = edge_of(likely[:count], np.ones(count), top_k, _LEAST_ORDER)", ""),
     "no min_p before top_k": ("    edge = least_log\n", "    edge = np.float32(-math.inf)\n"),

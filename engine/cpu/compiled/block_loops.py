@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,13 @@ from engine.cpu.compiler import compiled_for_cpu
 
 
 @compiled_for_cpu(**EXACT)
-def _walk(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights):
+def _weigh(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights):
     """Write log R_i, log u_i and w_i of a chain, i = 0..L, to the last three arguments."""
-    log_ratio, log_ceiling, is_dead = 0.0, 0.0, False
-    log_ratios[0], log_ceilings[0], weights[0] = 0.0, 0.0, 1.0
+    log_ratio, log_ceiling = 0.0, 0.0
+    is_dead = False
+    log_ratios[0] = 0.0
+    log_ceilings[0] = 0.0
+    weights[0] = 1.0
     for depth in range(len(tokens)):
         p = np.float64(target[target_rows[depth], tokens[depth]])
         q = np.float64(draft[draft_rows[depth], tokens[depth]])
@@ -62,9 +66,7 @@ def _accepted(length, target, target_rows, draft, draft_rows, weights, uniforms)
 
 @compiled_for_cpu(**EXACT)
 def _score(stop, length, p, q, log_ratios, log_ceilings, number):
-    """Return a score that is uniform between the ceilings of the accepted prefix and of the prefix extended by the
-    next token.
-    """
+    """Return a score that is uniform from the ceiling of the prefix with the next token to that without it."""
     upper = math.exp(log_ceilings[stop])
     lower = 0.0
     if stop < length and q > 0:
@@ -73,14 +75,20 @@ def _score(stop, length, p, q, log_ratios, log_ceilings, number):
 
 
 @compiled_for_cpu(**EXACT)
-def _of_chain(tokens, target, rows, draft, others, accepts, residual, number, room):
-    """Return (score, accepted length, next token) of one chain alone; room: [3, L + 1] of working memory."""
-    length, most = len(tokens), len(others)
-    log_ratios, log_ceilings, weights = room[0], room[1], room[2]
-    _walk(tokens, target, rows, draft, others, log_ratios, log_ceilings, weights)
-    stop = _accepted(length, target, rows, draft, others, weights, accepts)
+def _verify_chain(tokens, target, rows, draft, draft_rows, accepts, residual, number, room):
+    """Return (score, accepted length, next token) of a chain.
+
+    rows, draft_rows: of the distributions along the chain; room: [3, L + 1] of working memory.
+    """
+    length = len(tokens)
+    most = len(draft_rows)
+    log_ratios = room[0]
+    log_ceilings = room[1]
+    weights = room[2]
+    _weigh(tokens, target, rows, draft, draft_rows, log_ratios, log_ceilings, weights)
+    stop = _accepted(length, target, rows, draft, draft_rows, weights, accepts)
     distribution = target[rows[stop]]
-    drafted = draft[others[min(stop, most - 1)]] if most else distribution
+    drafted = draft[draft_rows[min(stop, most - 1)]] if most else distribution
     token = draw_from(distribution, drafted, np.float32(weights[stop]), stop < length, residual)
     p, q = np.float64(distribution[token]), np.float64(drafted[token])
     return _score(stop, length, p, q, log_ratios, log_ceilings, number), stop, token
@@ -90,17 +98,19 @@ def _of_chain(tokens, target, rows, draft, others, accepts, residual, number, ro
 def race(
     tokens, lengths, requests, target, target_rows, draft, draft_rows, accepts, residuals, scores, verdict
 ):  # fmt: skip
-    """Return the number of requests, and write [3, B] chain, length, token of each: its first chain with the smallest
-    score.
+    """Return the number of requests, and write [3, B] chain, length, token of each request.
 
-    The chains of a request are contiguous. If there are more than B requests, nothing is written.
+    The chain is the first with the smallest score. The chains of a request are contiguous. Requests after
+    the first B are counted and not written.
     """
     num_chains, most = tokens.shape
     room = np.empty((3, most + 1))
-    request, smallest = -1, math.inf
+    request = -1
+    smallest = math.inf
     for chain in range(num_chains):
-        score, stop, token = _of_chain(
-            tokens[chain, : lengths[chain]], target, target_rows[chain], draft, draft_rows[chain],
+        drafted = tokens[chain, : lengths[chain]]
+        score, stop, token = _verify_chain(
+            drafted, target, target_rows[chain], draft, draft_rows[chain],
             accepts[chain], residuals[chain], scores[chain], room,
         )  # fmt: skip
         is_first = chain == 0 or requests[chain] != requests[chain - 1]
@@ -108,44 +118,97 @@ def race(
             request += 1
         if (is_first or score < smallest) and request < verdict.shape[1]:
             smallest = score
-            verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
+            verdict[0, request] = chain
+            verdict[1, request] = stop
+            verdict[2, request] = token
     return request + 1
 
 
 @compiled_for_cpu(**EXACT)
 def _match(tokens, rows, likeliest_tokens):
-    """Return how many of a chain's tokens are the most likely ones."""
+    """Return the number of a chain's tokens, from the first on, that are the most likely tokens."""
     count = 0
     while count < len(tokens) and tokens[count] == likeliest_tokens[rows[count]]:
         count += 1
     return count
 
 
+class _Nodes(NamedTuple):
+    """Nodes of a request, and results of reading their logits."""
+
+    logits: Any  # [nodes, V]
+    parents: Any  # [nodes] for nodes of text drafts, -1 for other nodes
+    tokens: Any
+    largest: Any  # [nodes] output: largest logit, NaN if any logit is NaN, 0 if the logits were not read
+    distributions: Any
+    peaks: Any  # [nodes] most likely token, at temperature 0
+    is_known: Any  # [nodes] whether the logits were read
+
+
 @compiled_for_cpu(**EXACT)
-def _read(logits, filters, distribution):
-    """Compute the distribution of a node, if the temperature is above 0; return (the largest logit, or NaN if any is
-    NaN; at temperature 0 the most likely token).
-    """
+def _read_node(nodes, filters, node):
+    """Compute a node's distribution, or at temperature 0 its most likely token, if that was not done before."""
+    if nodes.is_known[node]:
+        return
+    nodes.is_known[node] = True
+    logits = nodes.logits[node]
+    distribution = nodes.distributions[node]
     temperature, least_log, top_k, top_p = filters
     if temperature > 0:
-        return filtered_distribution(logits, temperature, least_log, top_k, top_p, distribution), 0
-    token, most = likeliest(logits)
-    return most, token
+        nodes.largest[node] = filtered_distribution(logits, temperature, least_log, top_k, top_p, distribution)
+    else:
+        nodes.peaks[node], nodes.largest[node] = likeliest(logits)
 
 
 @compiled_for_cpu(**EXACT)
-def _followed(parents, node_tokens, node, share_of, number):
-    """Return the child to which the walk continues; the node itself if the walk ends there.
+def _read_all(nodes, filters):
+    """Read the logits of all nodes but those of text drafts, which are read if the walk or a chain comes there."""
+    for node in range(len(nodes.logits)):
+        nodes.is_known[node] = False
+        nodes.largest[node] = 0.0
+        if nodes.parents[node] < 0:
+            _read_node(nodes, filters, node)
 
-    parents, node_tokens: [nodes] of a request; share_of: the distribution at the node.
-    """
+
+@compiled_for_cpu(**EXACT)
+def _likeliest_child(nodes, node):
+    """Return the child with the most likely token; the node itself if there is none."""
+    likeliest_child = node
+    for child in range(node + 1, len(nodes.parents)):
+        if nodes.parents[child] == node and nodes.tokens[child] == nodes.peaks[node]:
+            likeliest_child = child
+    return likeliest_child
+
+
+@compiled_for_cpu(**EXACT)
+def _next_child(nodes, node, temperature, number):
+    """Return the child to which the walk continues; the node itself if the walk ends there."""
+    if temperature == 0:
+        return _likeliest_child(nodes, node)
     mass = 0.0
-    for child in range(node + 1, len(parents)):
-        if parents[child] == node:
-            mass += np.float64(share_of[node_tokens[child]])
+    for child in range(node + 1, len(nodes.parents)):
+        if nodes.parents[child] == node:
+            mass += np.float64(nodes.distributions[node, nodes.tokens[child]])
             if number < mass:
                 return child
     return node
+
+
+@compiled_for_cpu(**EXACT)
+def _walk(nodes, filters, numbers):
+    """Walk down the text drafts of a request; return (the node at which the walk ends, its depth).
+
+    numbers: [depths] random numbers.
+    """
+    end, walked = 0, 0
+    while walked < len(numbers):
+        child = _next_child(nodes, end, filters[0], numbers[walked])
+        if child == end:
+            break
+        end = child
+        walked += 1
+        _read_node(nodes, filters, end)
+    return end, walked
 
 
 @compiled_for_cpu(**EXACT)
@@ -156,10 +219,12 @@ def _begins(node_rows, length, walked, end):
 
 @compiled_for_cpu(**EXACT)
 def _refuse(parents, node_tokens, node, distribution):
-    """Set the probabilities of the node's children to 0, and scale the other tokens' probabilities to the sum 1; a
-    distribution without any other token is unchanged (this has probability zero).
+    """Set the probabilities of the node's children to 0, and scale the other probabilities to the sum 1.
+
+    A distribution without any other token is unchanged (this has probability zero).
     """
-    refused, total = np.zeros(len(parents), np.float32), 0.0
+    refused = np.zeros(len(parents), np.float32)
+    total = 0.0
     for child in range(node + 1, len(parents)):
         if parents[child] == node:
             refused[child] = distribution[node_tokens[child]]
@@ -176,83 +241,86 @@ def _refuse(parents, node_tokens, node, distribution):
 
 
 @compiled_for_cpu(**EXACT)
+def _verified(drafted, nodes, rows, draft, draft_rows, numbers, chain, temperature, room):
+    """Return (score, accepted length, next token) of a chain below the walk.
+
+    numbers: as in `decide`; see `_verify_chain` for the other arguments.
+    """
+    if temperature > 0:
+        return _verify_chain(
+            drafted, nodes.distributions, rows, draft, draft_rows,
+            numbers[1, chain], numbers[3, chain, 0], numbers[4, chain, 0], room,
+        )  # fmt: skip
+    stop = _match(drafted, rows, nodes.peaks)
+    return -float(stop), stop, nodes.peaks[rows[stop]]
+
+
+@compiled_for_cpu(**EXACT)
 def decide(
     logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
     numbers, parents, node_tokens, walk_numbers, verdict, largest,
 ):  # fmt: skip
-    """Compute distributions and verdicts request by request: a request's distributions are read while they are cached.
+    """Compute distributions and verdicts, request by request, so that distributions are read while cached.
 
-    parents: [N] of nodes of text drafts, -1 for others; walk_numbers: [B, depths], without depths if there are no text
-    drafts. verdict: [4, B] chain, length, token, node at which the walk through text drafts ended. largest: [N + M] of
-    nodes and draft distributions, NaN for a row with NaN.
+    A request first walks through its text drafts; then its chains that begin with the walked path are
+    verified below it.
+    numbers: [purposes, C, L] random numbers; parents: [N] for nodes of text drafts, -1 for other nodes;
+    walk_numbers: [B, depths], without depths if there are no text drafts. verdict: output, [4, B] chain,
+    length, token, node at which the walk ended. largest: output, [N + M] of nodes and draft
+    distributions, NaN for a row with NaN.
     """
-    num_chains, most = tokens.shape
     widest = 0
     for request in range(len(temperatures)):
         widest = max(widest, starts[request + 1] - starts[request])
-    room, rows = np.empty((3, most + 1)), np.empty(most + 1, np.int64)
-    distributions, peaks = np.empty((widest, logits.shape[1]), np.float32), np.empty(widest, np.int64)
+    most = tokens.shape[1]
+    room = np.empty((3, most + 1))
+    rows = np.empty(most + 1, np.int64)
+    distributions = np.empty((widest, logits.shape[1]), np.float32)
+    peaks = np.empty(widest, np.int64)
     is_known = np.empty(widest, np.bool_)
     chain = 0
     for request in range(len(temperatures)):
-        first, count = starts[request], starts[request + 1] - starts[request]
+        first = starts[request]
+        last = starts[request + 1]
         temperature = temperatures[request]
         filters = temperature, least_logs[request], top_ks[request], top_ps[request]
-        own_parents, own_tokens = parents[first : first + count], node_tokens[first : first + count]
-        for node in range(count):
-            # Nodes of text drafts are read if the walk or a chain comes there.
-            is_known[node] = own_parents[node] < 0
-            largest[first + node] = 0.0
-            if is_known[node]:
-                largest[first + node], peaks[node] = _read(logits[first + node], filters, distributions[node])
-        end, walked = 0, 0
-        while walked < walk_numbers.shape[1]:
-            if temperature > 0:
-                child = _followed(own_parents, own_tokens, end, distributions[end], walk_numbers[request, walked])
-            else:
-                child = end
-                for node in range(end + 1, count):
-                    if own_parents[node] == end and own_tokens[node] == peaks[end]:
-                        child = node
-            if child == end:
-                break
-            end, walked = child, walked + 1
-            if not is_known[end]:
-                is_known[end] = True
-                largest[first + end], peaks[end] = _read(logits[first + end], filters, distributions[end])
+        nodes = _Nodes(
+            logits[first:last], parents[first:last], node_tokens[first:last], largest[first:last],
+            distributions, peaks, is_known,
+        )  # fmt: skip
+        _read_all(nodes, filters)
+        end, walked = _walk(nodes, filters, walk_numbers[request])
         if temperature > 0 and walk_numbers.shape[1] > 0:
-            _refuse(own_parents, own_tokens, end, distributions[end])
-        # Chains that begin with the walked path are verified below it; if there are none, an empty one is.
-        last, lives = chain, walked == 0
-        while last < num_chains and requests[last] == request:
-            lives |= _begins(node_rows[last], lengths[last], walked, first + end)
-            last += 1
+            _refuse(nodes.parents, nodes.tokens, end, distributions[end])
+        verdict[3, request] = end
+        last_chain = chain
+        while last_chain < len(requests) and requests[last_chain] == request:
+            last_chain += 1
         smallest = math.inf
-        for number in range(chain, last if lives else chain + 1):
-            if lives and walked > 0 and not _begins(node_rows[number], lengths[number], walked, first + end):
+        for number in range(chain, last_chain):
+            if walked > 0 and not _begins(node_rows[number], lengths[number], walked, first + end):
                 continue
-            begin = walked if lives else 0
-            drafted = tokens[number, begin : lengths[number] if lives else 0]
-            rows[0] = node_rows[number, walked] - first if lives else end
-            for depth in range(1, len(drafted) + 1):
+            begin = walked  # the chain's tokens above were accepted by the walk
+            drafted = tokens[number, begin : lengths[number]]
+            for depth in range(len(drafted) + 1):
                 node = node_rows[number, walked + depth] - first
                 rows[depth] = node
-                if not is_known[node]:
-                    is_known[node] = True
-                    largest[first + node], peaks[node] = _read(logits[first + node], filters, distributions[node])
-            if temperature > 0:
-                score, stop, token = _of_chain(
-                    drafted, distributions, rows, draft, draft_rows[number, begin:],
-                    numbers[1, number], numbers[3, number, 0], numbers[4, number, 0], room,
-                )  # fmt: skip
-            else:
-                stop = _match(drafted, rows, peaks)
-                score, token = -float(stop), peaks[rows[stop]]
+                _read_node(nodes, filters, node)
+            score, stop, token = _verified(
+                drafted, nodes, rows, draft, draft_rows[number, begin:], numbers, number, temperature, room
+            )
             if smallest == math.inf or score < smallest:
                 smallest = score
                 verdict[0, request], verdict[1, request], verdict[2, request] = number, walked + stop, token
-        verdict[3, request] = end
-        chain = last
+        if walked > 0 and smallest == math.inf:  # no chain goes on: an empty one is verified
+            rows[0] = end
+            _, _, token = _verified(
+                tokens[chain, :0], nodes, rows, draft, draft_rows[chain], numbers, chain, temperature, room
+            )
+            verdict[0, request] = chain
+            verdict[1, request] = walked
+            verdict[2, request] = token
+        chain = last_chain
     # If one of a row's logits is NaN, all of its probabilities are.
     for row in range(len(draft)):
         largest[len(logits) + row] = draft[row, 0]

@@ -102,7 +102,8 @@ class _Loop(Emitter):
 
     def _step(self, step: Any, sums: Sums) -> Sums:
         """Return the sums after index `step` of K: every row's number there is multiplied by the blocks' numbers."""
-        builder, size = self.builder, self._kind.num_bytes
+        builder = self.builder
+        size = self._kind.num_bytes
         weights = []
         for weight in self._weights:
             address = builder.add(weight, builder.mul(step, long(BLOCK * size)))
@@ -215,8 +216,10 @@ def _product_of_floats(rows, weights, bias, result, blocks, columns):
     depth = weights.shape[1]
     num_columns = result.shape[1]
     width = weights.itemsize
-    from_rows, from_weights = np.int64(rows.ctypes.data), np.int64(weights.ctypes.data)
-    from_bias, to = np.int64(bias.ctypes.data), np.int64(result.ctypes.data)
+    from_rows = np.int64(rows.ctypes.data)
+    from_weights = np.int64(weights.ctypes.data)
+    from_bias = np.int64(bias.ctypes.data)
+    to = np.int64(result.ctypes.data)
     first_place, step = columns
     most_blocks = _blocks_at_once(num_rows) if step == 1 else 1
     block, last_block = blocks

@@ -60,7 +60,8 @@ there are registers of 512 bits. With 256 bits six rows of one block are fastest
 """
 _ROWS = 96
 """Rows that are rounded together: they stay in a cache."""
-_SHORTS, _PAIRS = ir.VectorType(SHORT, 2 * LANES), ir.VectorType(Bfloat(), 2 * LANES)
+_SHORTS = ir.VectorType(SHORT, 2 * LANES)
+_PAIRS = ir.VectorType(Bfloat(), 2 * LANES)
 
 
 def dots_at_once(num_rows: int) -> int:
@@ -84,7 +85,8 @@ class _Dots(Emitter):
         num_blocks: int,
     ) -> None:
         super().__init__(builder)
-        self._words, self._num_blocks = words, num_blocks
+        self._words = words
+        self._num_blocks = num_blocks
         self._loads = ScaleLoads(self, scale_type)
         rows, factors, starts, weight, scale, self._bias, self._result, row_stride, group_stride = operands[:9]
         scale_stride, self._result_stride, self._num_groups = operands[9:]
@@ -191,14 +193,14 @@ class _Dots(Emitter):
 
     def _next_words(self, turn: Any, step: int) -> list[Any]:
         """Return the words of all columns, a vector of 32 bits for each."""
-        found = []
+        words = []
         place = self.builder.add(self.builder.mul(turn, long(self._bytes_of_turn)), long(step * BLOCK * 4))
         for weight in self._weights:
             address = self.builder.add(weight, place)
             for line in range(0, BLOCK * 4, LINE):
                 self.prefetch(self.builder.add(address, long(_AHEAD + line)))
-            found += [self.load(INTS, address, vector * LANES * 4) for vector in range(VECTORS)]
-        return found
+            words += [self.load(INTS, address, vector * LANES * 4) for vector in range(VECTORS)]
+        return words
 
 
 def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
@@ -225,7 +227,8 @@ def _dot_of_halves(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
     builder = emitter.builder
     name = {16: "avx512.pmaddw.d.512", 8: "avx2.pmadd.wd", 4: "sse2.pmadd.wd"}[LANES]
     eight = ir.Constant(_SHORTS, [8] * 2 * LANES)
-    weights, row = builder.bitcast(weights, _SHORTS), builder.bitcast(row, _SHORTS)
+    weights = builder.bitcast(weights, _SHORTS)
+    row = builder.bitcast(row, _SHORTS)
     even = builder.and_(weights, ir.Constant(_SHORTS, [255] * 2 * LANES)), builder.ashr(builder.shl(row, eight), eight)
     odd = builder.lshr(weights, eight), builder.ashr(row, eight)
     for pair in (even, odd):

@@ -1,9 +1,9 @@
 """The drafting loop in Numba: passes over all levels, distributions below their nodes, and draws, in one call.
 
-For draft models and heads that the CPU's decoder runs (`decoder.py`), and rows whose distributions depend on
-logits, temperature and filters alone. `chains.draw_levels`, which takes any rows, is the oracle of `draw_levels`: the
-same numbers give the same tokens, to the bit. `draw_below` draws after the pass of a head with a term. Its oracle is
-`OnePassDrafter` with the head's sampler.
+It serves draft models and heads that the CPU's decoder runs (`decoder.py`), and rows whose distributions
+depend on logits, temperature and filters alone. The oracle of `draw_levels` is `chains.draw_by_level`, which
+takes any rows: the same random numbers give the same tokens, to the bit. `draw_below` draws after the pass
+of a head with a term. Its oracle is `OnePassDrafter` with the head's sampler.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -24,10 +24,19 @@ from engine.cpu.compiled.shared_work import c_function, claimed
 from engine.cpu.compiled.shared_work import together as share
 from engine.cpu.compiler import compiled_for_cpu
 
-_PROBS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(pass_table.OWN, pass_table.OWN + 6)
-_FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(pass_table.OWN + 6, pass_table.OWN + 12)
-_BASE, _DRAFT_ROWS = range(pass_table.OWN + 12, pass_table.OWN + 14)
-_COUNTERS, _LOGITS = pass_table.COUNTERS, pass_table.LOGITS
+_FIRST = pass_table.DRAW_FIELDS
+_PROBS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(_FIRST, _FIRST + 6)
+_FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(_FIRST + 6, _FIRST + 12)
+_BASE, _DRAFT_ROWS = range(_FIRST + 12, _FIRST + 14)
+_LOGITS = pass_table.LOGITS
+
+
+@compiled_for_cpu(**EXACT)
+def _spread_logits(logits, target_ids, spread):
+    """Write the logits of a head's own vocabulary to the target's ids; other tokens have probability 0."""
+    spread[:] = -np.inf
+    for number in range(len(target_ids)):
+        spread[target_ids[number]] = logits[number]
 
 
 @compiled_for_cpu(**EXACT)
@@ -38,30 +47,34 @@ def _draw(address, phase):
     chain's token.
     """
     table = table_at(address)
-    counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
-    distributions, temperatures = array2(table, _PROBS, np.float32), array1(table, _TEMPERATURES, np.float32)
-    least_logs, top_ks = array1(table, _LEAST_LOGS, np.float32), array1(table, _TOP_KS, np.int64)
+    logits = array2(table, _LOGITS, np.float32)
+    distributions = array2(table, _PROBS, np.float32)
+    temperatures = array1(table, _TEMPERATURES, np.float32)
+    least_logs = array1(table, _LEAST_LOGS, np.float32)
+    top_ks = array1(table, _TOP_KS, np.int64)
     top_ps = array1(table, _TOP_PS, np.float32)
-    uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
-    first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
-    tokens, target_ids = array1(table, _TOKENS, np.int64), array1(table, _TARGET_IDS, np.int64)
+    uniforms = array1(table, _UNIFORMS, np.float64)
+    leaders = array1(table, _LEADERS, np.int64)
+    first_chains = array1(table, _FIRST_CHAINS, np.int64)
+    num_chains = array1(table, _NUM_CHAINS, np.int64)
+    tokens = array1(table, _TOKENS, np.int64)
+    target_ids = array1(table, _TARGET_IDS, np.int64)
     spread = array2(table, _SPREAD, np.float32)
-    for node in claimed(counters, phase, len(distributions)):
-        distribution, of_node = distributions[node], logits[node, : distributions.shape[1]]
+    for node in claimed(table[pass_table.COUNTERS, 0], phase, len(distributions)):
+        distribution = distributions[node]
+        node_logits = logits[node, : distributions.shape[1]]
         if len(target_ids) > 0:
-            of_node = spread[node]
-            of_node[:] = -np.inf
-            for number in range(len(target_ids)):
-                of_node[target_ids[number]] = logits[node, number]
-        is_greedy, most_likely = temperatures[node] == 0, 0
+            node_logits = spread[node]
+            _spread_logits(logits[node], target_ids, node_logits)
+        temperature = temperatures[node]
+        is_greedy = temperature == 0
+        most_likely = 0
         if is_greedy:
-            most_likely, _ = likeliest(of_node)
+            most_likely, _ = likeliest(node_logits)
             distribution[:] = np.float32(0)
             distribution[most_likely] = np.float32(1)
         else:
-            filtered_distribution(
-                of_node, temperatures[node], least_logs[node], top_ks[node], top_ps[node], distribution
-            )
+            filtered_distribution(node_logits, temperature, least_logs[node], top_ks[node], top_ps[node], distribution)
         for chain in range(first_chains[node], first_chains[node] + num_chains[node]):
             if leaders[chain] != chain:
                 tokens[chain] = tokens[leaders[chain]]
@@ -103,18 +116,24 @@ def _put_draws(table, draws, level, drawn):
 @compiled_for_cpu()
 def _token_above(draws, level, distribution):
     """Return the token of the node above a distribution, which the level before has drawn."""
-    tokens, first_chains = draws[1], draws[7]
+    tokens = draws[1]
+    first_chains = draws[7]
     return tokens[level - 1, first_chains[distribution]]
 
 
 @compiled_for_cpu()
+def _level_slice(ends, level):
+    """Return the slice of a level, from the ends of all levels."""
+    start = ends[level - 1] if level > 0 else 0
+    return slice(start, ends[level])
+
+
+@compiled_for_cpu()
 def _seen_by(seen, rows, sequences):
-    """Return what the rows of one pass see. seen: `StepLayout.seen` of all passes; rows, sequences: slices of the
-    pass's.
-    """
+    """Return `StepLayout.seen` of one pass. seen: of all passes; rows, sequences: slices of the pass."""
     words, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
-    of_texts = pages[sequences], first_keys[sequences], text_ends[sequences], num_keys[sequences]
-    return words[rows], *of_texts, node_positions[sequences], limits[rows]
+    texts = pages[sequences], first_keys[sequences], text_ends[sequences], num_keys[sequences]
+    return words[rows], *texts, node_positions[sequences], limits[rows]
 
 
 @compiled_for_cpu(nogil=True)
@@ -124,40 +143,43 @@ def draw_levels(
 ):  # fmt: skip
     """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of `levels.Draws`.
 
-    after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends of each level's
-    rows, sequences, parts and distributions among those of all passes; wanted: rows of the first pass whose logits are
-    wanted, in the later ones all are. parents: [N] the node above each distribution, in its level. entering_states:
-    of the first pass (`CpuDecoder.states_of`); those that leave it are read by the next one.
+    after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends of
+    each level's rows, sequences, parts and distributions among those of all passes; wanted: rows of the
+    first pass whose logits are wanted (later passes want the logits of all rows). parents: [N] the node
+    above each distribution, in its level. entering_states: of the first pass (`CpuDecoder.states_of`);
+    each pass reads the states that left the pass before.
     """
     target_states, read, leaving = entering_states
-    first_row, first_sequence, first_part, first_distribution = 0, 0, 0, 0
     for level in range(len(ends)):
-        end_row, end_sequence, end_part = ends[level, 0], ends[level, 1], ends[level, 2]
-        end_distribution = ends[level, 3]
-        entering = known_tokens[first_row:end_row]
+        rows = _level_slice(ends[:, 0], level)
+        sequences = _level_slice(ends[:, 1], level)
+        parts_of_pass = parts[_level_slice(ends[:, 2], level)]
+        drawn = _level_slice(ends[:, 3], level)
+        entering = known_tokens[rows]
         chosen = wanted
         if level > 0:
-            chosen = np.arange(end_row - first_row)
-            for number in range(end_row - first_row):
-                entering[number] = _token_above(draws, level, first_distribution + number)
-            read = leaving[parents[first_distribution:end_distribution]]
+            chosen = np.arange(len(entering))
+            for number in range(len(entering)):
+                entering[number] = _token_above(draws, level, drawn.start + number)
+            read = leaving[parents[drawn]]
             target_states = target_states[:0]
-        _put_draws(table, draws, level, slice(first_distribution, end_distribution))
-        rows, logits_of_level = slice(first_row, end_row), logits[: len(chosen)]
-        seen_by_rows = _seen_by(seen, rows, slice(first_sequence, end_sequence))
-        of_pass = slots[rows], chosen, parts[first_part:end_part], seen_by_rows, positions[rows]
+        _put_draws(table, draws, level, drawn)
+        visible = _seen_by(seen, rows, sequences)
         states = target_states, read, leaving[: len(chosen)]
-        model_pass.run(shared, function, table, after_logits, entering, *of_pass, states, logits_of_level)
-        first_row, first_sequence, first_part, first_distribution = end_row, end_sequence, end_part, end_distribution
+        model_pass.run(
+            shared, function, table, after_logits, entering, slots[rows], chosen, parts_of_pass, visible,
+            positions[rows], states, logits[: len(chosen)],
+        )  # fmt: skip
 
 
 @compiled_for_cpu(**EXACT)
 def _add_base(address, phase):
     """Add the logits of draft rows to the terms below nodes."""
     table = table_at(address)
-    counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
-    base, draft_rows = array2(table, _BASE, np.float32), array1(table, _DRAFT_ROWS, np.int64)
-    for node in claimed(counters, phase, len(draft_rows)):
+    logits = array2(table, _LOGITS, np.float32)
+    base = array2(table, _BASE, np.float32)
+    draft_rows = array1(table, _DRAFT_ROWS, np.int64)
+    for node in claimed(table[pass_table.COUNTERS, 0], phase, len(draft_rows)):
         for token in range(base.shape[1]):
             logits[node, token] += base[draft_rows[node], token]
 
@@ -178,29 +200,29 @@ def below():
 
 @compiled_for_cpu(nogil=True)
 def draw_below(shared, function, table, ends, last_tokens, embedded, base, draft_rows, draws, logits):
-    """Draw all levels from the logits of draft rows and terms of the tokens before: fill the distributions and tokens
-    of `draws`.
+    """Draw all levels from the logits of draft rows and terms of the tokens before: fill `draws`.
 
-    function: address of `below`. ends: [L] end of each level's distributions; last_tokens: above the roots; embedded:
-    [V, r] embeddings of tokens before; base: [S, draft vocabulary] logits of draft rows; draft_rows: [N] of each
-    distribution. The others are as in `draw_levels`. Raises IndexError for a token without an embedding.
+    function: address of `below`. ends: [L] end of each level's distributions; last_tokens: above the
+    roots; embedded: [V, r] embeddings of tokens before; base: [S, draft vocabulary] logits of draft rows;
+    draft_rows: [N] of each distribution. Other arguments are those of `draw_levels`.
+    Raises IndexError for a token without an embedding.
     """
-    counters, cores = array2(table, _COUNTERS, np.int64), array1(table, pass_table.SIZES, np.int64)[1]
+    counters = array2(table, pass_table.COUNTERS, np.int64)
+    cores = array1(table, pass_table.SIZES, np.int64)[1]
     memory = np.empty((len(logits), embedded.shape[1]), np.float32)
-    first = 0
     for level in range(len(ends)):
-        drawn = slice(first, ends[level])
-        for number in range(ends[level] - first):
-            previous = last_tokens[number] if level == 0 else _token_above(draws, level, first + number)
+        drawn = _level_slice(ends, level)
+        count = drawn.stop - drawn.start
+        for number in range(count):
+            previous = last_tokens[number] if level == 0 else _token_above(draws, level, drawn.start + number)
             if previous < 0 or previous >= len(embedded):
                 raise IndexError("a token is outside the vocabulary")
             for column in range(embedded.shape[1]):
                 memory[number, column] = embedded[previous, column]
         _put_draws(table, draws, level, drawn)
-        put2(table, pass_table.MEMORY, memory[: ends[level] - first])
-        put2(table, _LOGITS, logits[: ends[level] - first])
+        put2(table, pass_table.MEMORY, memory[:count])
+        put2(table, _LOGITS, logits[:count])
         put2(table, _BASE, base)
         put1(table, _DRAFT_ROWS, draft_rows[drawn])
         counters[:] = 0
         share(shared, function, np.int64(table.ctypes.data), cores - 1)
-        first = ends[level]

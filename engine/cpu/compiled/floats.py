@@ -37,7 +37,7 @@ def _bits_of(_context, value):
 
 
 @intrinsic
-def _of_bits(_context, bits):
+def _from_bits(_context, bits):
     """Return the float32 number with these bits."""
 
     def number(_context, builder, _signature, operands):
@@ -47,7 +47,7 @@ def _of_bits(_context, bits):
 
 
 @intrinsic
-def _of_half(_context, bits):
+def _from_half(_context, bits):
     """Convert the bits of a float16 number to float32."""
 
     def number(_context, builder, _signature, operands):
@@ -59,7 +59,7 @@ def _of_half(_context, bits):
 @compiled_for_cpu(inline="always")
 def number_of_half(bits):
     """Convert the bits of a finite float16 number to float32, on any processor."""
-    magnitude = _of_bits(np.uint32((bits & 0x7FFF) << 13)) * np.float32(2.0**112)
+    magnitude = _from_bits(np.uint32((bits & 0x7FFF) << 13)) * np.float32(2.0**112)
     return -magnitude if bits & 0x8000 else magnitude
 
 
@@ -76,9 +76,9 @@ def rounded(value, like):
 @overload(widened, inline="always")
 def _widened_of(value):
     if value == types.uint16:
-        return lambda value: _of_bits(np.uint32(value) << np.uint32(16))
+        return lambda value: _from_bits(np.uint32(value) << np.uint32(16))
     if value == types.int16:
-        return lambda value: _of_half(value)
+        return lambda value: _from_half(value)
     if value == types.int8:
         return lambda value: np.float32(value)
     return lambda value: value
@@ -101,9 +101,7 @@ def to_bfloat16(value):
 
 @compiled_for_cpu(**EXACT)
 def exponential(value):
-    """Return e to the power of a float32 number, within two units in the last place; arguments are clamped to -87
-    and 88.
-    """
+    """Return e to the power of a float32 number, from -87 to 88, within two units in the last place."""
     bounded = min(max(value, np.float32(-87)), np.float32(88))
     power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
     rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
@@ -114,8 +112,8 @@ def exponential(value):
     series = series * rest + np.float32(1.6666665459e-1)
     series = series * rest + np.float32(5.0000001201e-1)
     series = series * rest * rest + rest + np.float32(1)
-    found = series * _of_bits(np.uint32(np.int32(power) + 127) << np.uint32(23))
-    return found if value == value else value
+    power_of_2 = _from_bits(np.uint32(np.int32(power) + 127) << np.uint32(23))
+    return series * power_of_2 if value == value else value
 
 
 @compiled_for_cpu(**EXACT)
@@ -128,4 +126,4 @@ def order(value):
 @compiled_for_cpu(**EXACT)
 def from_order(integer):
     """Return the number that `order` maps to this integer."""
-    return _of_bits(np.uint32(integer ^ ((integer >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+    return _from_bits(np.uint32(integer ^ ((integer >> np.int32(31)) & np.int32(0x7FFFFFFF))))

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from engine.cpu.compiled import pass_table as nt
+from engine.cpu.compiled import pass_table
 from engine.cpu.compiled.floats import FAST
 from engine.cpu.compiled.layer_loops import norm
 from engine.cpu.compiled.pass_table import array1, array2, array4, put2, table_at
@@ -23,37 +23,41 @@ from engine.cpu.compiler import compiled_for_cpu
 
 @compiled_for_cpu(**FAST)
 def normalise(address, phase):
-    """Normalise the target's states in place: each part of a row by itself."""
+    """Normalise the target's states in place, with a norm for each part of a row."""
     table = table_at(address)
-    counters, eps = array2(table, nt.COUNTERS, np.int64), array1(table, nt.CONSTANTS, np.float32)[0]
-    rows, norms = array2(table, nt.TARGET_STATES, np.float32), array2(table, nt.TARGET_NORMS, np.float32)
-    num_parts, width = len(norms), norms.shape[1]
-    for part in claimed(counters, phase, num_parts):
+    eps = array1(table, pass_table.CONSTANTS, np.float32)[0]
+    rows = array2(table, pass_table.TARGET_STATES, np.float32)
+    norms = array2(table, pass_table.TARGET_NORMS, np.float32)
+    num_parts, width = norms.shape
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, num_parts):
         for row in range(len(rows)):
-            of_part = rows[row, part * width : (part + 1) * width]
-            norm(of_part, norms[part], eps, of_part)
+            states = rows[row, part * width : (part + 1) * width]
+            norm(states, norms[part], eps, states)
 
 
 @compiled_for_cpu(**FAST)
 def convolve(address, phase, number, side, field):
-    """Convolve the rows of every block with those before them in the block, in place.
+    """Convolve each row of every block with the rows before it in the block, in place.
 
-    number: of the convolution, two for each layer; side: 0 before a part of the layer, 1 after it.
+    number: index of the convolution, two for each layer; side: 0 before a part of the layer, 1 after it.
     """
     table = table_at(address)
-    counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, field, np.float32)
-    kernels = array4(table, nt.CONVOLUTIONS, np.float32)[number, side]
-    own, sizes = array2(table, nt.OWN_KERNELS, np.float32), array1(table, nt.BLOCK_SIZES, np.int64)
-    size, group, num_taps, width = sizes[0], sizes[1], kernels.shape[0], kernels.shape[1]
+    rows = array2(table, field, np.float32)
+    kernels = array4(table, pass_table.CONVOLUTIONS, np.float32)[number, side]
+    row_kernels = array2(table, pass_table.ROW_KERNELS, np.float32)
+    sizes = array1(table, pass_table.BLOCK_SIZES, np.int64)
+    size, group = sizes[0], sizes[1]
+    num_taps, width = kernels.shape
     num_parts = (len(rows) + size - 1) // size
-    for part in claimed(counters, phase, num_parts):
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, num_parts):
         first = part * size
-        # From the last row on: a row's own numbers are read last when the rows after it are done.
-        for row in range(min(len(rows), first + size) - 1, first - 1, -1):
+        last = min(len(rows), first + size) - 1
+        # Backwards, because the rows after a row read its numbers.
+        for row in range(last, first - 1, -1):
             for tap in range(min(num_taps, row - first + 1)):
                 start = (side * num_taps + tap) * (width // group)
                 for column in range(width):
-                    kernel = kernels[tap, column] + own[row, start + column // group]
+                    kernel = kernels[tap, column] + row_kernels[row, start + column // group]
                     added = kernel * rows[row - tap, column]
                     rows[row, column] = added if tap == 0 else rows[row, column] + added
 
@@ -61,7 +65,7 @@ def convolve(address, phase, number, side, field):
 @compiled_for_cpu()
 def multiply_term(address):
     """Write the product `TERM` of `MEMORY` to `LOGITS`."""
-    multiply(address, 0, 0, nt.TERM, nt.MEMORY, nt.LOGITS)
+    multiply(address, 0, 0, pass_table.TERM, pass_table.MEMORY, pass_table.LOGITS)
 
 
 @cache
@@ -76,7 +80,7 @@ def run_term(shared, function, table, memory, terms):
 
     function: address of `term`.
     """
-    put2(table, nt.MEMORY, memory)
-    put2(table, nt.LOGITS, terms)
-    array2(table, nt.COUNTERS, np.int64)[:] = 0
-    share(shared, function, np.int64(table.ctypes.data), array1(table, nt.SIZES, np.int64)[1] - 1)
+    put2(table, pass_table.MEMORY, memory)
+    put2(table, pass_table.LOGITS, terms)
+    array2(table, pass_table.COUNTERS, np.int64)[:] = 0
+    share(shared, function, np.int64(table.ctypes.data), array1(table, pass_table.SIZES, np.int64)[1] - 1)

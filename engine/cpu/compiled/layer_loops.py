@@ -35,7 +35,7 @@ def norm(row, weight, eps, normed):
 
 @compiled_for_cpu(**FAST)
 def turn(head, cosines, sines):
-    """Rotate a head [D] by halves: each number is paired with the one at its place in the other half."""
+    """Rotate a head [D] by halves: the numbers at the same place of both halves are a pair."""
     half = len(head) // 2
     for column in range(half):
         first, second = head[column], head[half + column]
@@ -45,21 +45,26 @@ def turn(head, cosines, sines):
 
 @compiled_for_cpu(**FAST)
 def store(numbers, place):
+    """Write float32 numbers in the type of K/V."""
     for column in range(len(numbers)):
         place[column] = rounded(numbers[column], place[column])
 
 
 @compiled_for_cpu(**FAST)
-def turn_and_store(joined, num_heads, norms, has_norms, eps, cosines, sines, keys, values):
-    """Normalise and rotate the queries and keys of a row of q, k and v, and store its keys and values [H_kv, D].
+def turn_and_store(joined, num_heads, norms, has_norms, eps, turns, places):
+    """Normalise and rotate the queries and keys of a row of q, k and v, and store its keys and values.
 
-    norms: [1, 2, D] of queries and of keys, or [0, 2, D] if there are none.
+    norms: [1, 2, D] of queries and of keys, or [0, 2, D] if there are none; turns: cosines and sines;
+    places: [H_kv, D] of keys and of values.
     """
+    cosines, sines = turns
+    keys, values = places
     num_kv_heads, width = keys.shape
     for number in range(num_heads + num_kv_heads):
         head = joined[number * width : (number + 1) * width]
         if has_norms:
-            norm(head, norms[0, 0 if number < num_heads else 1], eps, head)
+            is_key = number >= num_heads
+            norm(head, norms[0, np.int64(is_key)], eps, head)
         turn(head, cosines, sines)
     for number in range(num_kv_heads):
         start = (num_heads + number) * width
@@ -74,7 +79,8 @@ def gate(inner, gated, first, last):
     for row in range(len(gated)):
         for block in range(first, last):
             start = 2 * block * BLOCK
-            gates, ups = inner[row, start : start + BLOCK], inner[row, start + BLOCK : start + 2 * BLOCK]
+            gates = inner[row, start : start + BLOCK]
+            ups = inner[row, start + BLOCK : start + 2 * BLOCK]
             result = gated[row, block * BLOCK : (block + 1) * BLOCK]
             for column in range(BLOCK):
                 value = gates[column]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.cpu.compiled import pass_table as nt
+from engine.cpu.compiled import pass_table
 from engine.cpu.compiled.attention_loops import attend
 from engine.cpu.compiled.floats import FAST
 from engine.cpu.compiled.head_phases import convolve, normalise
@@ -29,8 +29,9 @@ from engine.cpu.compiler import compiled_for_cpu
 
 _ROWS = 8
 """Rows of a part of those phases that go row by row."""
-LAYER_PHASES, OTHER_PHASES = 14, 7
-"""Most phases of a layer, of which six are convolutions of heads, and of the rest of a pass."""
+LAYER_PHASES = 14
+OTHER_PHASES = 7
+"""Most phases of a layer (six of them are convolutions of heads), and most phases outside of layers."""
 
 
 @compiled_for_cpu(inline="always")
@@ -39,36 +40,63 @@ def _num_parts_of_rows(num_rows):
 
 
 @compiled_for_cpu(**FAST)
+def _write_rotation(position, frequencies, factor, cosines, sines):
+    """Write cosines and sines of a row's rotation."""
+    for number in range(len(frequencies)):
+        angle = np.float32(position) * frequencies[number]
+        cosines[number] = np.cos(angle) * factor
+        sines[number] = np.sin(angle) * factor
+
+
+@compiled_for_cpu(**FAST)
 def _begin(address, phase, word_type, scale_type):
-    """Write the embeddings of the tokens (for a layer that reads states: its inputs), the normed states of the rows
-    after them, and cosines and sines of the rotation of all rows.
+    """Write embeddings of the tokens, normed states of the rows after them, and the rotation of all rows.
+
+    If the first layer reads states, write its inputs in place of the embeddings.
     """
     table = table_at(address)
-    counters, num_rows = array2(table, nt.COUNTERS, np.int64), table[nt.ROTATION, 2]
-    tokens, positions = array1(table, nt.TOKENS, np.int64), array1(table, nt.POSITIONS, np.int64)
-    embedding, scales = arrays_of_piece(array3(table, nt.EMBEDDING, np.int64)[0, 0], word_type, scale_type)
-    frequencies, constants = array1(table, nt.FREQUENCIES, np.float32), array1(table, nt.CONSTANTS, np.float32)
-    hidden, rotation = array2(table, nt.HIDDEN, np.float32), array3(table, nt.ROTATION, np.float32)
-    states, entering = array2(table, nt.STATES, np.float32), array2(table, nt.ENTERING, np.float32)
-    norms, eps, factor = array2(table, nt.NORMS, np.float32), constants[0], constants[2]
-    normed_all, width = array2(table, nt.NORMED_ALL, np.float32), hidden.shape[1]
-    for part in claimed(counters, phase, _num_parts_of_rows(num_rows)):
+    num_rows = table[pass_table.ROTATION, 2]
+    tokens = array1(table, pass_table.TOKENS, np.int64)
+    positions = array1(table, pass_table.POSITIONS, np.int64)
+    embedding, scales = arrays_of_piece(array3(table, pass_table.EMBEDDING, np.int64)[0, 0], word_type, scale_type)
+    frequencies = array1(table, pass_table.FREQUENCIES, np.float32)
+    constants = array1(table, pass_table.CONSTANTS, np.float32)
+    hidden = array2(table, pass_table.HIDDEN, np.float32)
+    rotation = array3(table, pass_table.ROTATION, np.float32)
+    states = array2(table, pass_table.STATES, np.float32)
+    entering = array2(table, pass_table.ENTERING, np.float32)
+    norms = array2(table, pass_table.NORMS, np.float32)
+    state_norm = norms[len(norms) - 1]
+    eps = constants[0]
+    rotation_factor = constants[2]
+    embedding_factor = constants[3]
+    normed_all = array2(table, pass_table.NORMED_ALL, np.float32)
+    reads_states = entering.shape[1] > 0
+    width = hidden.shape[1]
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, _num_parts_of_rows(num_rows)):
         for row in range(part * _ROWS, min(num_rows, (part + 1) * _ROWS)):
-            for number in range(len(frequencies)):
-                angle = np.float32(positions[row]) * frequencies[number]
-                rotation[0, row, number], rotation[1, row, number] = np.cos(angle) * factor, np.sin(angle) * factor
+            _write_rotation(positions[row], frequencies, rotation_factor, rotation[0, row], rotation[1, row])
             if row >= len(hidden):
-                norm(states[row - len(hidden), :width], norms[len(norms) - 1], eps, normed_all[row])
+                norm(states[row - len(hidden), :width], state_norm, eps, normed_all[row])
                 continue
             embed(tokens[row], embedding, scales, hidden[row])
             for column in range(width):
-                hidden[row, column] *= constants[3]
-            if entering.shape[1] > 0:
+                hidden[row, column] *= embedding_factor
+            if reads_states:
                 norm(hidden[row], norms[0], eps, entering[row, :width])
-                norm(states[row, :width], norms[len(norms) - 1], eps, entering[row, width:])
-                reads_normed = array1(table, nt.NORM_FLAGS, np.int64)[0]
+                norm(states[row, :width], state_norm, eps, entering[row, width:])
+                is_residual_normed = array1(table, pass_table.NORM_FLAGS, np.int64)[0]
+                residual = entering[row, width:] if is_residual_normed else states[row, :width]
                 for column in range(width):
-                    hidden[row, column] = entering[row, width + column] if reads_normed else states[row, column]
+                    hidden[row, column] = residual[column]
+
+
+@compiled_for_cpu(**FAST)
+def _store_tap(state, tap, tapped, slot):
+    """Store a state at a place of the taps; -1 is none."""
+    if tap >= 0:
+        width = len(state)
+        store(state, tapped[slot, tap * width : (tap + 1) * width])
 
 
 @compiled_for_cpu(**FAST)
@@ -79,60 +107,80 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
     layer, that leave the last layer, and after the last norm.
     """
     table = table_at(address)
-    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table[nt.HIDDEN, 1])
-    hidden, normed = array2(table, nt.HIDDEN, np.float32), array2(table, nt.NORMED, np.float32)
-    summand, slots = array2(table, nt.SUMMAND, np.float32), array1(table, nt.SLOTS, np.int64)
-    taps, tapped = array1(table, nt.TAPS, np.int64), array2(table, nt.TAPPED, kv_type)
-    eps, weight = array1(table, nt.CONSTANTS, np.float32)[0], array2(table, nt.NORMS, np.float32)[number]
-    width, layer = hidden.shape[1], number // 2 if number % 2 == 0 else -1
-    for part in claimed(counters, phase, num_parts):
+    num_parts = _num_parts_of_rows(table[pass_table.HIDDEN, 1])
+    hidden = array2(table, pass_table.HIDDEN, np.float32)
+    normed = array2(table, pass_table.NORMED, np.float32)
+    summand = array2(table, pass_table.SUMMAND, np.float32)
+    slots = array1(table, pass_table.SLOTS, np.int64)
+    taps = array1(table, pass_table.TAPS, np.int64)
+    tapped = array2(table, pass_table.TAPPED, kv_type)
+    eps = array1(table, pass_table.CONSTANTS, np.float32)[0]
+    weight = array2(table, pass_table.NORMS, np.float32)[number]
+    width = hidden.shape[1]
+    enters_layer = number % 2 == 0  # or leaves the last one
+    layer = number // 2
+    last_layer = len(taps) - 2
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, num_parts):
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
             if has_summand:
                 for column in range(width):
                     hidden[row, column] += summand[row, column]
             norm(hidden[row], weight, eps, normed[row])
-            if layer >= 0 and taps[layer] >= 0:
-                store(hidden[row], tapped[slots[row], taps[layer] * width : (taps[layer] + 1) * width])
-            if layer == len(taps) - 2 and taps[layer + 1] >= 0:
-                store(normed[row], tapped[slots[row], taps[layer + 1] * width : (taps[layer + 1] + 1) * width])
+            if enters_layer:
+                _store_tap(hidden[row], taps[layer], tapped, slots[row])
+                if layer == last_layer:
+                    _store_tap(normed[row], taps[layer + 1], tapped, slots[row])
 
 
 @compiled_for_cpu(**FAST)
 def _rotate(address, phase, layer, kv_type):
     """Rotate the queries and keys of all rows, and write keys and values to their slots."""
     table = table_at(address)
-    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table[nt.JOINED, 1])
-    joined, rotation = array2(table, nt.JOINED, np.float32), array3(table, nt.ROTATION, np.float32)
-    norms, eps = array3(table, nt.HEAD_NORMS, np.float32), array1(table, nt.CONSTANTS, np.float32)[0]
-    keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
-    slots, num_heads = array1(table, nt.SLOTS, np.int64), table[nt.ATTENDED, 2] // keys.shape[2]
+    num_parts = _num_parts_of_rows(table[pass_table.JOINED, 1])
+    joined = array2(table, pass_table.JOINED, np.float32)
+    rotation = array3(table, pass_table.ROTATION, np.float32)
+    norms = array3(table, pass_table.HEAD_NORMS, np.float32)
+    eps = array1(table, pass_table.CONSTANTS, np.float32)[0]
+    keys = array4(table, pass_table.KEYS, kv_type)[layer]
+    values = array4(table, pass_table.VALUES, kv_type)[layer]
+    slots = array1(table, pass_table.SLOTS, np.int64)
+    num_heads = table[pass_table.ATTENDED, 2] // keys.shape[2]
     has_norms = len(norms) > 0
     head_norms = norms[layer : layer + 1]
-    for part in claimed(counters, phase, num_parts):
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, num_parts):
         for row in range(part * _ROWS, min(len(joined), (part + 1) * _ROWS)):
-            slot, cosines, sines = slots[row], rotation[0, row], rotation[1, row]
-            turn_and_store(joined[row], num_heads, head_norms, has_norms, eps, cosines, sines, keys[slot], values[slot])
+            turns = rotation[0, row], rotation[1, row]
+            places = keys[slots[row]], values[slots[row]]
+            turn_and_store(joined[row], num_heads, head_norms, has_norms, eps, turns, places)
 
 
 @compiled_for_cpu(**FAST)
 def _attend(address, phase, layer, kv_type):
-    """Write the attention of all rows, in parts of some rows of a sequence and one K/V head."""
+    """Write the attention of all rows. A part of the phase is rows of a sequence and one K/V head."""
     table = table_at(address)
-    counters, parts = array2(table, nt.COUNTERS, np.int64), array2(table, nt.PARTS, np.int64)
-    keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
-    scale, window = array1(table, nt.CONSTANTS, np.float32)[1], array1(table, nt.WINDOWS, np.int64)[layer]
-    queries, attended = array2(table, nt.JOINED, np.float32), array2(table, nt.ATTENDED, np.float32)
-    pages, node_positions = array2(table, nt.PAGES, np.int32), array2(table, nt.NODE_POSITIONS, np.int32)
-    first_keys, ends = array1(table, nt.FIRST_KEYS, np.int32), array1(table, nt.ENDS, np.int32)
-    num_keys, limits = array1(table, nt.NUM_KEYS, np.int32), array1(table, nt.LIMITS, np.int32)
-    positions, words_of = array1(table, nt.POSITIONS, np.int64), array1(table, nt.WORDS_OF, np.int64)
+    parts = array2(table, pass_table.PARTS, np.int64)
+    keys = array4(table, pass_table.KEYS, kv_type)[layer]
+    values = array4(table, pass_table.VALUES, kv_type)[layer]
+    scale = array1(table, pass_table.CONSTANTS, np.float32)[1]
+    window = array1(table, pass_table.WINDOWS, np.int64)[layer]
+    queries = array2(table, pass_table.JOINED, np.float32)
+    attended = array2(table, pass_table.ATTENDED, np.float32)
+    pages = array2(table, pass_table.PAGES, np.int32)
+    node_positions = array2(table, pass_table.NODE_POSITIONS, np.int32)
+    first_keys = array1(table, pass_table.FIRST_KEYS, np.int32)
+    ends = array1(table, pass_table.ENDS, np.int32)
+    num_keys = array1(table, pass_table.NUM_KEYS, np.int32)
+    limits = array1(table, pass_table.LIMITS, np.int32)
+    positions = array1(table, pass_table.POSITIONS, np.int64)
+    words_of = array1(table, pass_table.WORDS_OF, np.int64)
     words = array2(table, words_of[layer], np.int64)
-    page_size = array1(table, nt.SIZES, np.int64)[0]
-    num_parts = len(parts) * keys.shape[1]
-    for part in claimed(counters, phase, num_parts):
-        of_part = part // keys.shape[1]
-        sequence = parts[of_part, 0]
-        rows, head = (parts[of_part, 1], parts[of_part, 2]), part % keys.shape[1]
+    page_size = array1(table, pass_table.SIZES, np.int64)[0]
+    num_kv_heads = keys.shape[1]
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, len(parts) * num_kv_heads):
+        rows_of_part = parts[part // num_kv_heads]
+        sequence = rows_of_part[0]
+        rows = rows_of_part[1], rows_of_part[2]
+        head = part % num_kv_heads
         text = pages[sequence], first_keys[sequence], ends[sequence], num_keys[sequence], node_positions[sequence]
         attend(queries, keys, values, head, rows, scale, window, page_size, text, limits, positions, words, attended)
 
@@ -141,15 +189,17 @@ def _attend(address, phase, layer, kv_type):
 def _choose(address, phase):
     """Copy the wanted rows, and the states that leave them if the model reads states."""
     table = table_at(address)
-    counters, wanted = array2(table, nt.COUNTERS, np.int64), array1(table, nt.WANTED, np.int64)
-    normed, chosen = array2(table, nt.NORMED, np.float32), array2(table, nt.CHOSEN, np.float32)
-    hidden, leaving = array2(table, nt.HIDDEN, np.float32), array2(table, nt.LEAVING, np.float32)
-    for _ in claimed(counters, phase, 1):
+    wanted = array1(table, pass_table.WANTED, np.int64)
+    normed = array2(table, pass_table.NORMED, np.float32)
+    chosen = array2(table, pass_table.CHOSEN, np.float32)
+    hidden = array2(table, pass_table.HIDDEN, np.float32)
+    leaving = array2(table, pass_table.LEAVING, np.float32)
+    for _ in claimed(table[pass_table.COUNTERS, 0], phase, 1):
         for number in range(len(wanted)):
             for column in range(normed.shape[1]):
                 chosen[number, column] = normed[wanted[number], column]
             if leaving.shape[1] > 0:
-                source = normed if array1(table, nt.NORM_FLAGS, np.int64)[1] else hidden
+                source = normed if array1(table, pass_table.NORM_FLAGS, np.int64)[1] else hidden
                 for column in range(leaving.shape[1]):
                     leaving[number, column] = source[wanted[number], column]
 
@@ -158,51 +208,59 @@ def _choose(address, phase):
 def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
     table = table_at(address)
-    functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.O_PROJ, 1]
-    num_entries, convolves = table[nt.ENTRY, 1], table[nt.KERNELS, 1] > 0
-    begin, norm, rotate, attend = functions[0], functions[1], functions[2], functions[3]
+    functions = array1(table, pass_table.FUNCTIONS, np.int64)
+    num_layers = table[pass_table.O_PROJ, 1]
+    num_entries = table[pass_table.ENTRY, 1]
+    begin = functions[0]
+    norm = functions[1]
+    rotate = functions[2]
+    attend = functions[3]
     phase = 0
-    if table[nt.TARGET_STATES, 1] > 0:
+    if table[pass_table.TARGET_STATES, 1] > 0:
         normalise(address, 0)
-        multiply(address, 1, 0, nt.PROJECTION, nt.TARGET_STATES, nt.STATES)
+        multiply(address, 1, 0, pass_table.PROJECTION, pass_table.TARGET_STATES, pass_table.STATES)
         phase = 2
     call(begin, address, phase, 0, 0, 0, 0)
     phase += 1
     for layer in range(num_layers):
         if layer < num_entries:
-            multiply(address, phase + 1, 0, nt.ENTRY, nt.ENTERING, nt.JOINED)
+            multiply(address, phase + 1, 0, pass_table.ENTRY, pass_table.ENTERING, pass_table.JOINED)
         else:
             call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
-            phase = _convolve_first(address, phase, 2 * layer) if convolves else phase
-            multiply(address, phase + 1, layer - num_entries, nt.QKV, nt.NORMED_ALL, nt.JOINED)
+            phase = _convolve_first(address, phase, 2 * layer)
+            multiply(address, phase + 1, layer - num_entries, pass_table.QKV, pass_table.NORMED_ALL, pass_table.JOINED)
         call(rotate, address, phase + 2, layer, 0, 0, 0)
         call(attend, address, phase + 3, layer, 0, 0, 0)
-        multiply(address, phase + 4, layer, nt.O_PROJ, nt.ATTENDED, nt.SUMMAND)
-        phase = _convolve_last(address, phase + 5, 2 * layer) if convolves else phase + 5
+        multiply(address, phase + 4, layer, pass_table.O_PROJ, pass_table.ATTENDED, pass_table.SUMMAND)
+        phase = _convolve_last(address, phase + 5, 2 * layer)
         call(norm, address, phase, 2 * layer + 1, 1, 0, 0)
-        phase = _convolve_first(address, phase, 2 * layer + 1) if convolves else phase
-        multiply(address, phase + 1, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
-        multiply(address, phase + 2, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
-        phase = _convolve_last(address, phase + 3, 2 * layer + 1) if convolves else phase + 3
+        phase = _convolve_first(address, phase, 2 * layer + 1)
+        multiply(address, phase + 1, layer, pass_table.GATE_UP, pass_table.NORMED, pass_table.INNER)
+        multiply(address, phase + 2, layer, pass_table.DOWN, pass_table.GATED, pass_table.SUMMAND)
+        phase = _convolve_last(address, phase + 3, 2 * layer + 1)
     call(norm, address, phase, 2 * num_layers, 1, 0, 0)
     _choose(address, phase + 1)
-    multiply(address, phase + 2, 0, nt.LM_HEAD, nt.CHOSEN, nt.LOGITS)
-    if table[nt.AFTER_LOGITS, 0] != 0:
-        call(table[nt.AFTER_LOGITS, 0], address, phase + 3, 0, 0, 0, 0)
+    multiply(address, phase + 2, 0, pass_table.LM_HEAD, pass_table.CHOSEN, pass_table.LOGITS)
+    if table[pass_table.AFTER_LOGITS, 0] != 0:
+        call(table[pass_table.AFTER_LOGITS, 0], address, phase + 3, 0, 0, 0, 0)
 
 
 @compiled_for_cpu()
 def _convolve_first(address, phase, number):
-    """Compute the kernels of a convolution and convolve the normed rows; return the last phase."""
-    multiply(address, phase + 1, number, nt.KERNELS, nt.NORMED, nt.OWN_KERNELS)
-    convolve(address, phase + 2, number, 0, nt.NORMED)
+    """Convolve the normed rows, if the model has convolutions; return the last phase."""
+    if table_at(address)[pass_table.KERNELS, 1] == 0:
+        return phase
+    multiply(address, phase + 1, number, pass_table.KERNELS, pass_table.NORMED, pass_table.ROW_KERNELS)
+    convolve(address, phase + 2, number, 0, pass_table.NORMED)
     return phase + 2
 
 
 @compiled_for_cpu()
 def _convolve_last(address, phase, number):
-    """Convolve what a part of a layer adds to the hidden states; return the next phase."""
-    convolve(address, phase, number, 1, nt.SUMMAND)
+    """Convolve the summands of the hidden states, if the model has convolutions; return the next phase."""
+    if table_at(address)[pass_table.KERNELS, 1] == 0:
+        return phase
+    convolve(address, phase, number, 1, pass_table.SUMMAND)
     return phase + 1
 
 
@@ -243,43 +301,46 @@ def functions_for(embedding: tuple[Any, Any], kv_type: Any) -> npt.NDArray[np.in
 
     embedding: numpy types of the words and scales of embeddings; kv_type: of K/V.
     """
-    return np.array([one.address for one in (beginning(*embedding), *functions_of_kv(kv_type))], dtype=np.int64)
+    functions = beginning(*embedding), *functions_of_kv(kv_type)
+    return np.array([function.address for function in functions], dtype=np.int64)
 
 
 @compiled_for_cpu(nogil=True)
 def run(shared, function, table, after_logits, tokens, slots, wanted, parts, seen, positions, states, logits):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
 
-    seen: `StepLayout.seen`; states: see `decoder.CpuDecoder.states_of`; after_logits: address of a function that
-    runs after the logits as the last phase, or 0 (`cpu/compiled/draw_loop.py` draws there). Raises IndexError for a
-    token without an embedding.
+    seen: `StepLayout.seen`; states: see `decoder.CpuDecoder.states_of`; after_logits: address of a
+    function that runs after the logits as the last phase, or 0 (`draw_loop.py` draws there).
+    Raises IndexError for a token without an embedding.
     """
     for token in tokens:
-        if token < 0 or token >= table[nt.EMBEDDING + 1, 2]:
+        if token < 0 or token >= table[pass_table.EMBEDDING + 1, 2]:
             raise IndexError("a token is outside the vocabulary")
-    table[nt.AFTER_LOGITS, 0] = after_logits
+    table[pass_table.AFTER_LOGITS, 0] = after_logits
     words, pages, first_keys, ends, num_keys, node_positions, limits = seen
     target_states, read, leaving = states
-    put1(table, nt.TOKENS, tokens)
-    put1(table, nt.SLOTS, slots)
-    put1(table, nt.WANTED, wanted)
-    put2(table, nt.PARTS, parts)
-    put2(table, nt.WORDS, words)
-    put2(table, nt.PAGES, pages)
-    put1(table, nt.FIRST_KEYS, first_keys)
-    put1(table, nt.ENDS, ends)
-    put1(table, nt.NUM_KEYS, num_keys)
-    put2(table, nt.NODE_POSITIONS, node_positions)
-    put1(table, nt.LIMITS, limits)
-    put1(table, nt.POSITIONS, positions)
-    put2(table, nt.TARGET_STATES, target_states)
-    put2(table, nt.STATES, read)
-    put2(table, nt.LEAVING, leaving)
-    put2(table, nt.LOGITS, logits)
-    for field in (nt.HIDDEN, nt.NORMED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED, nt.ENTERING, nt.OWN_KERNELS):
+    put1(table, pass_table.TOKENS, tokens)
+    put1(table, pass_table.SLOTS, slots)
+    put1(table, pass_table.WANTED, wanted)
+    put2(table, pass_table.PARTS, parts)
+    put2(table, pass_table.WORDS, words)
+    put2(table, pass_table.PAGES, pages)
+    put1(table, pass_table.FIRST_KEYS, first_keys)
+    put1(table, pass_table.ENDS, ends)
+    put1(table, pass_table.NUM_KEYS, num_keys)
+    put2(table, pass_table.NODE_POSITIONS, node_positions)
+    put1(table, pass_table.LIMITS, limits)
+    put1(table, pass_table.POSITIONS, positions)
+    put2(table, pass_table.TARGET_STATES, target_states)
+    put2(table, pass_table.STATES, read)
+    put2(table, pass_table.LEAVING, leaving)
+    put2(table, pass_table.LOGITS, logits)
+    for field in pass_table.FIELDS_OF_TOKENS:
         table[field, 1] = len(tokens)
-    table[nt.NORMED_ALL, 1] = table[nt.JOINED, 1] = table[nt.ROTATION, 2] = len(slots)
-    table[nt.CHOSEN, 1] = len(wanted)
-    array2(table, nt.COUNTERS, np.int64)[:] = 0
-    cores = array1(table, nt.SIZES, np.int64)[1]
+    table[pass_table.NORMED_ALL, 1] = len(slots)
+    table[pass_table.JOINED, 1] = len(slots)
+    table[pass_table.ROTATION, 2] = len(slots)
+    table[pass_table.CHOSEN, 1] = len(wanted)
+    array2(table, pass_table.COUNTERS, np.int64)[:] = 0
+    cores = array1(table, pass_table.SIZES, np.int64)[1]
     share(shared, function, np.int64(table.ctypes.data), cores - 1)

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numba import carray
 
-from engine.cpu.compiled import pass_table as nt
+from engine.cpu.compiled import pass_table
 from engine.cpu.compiled.block_products import product
 from engine.cpu.compiled.layer_loops import gate
 from engine.cpu.compiled.pass_table import array1, array2, array3, arrays_of_piece, table_at
@@ -24,8 +24,10 @@ _PARTS = 2
 
 @compiled_for_cpu(inline="always")
 def _num_parts_of_blocks(table, num_blocks):
-    cores = array1(table, nt.SIZES, np.int64)[1]
-    return min(num_blocks, 1 if cores == 1 else _PARTS * cores)
+    cores = array1(table, pass_table.SIZES, np.int64)[1]
+    if cores == 1:
+        return min(num_blocks, 1)
+    return min(num_blocks, _PARTS * cores)
 
 
 @compiled_for_cpu()
@@ -35,29 +37,33 @@ def multiply(address, phase, layer, field, source, target):
     For the product of gate and up, each part also writes `gate` of its columns to `GATED`.
     """
     table = table_at(address)
-    counters, pieces = array2(table, nt.COUNTERS, np.int64), array3(table, field, np.int64)[layer]
-    together = 2 if field == nt.GATE_UP else 1  # a block of gate, and the same of up
+    pieces = array3(table, field, np.int64)[layer]
+    together = 2 if field == pass_table.GATE_UP else 1  # a block of gate, and the same of up
     num_blocks = table[field + 1, 2] // (BLOCK * together)
     num_parts = _num_parts_of_blocks(table, num_blocks)
-    for part in claimed(counters, phase, num_parts):
-        first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, num_parts):
+        first = part * num_blocks // num_parts
+        last = (part + 1) * num_blocks // num_parts
         for number in range(len(pieces)):
-            if pieces[number, nt.NUM_BLOCKS] == 0:  # other layers have more
+            piece = pieces[number]
+            if piece[pass_table.NUM_BLOCKS] == 0:  # other layers have more pieces
                 continue
-            place = np.int64(pieces[number].ctypes.data)
-            call(pieces[number, nt.FUNCTION], address, place, together * first, together * last, source, target)
-        if field == nt.GATE_UP:
-            gate(array2(table, target, np.float32), array2(table, nt.GATED, np.float32), first, last)
+            place = np.int64(piece.ctypes.data)
+            call(piece[pass_table.FUNCTION], address, place, together * first, together * last, source, target)
+        if field == pass_table.GATE_UP:
+            gate(array2(table, target, np.float32), array2(table, pass_table.GATED, np.float32), first, last)
 
 
 @compiled_for_cpu()
 def _multiply_piece(address, place, first, last, source, target, word_type, scale_type):
-    """Write what a piece of a product has of blocks `first` to `last` of the result; place: address of the piece."""
-    table, piece = table_at(address), carray(pointer_to(place), (nt.PIECE,), np.int64)
-    rows, result = array2(table, source, np.float32), array2(table, target, np.float32)
+    """Write those of the result's blocks `first` to `last` that a piece has; place: address of the piece."""
+    table = table_at(address)
+    piece = carray(pointer_to(place), (pass_table.PIECE,), np.int64)
+    rows = array2(table, source, np.float32)
+    result = array2(table, target, np.float32)
     weights, scales = arrays_of_piece(piece, word_type, scale_type)
-    bias = carray(pointer_to(piece[nt.BIAS_AT]), (result.shape[1],), np.float32)
-    start, step = piece[nt.FIRST], piece[nt.STEP]
+    bias = carray(pointer_to(piece[pass_table.BIAS_AT]), (result.shape[1],), np.float32)
+    start, step = piece[pass_table.FIRST], piece[pass_table.STEP]
     begin = max(0, (first - start + step - 1) // step)
     end = min(len(weights), (last - start + step - 1) // step)
     if begin >= end:

@@ -1,8 +1,8 @@
 """Rows of the vocabulary in Numba, on a CPU: distributions, their filters, and draws from a distribution or from the
 surplus of one over another.
 
-Torch writes a row for every step of its operations, which takes some microseconds each. Here a distribution takes two
-readings of its logits; a draw reads the sums of tiles, and then the tile that contains it. The plain operations are the
+Torch writes a row for each of its operations, which takes microseconds. Here a distribution reads its logits
+twice. A draw reads the sums of tiles, and then the tile that contains the token. The plain operations are the
 oracle.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from engine.cpu.compiled.floats import EXACT, FAST, exponential, from_order, order
 from engine.cpu.compiler import compiled_for_cpu
@@ -25,8 +26,8 @@ TILE = 1024
 _SMALL_TILE = 64
 """Tokens whose largest logit decides whether top-k looks at them."""
 _DIGIT = 10
-"""Bits of an order that `edge_of` decides in a pass. The first of its three passes decides one more: 31 bits are all of
-a probability, and of a logit that is not positive.
+"""Bits of an order that `edge_of` decides in a pass. The first of its three passes decides one bit more: 31 bits
+are all bits of a probability, and of a logit that is not positive.
 """
 _LEAST_ORDER = 0x7F800001
 """Distance of the order of minus infinity from 0."""
@@ -48,15 +49,15 @@ def distribution_of(logits, temperature, distribution):
     most = from_order(largest)
     total = 0.0
     for start in range(0, width, TILE):
-        of_tile = np.float32(0)
+        tile_total = np.float32(0)
         for column in range(start, min(start + TILE, width)):
             # The largest is subtracted first: at tiny temperatures the quotients alone would overflow.
             log = (logits[column] - most) / temperature
             share = exponential(log)
             share = np.float32(0) if log < _LEAST_LOG else share
             distribution[column] = share
-            of_tile += share
-        total += np.float64(of_tile)
+            tile_total += share
+        total += np.float64(tile_total)
     scale = np.float32(1 / total)
     for column in range(width):
         distribution[column] *= scale
@@ -66,7 +67,8 @@ def distribution_of(logits, temperature, distribution):
 @compiled_for_cpu(**EXACT)
 def likeliest(logits):
     """Return (the first of the most likely tokens, its logit, or NaN if any logit is NaN)."""
-    largest, has_nan = np.int32(-0x80000000), False
+    largest = np.int32(-0x80000000)
+    has_nan = False
     for column in range(len(logits)):
         largest = max(largest, order(logits[column]))
         has_nan |= logits[column] != logits[column]
@@ -80,11 +82,11 @@ def likeliest(logits):
 
 @compiled_for_cpu(**EXACT)
 def edge_of(values, weights, needed, first_order):
-    """Return the largest value for which it and all larger values have at least the weight `needed`; the smallest value
-    if all have less.
+    """Return the largest value such that all values from it on have at least the weight `needed`.
 
-    It is found some bits at a time, from the weight of each group with equal leading bits. first_order: added to the
-    values' orders, so that none is negative.
+    It is the smallest value if all have less. Bits of it are computed some at a time, from the weight of
+    each group of values with equal leading bits. first_order: added to the values' orders, so that none
+    is negative.
     """
     sums = np.empty(2 << _DIGIT)
     edge, reached = np.int64(0), 0.0
@@ -110,11 +112,13 @@ def keep_nucleus(distribution, top_p):
     """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and normalise it."""
     # Tokens below share less than half of what may be left out; rounding of the others stays within the other half.
     least = np.float32(0.5 * (1 - top_p) / len(distribution)) if top_p < _MOST_ROUGH else np.float32(0)
-    likely, count = np.empty(len(distribution) + 1, np.float32), 0
+    likely = np.empty(len(distribution) + 1, np.float32)
+    count = 0
     for column in range(len(distribution)):
         likely[count] = distribution[column]
         count += distribution[column] >= least
-    lowest, total = edge_of(likely[:count], likely[:count], top_p, 0), 0.0
+    lowest = edge_of(likely[:count], likely[:count], top_p, 0)
+    total = 0.0
     for column in range(len(distribution)):
         distribution[column] = distribution[column] if distribution[column] >= lowest else np.float32(0)
         total += np.float64(distribution[column])
@@ -139,7 +143,7 @@ def _largest_of_tiles(logits, peaks):
 
 @compiled_for_cpu(**EXACT)
 def _likely_distribution(logits, temperature, least_log, top_k, top_p, distribution):
-    """Compute the distribution of one row with min-p or top-k, without a look at most tokens if top-k is small.
+    """Compute the distribution of a row with min-p or top-k; skip most tokens if top-k is small.
 
     Logits over temperature, with maximum 0, decide what is kept, as in the plain operations.
     """
@@ -154,7 +158,9 @@ def _likely_distribution(logits, temperature, least_log, top_k, top_p, distribut
     if top_k <= len(peaks):
         # The largest logits of top_k tiles reach this edge, so at least top_k tokens do: the final edge is not lower.
         edge = max(edge, edge_of(peaks, np.ones(len(peaks)), top_k, _LEAST_ORDER))
-    likely, places, count = np.empty(len(logits) + 1, np.float32), np.empty(len(logits) + 1, np.int64), 0
+    likely = np.empty(len(logits) + 1, np.float32)
+    places = np.empty(len(logits) + 1, np.int64)
+    count = 0
     for tile in range(len(peaks)):
         if peaks[tile] >= edge:
             for column in range(tile * _SMALL_TILE, min((tile + 1) * _SMALL_TILE, len(logits))):
@@ -165,11 +171,12 @@ def _likely_distribution(logits, temperature, least_log, top_k, top_p, distribut
     kept, total = 0, 0.0
     for number in range(count):
         scaled = likely[number]
-        if scaled >= edge:
-            share = exponential(scaled) if scaled >= _LEAST_LOG else np.float32(0)
-            likely[kept], places[kept] = share, places[number]
-            kept += 1
-            total += np.float64(share)
+        if scaled < edge:
+            continue
+        share = exponential(scaled) if scaled >= _LEAST_LOG else np.float32(0)
+        likely[kept], places[kept] = share, places[number]
+        kept += 1
+        total += np.float64(share)
     scale = np.float32(1 / total)
     for number in range(kept):
         likely[number] *= scale
@@ -198,6 +205,7 @@ def filtered_distribution(logits, temperature, least_log, top_k, top_p, distribu
 
 @compiled_for_cpu(**EXACT)
 def distributions(logits, temperatures, least_logs, top_ks, top_ps, distributions):
+    """Compute the distributions of all rows after their filters."""
     for row in range(len(logits)):
         filtered_distribution(
             logits[row], temperatures[row], least_logs[row], top_ks[row], top_ps[row], distributions[row]
@@ -205,29 +213,29 @@ def distributions(logits, temperatures, least_logs, top_ks, top_ps, distribution
 
 
 @compiled_for_cpu(**FAST)
-def mass_of(target, draft, weight, of_surplus, column):
+def mass_of(target, draft, weight, uses_surplus, column):
     """Return the target's probability of a token, or its surplus (weight * target - draft)+."""
     mass = target[column]
-    if of_surplus:
+    if uses_surplus:
         mass = weight * mass - draft[column]
         mass = np.float32(0) if mass < np.float32(0) else mass
     return mass
 
 
 @compiled_for_cpu(**FAST)
-def sum_of(target, draft, weight, of_surplus, start, stop):
+def sum_of(target, draft, weight, uses_surplus, start, stop):
     """Return the sum of the masses of these tokens, in float64."""
     total = 0.0
     for column in range(start, stop):
-        total += np.float64(mass_of(target, draft, weight, of_surplus, column))
+        total += np.float64(mass_of(target, draft, weight, uses_surplus, column))
     return total
 
 
 @compiled_for_cpu(**FAST)
-def draw_from(target, draft, weight, of_surplus, uniform):
-    """Draw a token from the surplus, if `of_surplus` and there is any, else from the target's distribution.
+def draw_from(target, draft, weight, uses_surplus, uniform):
+    """Draw a token from the surplus, if `uses_surplus` and there is any, else from the target's distribution.
 
-    It is the first whose cumulative mass exceeds `uniform` times the sum, as in `draw.categorical`.
+    The first token whose cumulative mass exceeds `uniform` times the sum is drawn, as in `draw.categorical`.
     """
     width = len(target)
     num_tiles = (width + TILE - 1) // TILE
@@ -236,11 +244,11 @@ def draw_from(target, draft, weight, of_surplus, uniform):
         total = 0.0
         for tile in range(num_tiles):
             start = tile * TILE
-            sums[tile] = sum_of(target, draft, weight, of_surplus, start, min(start + TILE, width))
+            sums[tile] = sum_of(target, draft, weight, uses_surplus, start, min(start + TILE, width))
             total += sums[tile]
-        if total > 0 or not of_surplus:
+        if total > 0 or not uses_surplus:
             break
-        of_surplus = False
+        uses_surplus = False
     bound = uniform * total
     before, chosen, so_far = 0.0, 0, 0.0
     for tile in range(num_tiles):
@@ -252,7 +260,7 @@ def draw_from(target, draft, weight, of_surplus, uniform):
                 break
     token = chosen * TILE
     for column in range(token, min(token + TILE, width)):
-        mass = np.float64(mass_of(target, draft, weight, of_surplus, column))
+        mass = np.float64(mass_of(target, draft, weight, uses_surplus, column))
         if mass > 0:
             token = column
             before += mass
@@ -263,16 +271,25 @@ def draw_from(target, draft, weight, of_surplus, uniform):
 
 @compiled_for_cpu(**EXACT)
 def draw(distribution, rows, uniforms, tokens):
+    """Draw a token from each of these rows."""
     for number in range(len(rows)):
         row = distribution[rows[number]]
         tokens[number] = draw_from(row, row, np.float32(1), False, uniforms[number])
 
 
 def arrays_of(filters: Filters, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
-    """Return ([N] logarithms of min_p, top_k, top_p), with values that keep all tokens where a row has no filter."""
+    """Return ([N] logarithms of min_p, top_k, top_p); a missing filter has the value that keeps all tokens."""
     min_p_N, top_k_N, top_p_N = filters[:3]
+    least_log_N = None if min_p_N is None else min_p_N.log()
     return (
-        np.full(num_rows, -np.inf, np.float32) if min_p_N is None else min_p_N.log().numpy(),
-        np.zeros(num_rows, np.int64) if top_k_N is None else top_k_N.contiguous().numpy(),
-        np.ones(num_rows, np.float32) if top_p_N is None else top_p_N.contiguous().numpy(),
+        _array_of(least_log_N, num_rows, -np.inf, np.float32),
+        _array_of(top_k_N, num_rows, 0, np.int64),
+        _array_of(top_p_N, num_rows, 1, np.float32),
     )
+
+
+def _array_of(value_N: Tensor | None, num_rows: int, default: float, dtype: Any) -> npt.NDArray[Any]:
+    if value_N is None:
+        return np.full(num_rows, default, dtype)
+    array: npt.NDArray[Any] = value_N.contiguous().numpy()
+    return array

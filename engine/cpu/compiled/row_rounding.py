@@ -29,10 +29,12 @@ _ROUND = f"llvm.lrint.v{LANES}i32.v{LANES}f32"
 
 @intrinsic
 def _round_group(_context, weights, scales, numbers, target, factor, starts):
-    """Round `GROUP` float32 numbers at an address for weights of a type; all but `weights` and `scales`, which are not
-    read, are addresses.
+    """Round `GROUP` float32 numbers for weights of a type.
+
+    weights, scales: arrays of the weight, which are not read. All other arguments are addresses.
     """
-    words, kind = weights.dtype, scales.dtype
+    words = weights.dtype
+    kind = scales.dtype
 
     def build(context, builder, _signature, operands):
         _, _, numbers, target, factor, starts = operands
@@ -74,8 +76,10 @@ def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, facto
 
 
 def _write_starts(emitter: Emitter, rounded: Sequence[Any], starts: Any, offset: int, num_parts: int) -> None:
-    """Write where the sums of each part of a group start: at minus the offset of stored weights, times the sum of the
-    bytes. Write that sum itself if weights have minima, and so no offset.
+    """Write the number at which the sums of each part of a group start.
+
+    It is minus the offset of stored weights, times the sum of the bytes; without an offset (if weights
+    have minima), it is the sum of the bytes itself.
     """
     size = len(rounded) // num_parts
     for part in range(num_parts):
@@ -97,24 +101,28 @@ def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
 @compiled_for_cpu(error_model="numpy")
 def round_rows(rows, weights, scales, rounded, factors, starts):
     """Round rows [T, K] group by group; a last part of a group is filled up with zeros."""
-    num_groups, size = rounded.shape[1], rounded.shape[2]
+    _, num_groups, size = rounded.shape
     num_whole, rest = rows.shape[1] // GROUP, rows.shape[1] % GROUP
     bytes_of_starts = starts.shape[2] * 4
     tail = np.zeros(GROUP, np.float32)
     for row in range(len(rows)):
         tail[:rest] = rows[row, num_whole * GROUP :]
-        source, target = np.int64(rows[row].ctypes.data), np.int64(rounded[row].ctypes.data)
-        to_factors, to_starts = np.int64(factors[row].ctypes.data), np.int64(starts[row].ctypes.data)
+        source = np.int64(rows[row].ctypes.data)
+        target = np.int64(rounded[row].ctypes.data)
+        to_factors = np.int64(factors[row].ctypes.data)
+        to_starts = np.int64(starts[row].ctypes.data)
         for group in range(num_groups):
             numbers = source + group * GROUP * 4 if group < num_whole else np.int64(tail.ctypes.data)
-            places = target + group * size, to_factors + group * 4, to_starts + group * bytes_of_starts
-            _round_group(weights, scales, numbers, places[0], places[1], places[2])
+            to_factor = to_factors + group * 4
+            to_start = to_starts + group * bytes_of_starts
+            _round_group(weights, scales, numbers, target + group * size, to_factor, to_start)
 
 
 @compiled_for_cpu(**FAST)
 def _error(group, scale):
     """Return the squared error of a group's numbers in 4 bits with a scale."""
-    share, total = np.float32(1) / scale, np.float32(0)
+    share = np.float32(1) / scale
+    total = np.float32(0)
     for place in range(GROUP):
         number = np.float32(np.rint(group[place] * share))
         difference = min(max(number, np.float32(-8)), np.float32(7)) * scale - group[place]
@@ -124,24 +132,28 @@ def _error(group, scale):
 
 @compiled_for_cpu(error_model="numpy", nogil=True)
 def best_scales(groups):
-    """Return [N] scales of groups [N, `GROUP`] whose numbers in 4 bits have the least squared error among some.
+    """Return [N] scales of groups [N, `GROUP`] with the least squared error of the numbers in 4 bits.
 
-    The largest number of a group becomes one from -8.4 to -7.5, or from 5.8 to 7.2, before it is cut off at -8 or 7.
+    Twenty scales are tried. With them the largest number of a group becomes a number from -8.4 to -7.5, or
+    from 5.8 to 7.2, before it is cut off at -8 or 7.
     """
-    found = np.zeros(len(groups), np.float32)
+    scales = np.zeros(len(groups), np.float32)
     for number in range(len(groups)):
-        group, most, total = groups[number], np.float32(0), np.float32(0)
+        group = groups[number]
+        most, total = np.float32(0), np.float32(0)
         for place in range(GROUP):
-            most = group[place] if abs(group[place]) > abs(most) else most
+            if abs(group[place]) > abs(most):
+                most = group[place]
             total += group[place] * np.float32(0)
         if abs(most) < _LEAST and total == 0:
             continue
         # NaN if a number is not finite: the weights must not become zeros silently.
-        found[number] = most / np.float32(-8) + total
+        scales[number] = most / np.float32(-8) + total
         least = np.float32(np.inf)
         for step in range(20):
             divisor = np.float32(-8.4 + 0.1 * step if step < 10 else 5.8 + 0.15 * (step - 10))
             error = _error(group, most / divisor)
             if error < least:
-                least, found[number] = error, most / divisor + total
-    return found
+                least = error
+                scales[number] = most / divisor + total
+    return scales

@@ -43,8 +43,10 @@ class ScaleLoads:
 
     def __init__(self, emitter: Emitter, kind: Any) -> None:
         """kind: Numba's type of the scales."""
-        self._emitter, self._kind = emitter, kind
-        self.num_parts, self.has_minima = num_parts_of(kind), kind in MINIMA
+        self._emitter = emitter
+        self._kind = kind
+        self.num_parts = num_parts_of(kind)
+        self.has_minima = kind in MINIMA
 
     def load(self, address: Any, group: Any, part: int, vector: int) -> Scaling:
         """Return the scaling of a block's columns in a vector; address: of the block's scales."""

@@ -1,8 +1,8 @@
 """Share the work of one call among cores, in Numba.
 
-The caller and some helper threads run the same function over the same table of arrays. It runs in phases, and the parts
-of a phase are claimed one by one. No thread waits for a helper to begin: if it is late, or its core is busy, other
-threads complete its parts. A phase ends when all its parts are done.
+The caller and helper threads run the same function over the same table of arrays. It runs in phases, and
+threads claim the parts of a phase one by one. No thread waits for a helper to begin: if a helper is late, or
+its core is busy, other threads do the parts. A phase ends when all its parts are done.
 
 Between two calls a helper polls for work, and yields its core to other threads that want it; after a while it sleeps.
 """
@@ -27,19 +27,20 @@ from engine.cpu.compiler import compiled_for_cpu
 CAN_SHARE = sys.platform == "linux"
 """Whether this system has the semaphores that helpers sleep on."""
 ROW = 16
-"""Counters of a phase: two of them, a cache line apart."""
-_NEXT, _DONE = 0, 8
+"""Words of a phase's counters: two counters, a cache line apart."""
+_NEXT = 0
+_DONE = 8
 _MOST_HELPERS = 255
 _GATE, _CALL, _BUSY, _FUNCTION, _TABLE, _WANTED, _HELPERS = range(0, 7 * 8, 8)
-"""Places in the words that caller and helpers share, each with a cache line. They are followed by one for every
-helper: whether it sleeps, and its semaphore.
+"""Places in the words that caller and helpers share, each with a cache line. The lines of helpers follow:
+whether the helper sleeps, and its semaphore.
 """
 _OPEN = 1 << 32
 """Bit in the gate, above the number of helpers inside."""
 _LOOKS = 2000
-"""Polls, with a pause after each, before a waiting core yields: some tens of microseconds."""
+"""Polls, with a pause after each, before a waiting core yields: tens of microseconds."""
 _OFFERS = 5000
-"""Yields before a helper sleeps: some milliseconds on an idle core, so that it is awake for the next step."""
+"""Yields before a helper sleeps: milliseconds on an idle core, so that it is awake for the next step."""
 
 _LONG = ir.IntType(64)
 _give_way = types.ExternalFunction("sched_yield", types.int32())
@@ -121,18 +122,21 @@ def c_function(function):
 
 @njit  # not from Numba's cache: a generator that it loads cannot be used in code that it compiles
 def claimed(counters, phase, num_parts):
-    """Yield the parts of a phase that are claimed here, one by one; end when all parts are done, here and elsewhere.
+    """Yield the parts of a phase that this thread claims; return when all threads have done their parts.
 
-    counters: [phases, `ROW`] int64, all 0 before the first phase.
+    counters: address of [phases, `ROW`] int64, all 0 before the first phase.
     """
-    of_phase = np.int64(counters.ctypes.data) + phase * ROW * 8
-    count, part = 0, _add(of_phase + _NEXT * 8, 1)
+    next_part = counters + (phase * ROW + _NEXT) * 8
+    num_done = counters + (phase * ROW + _DONE) * 8
+    count = 0
+    part = _add(next_part, 1)
     while part < num_parts:
         yield part
-        count, part = count + 1, _add(of_phase + _NEXT * 8, 1)
-    _add(of_phase + _DONE * 8, count)
+        count += 1
+        part = _add(next_part, 1)
+    _add(num_done, count)
     looks = 0
-    while _look(of_phase + _DONE * 8) < num_parts:
+    while _look(num_done) < num_parts:
         looks = _wait(looks)
 
 
@@ -150,7 +154,8 @@ def _wait(looks):
 def _help(shared, number):
     """Take part in every call, until the process ends."""
     words = np.int64(shared.ctypes.data)
-    gate, asleep = words + _GATE * 8, words + (_HELPERS + 8 * number) * 8
+    gate = words + _GATE * 8
+    asleep = words + (_HELPERS + 8 * number) * 8
     last = 0
     while True:
         looks = 0
@@ -161,7 +166,8 @@ def _help(shared, number):
                 if _look(words + _CALL * 8) == last:
                     _sleep(asleep + 8)
                 _swap(asleep, 0)
-                last = last if _look(words + _WANTED * 8) > number else _look(words + _CALL * 8)
+                if _look(words + _WANTED * 8) <= number:
+                    last = _look(words + _CALL * 8)
                 looks = 0
         last = _look(words + _CALL * 8)
         if _add(gate, 1) >= _OPEN:
@@ -171,9 +177,7 @@ def _help(shared, number):
 
 @compiled_for_cpu()
 def together(shared, function, table, num_helpers):
-    """Call the function at an address with the address of a table, here and in helpers; return when all have left
-    it.
-    """
+    """Call the function at an address with a table's address, here and in helpers; return when all returned."""
     words = np.int64(shared.ctypes.data)
     if num_helpers <= 0 or _swap(words + _BUSY * 8, 1) == 1:  # another thread uses the helpers
         call(function, table, 0, 0, 0, 0, 0)
@@ -204,12 +208,13 @@ class Team:
         self._num_helpers = 0
 
     def grow(self, num_helpers: int) -> int:
-        """Start helpers until there are this many, if the system supports them; return how many a call may use."""
+        """Start helpers up to this number, if the system supports them; return the number that a call may use."""
         num_helpers = min(num_helpers, _MOST_HELPERS) if CAN_SHARE else 0
         for number in range(self._num_helpers, num_helpers):
             _prepare_helper(self.shared, number)
-            # They run compiled code, without the interpreter's lock, until the process ends.
-            threading.Thread(target=_help, args=(self.shared, number), name=f"helper {number}", daemon=True).start()
+            # Helpers run compiled code, without the interpreter's lock, until the process ends.
+            helper = threading.Thread(target=_help, args=(self.shared, number), name=f"helper {number}", daemon=True)
+            helper.start()
             self._num_helpers += 1
         return num_helpers
 

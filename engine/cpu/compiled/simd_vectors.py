@@ -32,8 +32,13 @@ GROUP = 32
 LINE = 64
 """Bytes of a cache line; weights are aligned to it."""
 
-FLOAT, LONG, INT, SHORT, BYTE = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
-VECTOR, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+FLOAT = ir.FloatType()
+LONG = ir.IntType(64)
+INT = ir.IntType(32)
+SHORT = ir.IntType(16)
+BYTE = ir.IntType(8)
+VECTOR = ir.VectorType(FLOAT, LANES)
+INTS = ir.VectorType(INT, LANES)
 
 Sums = list[list[Any]]
 """Vectors of sums, of each row and each vector of its columns."""
@@ -110,7 +115,8 @@ class Emitter:
     def repeat(self, start: Any, stop: Any, width: int, sums: Sums, body: Callable[[Any, Sums], Sums]) -> Sums:
         """Return the sums after `body(step, sums)` for steps from `start` to `stop`; there is at least one."""
         builder = self.builder
-        before, loop = builder.block, builder.append_basic_block("loop")
+        before = builder.block
+        loop = builder.append_basic_block("loop")
         done = builder.append_basic_block("done")
         builder.branch(loop)
         builder.position_at_end(loop)

@@ -1,4 +1,4 @@
-"""Words and scales of weights that are multiplied by dot products (`dot_products.py`), and what they stand for.
+"""Words and scales of weights that are multiplied by dot products (`dot_products.py`), and their values.
 
 Weights in blocks [N / B, words, B], by the numpy type of their words:
 - int8: bytes [K / 4, B, 4], stored plus 128;
@@ -91,7 +91,7 @@ def _num_parts(scales):
 
 
 def value_of(weights, scales, block, number, column):
-    """Return what number `number` of K of a column stands for."""
+    """Return the value of number `number` of K of a column."""
     raise NotImplementedError
 
 
@@ -117,7 +117,7 @@ def _value_of(weights, scales, block, number, column):
 
 
 def _scaled(stored, scales, block, number, column):
-    """Return what a stored number of K stands for."""
+    """Return the value of a stored number of K."""
     raise NotImplementedError
 
 
@@ -132,8 +132,8 @@ def _scaled_by_type(stored, scales, block, number, column):
     if scales.dtype == types.uint16:
 
         def scaled(stored, scales, block, number, column):
-            of_group = scales[block, number // GROUP]
-            return stored * number_of_half(of_group[column]) + number_of_half(of_group[BLOCK + column])
+            group = scales[block, number // GROUP]
+            return stored * number_of_half(group[column]) + number_of_half(group[BLOCK + column])
 
         return scaled
     return _scaled_by_records(scales.dtype == types.uint8)
@@ -151,8 +151,8 @@ def _scaled_by_records(has_minima):
         place = number % RECORD // GROUP * BLOCK + column
         factor = number_of_half(np.int64(record[2 * column]) | np.int64(record[2 * column + 1]) << 8)
         second = 2 * BLOCK + 2 * column
-        of_minimum = number_of_half(np.int64(record[second]) | np.int64(record[second + 1]) << 8)
+        minimum_factor = number_of_half(np.int64(record[second]) | np.int64(record[second + 1]) << 8)
         scale = factor * np.float32(record[4 * BLOCK + place])
-        return stored * scale + of_minimum * np.float32(record[12 * BLOCK + place])
+        return stored * scale + minimum_factor * np.float32(record[12 * BLOCK + place])
 
     return scaled_with_minima if has_minima else scaled
