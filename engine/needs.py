@@ -10,7 +10,7 @@ from engine.fanout import Fanout
 from engine.request import Sampling, Speculation
 
 TEXT = 1
-"""The distribution depends on the row's text, or on earlier drafts."""
+"""The distribution depends on the row's text (penalties, masks, bias)."""
 SHIFTS = 2
 """Pending target shifts change the distribution."""
 ALONE = 4

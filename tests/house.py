@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from tests.entered_files import step_files
 from tests.prose import room_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,87 +280,6 @@ def server_imports() -> list[tuple[str, str]]:
         for importer in sorted(graph.modules)
         for imported in sorted(graph.find_modules_directly_imported_by(importer))
     ]
-
-
-class StepFiles(NamedTuple):
-    """Files of the engine that a step enters."""
-
-    step: list[str]
-    """Files of the whole step."""
-    launched: list[str]
-    """Files that the `EagerStep` enters: drafting, the target's pass and verification."""
-
-
-def step_files() -> StepFiles:
-    """Return the files that a default step enters, with the torch operations.
-
-    The step decodes two requests with the default speculation, whose shape the engine chooses.
-    """
-    # Modules move: all names of the engine that the measurement needs stand here.
-    from engine.config import SpeculationConfig
-    from engine.control.controller import Controller
-    from engine.control.step_time import StepTimes
-    from engine.kernels.torch_kernels import TORCH
-    from engine.scheduling.request_checks import default_speculation
-    from engine.start import building
-    from tests.engine import tiny
-    from tests.scheduling.machine import Machine
-    from tests.wrong import instead
-
-    target = tiny.llama(seed=1)
-    draft = tiny.perturbed(target, seed=2, amount=0.02)
-    with tiny.without_cpu_decoder(), instead(building, "choose", lambda *_: TORCH):
-        engine = tiny.build(target, draft, num_drafts=2, draft_length=3)
-    defaults = SpeculationConfig(adaptive=True)
-    engine.scheduler.times = StepTimes(Machine().points())
-    engine.scheduler.controller = Controller(engine.scheduler.times, defaults.max_draft_length)
-    speculation = default_speculation(defaults, engine.facts)
-    for name, prompt in zip("ab", tiny.prompts(101, [9, 12]), strict=True):
-        engine.submit(tiny.request(name, prompt, speculation, max_tokens=60, temperature=0.8))
-    for _ in range(4):
-        engine.run_step()
-    # The controller explores: the files depend on its choice, so the first step that drafts counts.
-    for _ in range(8):
-        step, launched = Entered(), Entered()
-        with ExitStack() as stack:
-            for name in ("draw", "forward", "verify"):
-                stack.enter_context(instead(engine.eager, name, launched.during))
-            result = step.during(engine.run_step)
-        if sum(outcome.num_nodes for outcome in result.outcomes):
-            return StepFiles(sorted(step.files | launched.files), sorted(launched.files))
-    raise AssertionError("no step has drafted")
-
-
-class Entered:
-    """Context in which the files of all functions that are called are noted."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._before: Any = None
-
-    def __enter__(self) -> Entered:
-        self._before = sys.getprofile()
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        sys.setprofile(self._before)
-
-    def _note(self, frame: Any, event: str, _argument: object) -> None:
-        if event == "call":
-            self._names.add(frame.f_code.co_filename)
-
-    @property
-    def files(self) -> set[str]:
-        """Return the files of the engine, below the root of the project."""
-        prefix = f"{ROOT}/"
-        names = {name.removeprefix(prefix) for name in self._names if name.startswith(prefix)}
-        return {name for name in names if name.startswith("engine/")}
-
-    def during(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Call a function, and note the files during the call."""
-        with self:
-            return function(*operands)
 
 
 class Measure(NamedTuple):

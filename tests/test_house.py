@@ -10,7 +10,6 @@ import pytest
 
 from tests.house import (
     ROOT,
-    Entered,
     arrows_up,
     compiles_with,
     count_module,
@@ -134,15 +133,6 @@ def test_order_of_rooms_is_the_contracts() -> None:
     assert server_order(engine + server) == (("app", "cli"), ("text",))
     with pytest.raises(ValueError, match="no contract"):
         server_order(engine)
-
-
-def test_files_of_calls_are_noted() -> None:
-    from engine.fanout import num_chains
-
-    entered = Entered()
-    assert entered.during(num_chains, (2, 1)) == 2
-    num_chains((2, 1))
-    assert entered.files == {"engine/fanout.py"}
 
 
 def test_long_modules_are_named() -> None:

@@ -212,7 +212,7 @@ def draw(target_NV: Tensor, row_C: Tensor, uniform_C: Tensor, less: Subtracted |
     target_NV, draft_MV: distributions, contiguous.
     """
     row_C = row_C.contiguous()
-    # Without draft rows the others are not read.
+    # Without draft rows the other arrays are not read.
     draft_MV, *others = (target_NV, row_C, row_C, row_C) if less is None else less
     assert target_NV.is_contiguous(), "a distribution's rows must be contiguous"
     assert draft_MV.is_contiguous(), "a distribution's rows must be contiguous"

@@ -353,7 +353,7 @@ def test_cores_are_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(num_rows: int) -> None:
         clock[0] += seconds[decoder.cores[0]][num_rows]
 
-    monkeypatch.setattr(decoder.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     with instead(TEAM, "grow", lambda _, most: most):
         decoder.tune(run, 3)
     assert decoder.cores == (1, 2)

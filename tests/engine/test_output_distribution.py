@@ -24,9 +24,11 @@ from engine.drafting.drafter import DrafterKind
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 from engine.kernels.torch_block import blocks, stop_chains, winners
 from engine.kernels.torch_kernels import TORCH
+from engine.noise import uniform
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.sampling.distribution import DistributionParameters, distribution
 from engine.speculation.verification import RULES, Verify
+from engine.start.choosing import choose
 from engine.start.loading import LoadedModel
 from tests.engine import tiny
 from tests.grid import grid
@@ -309,12 +311,14 @@ def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel,
 
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
-    from engine.drafting import numbers
 
-    def by_index(uniform, seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
-        return uniform(seed, position + depth, purpose, chain)
+    def by_index(
+        _right: Any, _kernels: Any, seed_C: Any, position_C: Any, purpose_P: Any, rank_C: Any, length: int
+    ) -> Any:
+        position_CL = position_C[:, None] + np.arange(length)
+        return uniform(seed_C[:, None], position_CL, purpose_P[:, None, None], rank_C[:, None])
 
-    with instead(numbers, "uniform", by_index), instead(numbers, "usable", lambda *_, **__: False):
+    with instead(type(choose(tiny.DEVICE)), "uniform", by_index):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
