@@ -10,15 +10,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite
+import numba
 import numpy as np
+from llvmlite import binding
+from numba import njit
+from numba.core import caching, config
+
+from engine.cpu.compiled_files import CompiledFiles
 
 _CODE = Path(__file__).parents[1]
 
 
 def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
     """Return Numba's decorator; compiled code is cached for later starts if there is a writable folder."""
-    from numba import njit
-
     cache_folder()
 
     def decorate(function: Any) -> Any:
@@ -37,17 +42,11 @@ def cache_folder() -> Path | None:
     The folder's name depends on everything that compiled code depends on. By default Numba detects changes of a
     kernel's file, but not of the functions and constants compiled into it, of the compiler, or of the processor.
     """
-    import llvmlite
-    import numba
-    from llvmlite import binding
-    from numba.core import caching, config
-
-    from engine.cpu.compiled_files import CompiledFiles
-
     processor = config.CPU_NAME, config.CPU_FEATURES, binding.get_host_cpu_name(), binding.get_host_cpu_features()
     compiler = numba.__version__, llvmlite.__version__, sys.version, np.__version__
     digest = hashlib.sha256(repr((processor, compiler)).encode())
-    for file in sorted([*_CODE.glob("cpu/compiled/*.py"), _CODE / "cpu" / "compiled_files.py"]):
+    constants = _CODE / "noise.py"  # of the random numbers
+    for file in [*sorted(_CODE.glob("cpu/compiled/*.py")), _CODE / "cpu" / "compiled_files.py", constants]:
         digest.update(file.read_bytes())
     bases = [_CODE / "__pycache__", Path("~/.cache/polydraft").expanduser()]
     if config.CACHE_DIR:
