@@ -1,7 +1,7 @@
 """Files of the engine that a default step enters.
 
 A process of its own measures them, `python -m tests.entered_files compiled`: after some thousand tests
-Python 3.11 may loop for ever in a function that is entered while calls are noted.
+Python 3.11 may never leave a function that is entered while calls are noted.
 """
 
 from __future__ import annotations
