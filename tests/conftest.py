@@ -95,7 +95,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[Path(report.location[0]).parent.as_posix()] += report.duration
+                seconds[Path(report.nodeid.partition("::")[0]).parent.as_posix()] += report.duration
     terminalreporter.section(f"{seconds.total():.0f} seconds by room")
     for room, duration in seconds.most_common():
         terminalreporter.write_line(f"{duration:7.1f} s  {room}")
