@@ -2,9 +2,9 @@
 
 Same weights, same prompts, same number of tokens and of threads, no end token. A GGUF file is read
 by llama.cpp as it is, and dequantised by transformers. Arms take turns, in reversed order each
-time. Writes one JSON document; ratios are those of paired runs. Three kinds of prompts:
+time. Writes one JSON document; ratios compare paired runs. Three kinds of prompts:
 
-- random tokens (the default). At temperature 0 every arm's answers are first compared with those of `generate`.
+- random tokens (the default). At temperature 0 every arm's answers are first compared with answers of `generate`.
 - `--prompt-tokens` measures prompts of random tokens: the time to an answer's only token.
 - `--task-prompts FILE` has the prompts of several tasks, in the model's chat template. Times include the prompts. Text
   drafts are used, and the tokens that a pass emits are reported by task.

@@ -1,6 +1,6 @@
 """Files of the engine that a default step enters.
 
-A process of its own measures them, `python -m tests.entered_files compiled`: after some thousand tests
+A separate process measures them, `python -m tests.entered_files compiled`: after some thousand tests
 Python 3.11 may never leave a function that is entered while calls are noted.
 """
 

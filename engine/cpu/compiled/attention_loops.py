@@ -1,7 +1,7 @@
 """Attention of a few rows over the paged keys of their sequence, in Numba: tile by tile, with a running softmax.
 
 Keys of a sequence are numbered like its tokens (`attention/inputs.py`). The queries of a part are its rows by the query
-heads that share a K/V head. A tile of keys and values is laid out in blocks like those of a weight, so that scores and
+heads that share a K/V head. A tile of keys and values is laid out in blocks as a weight is, so that scores and
 results are products of all queries (`block_products.py`). The result of a row does not depend on the other rows.
 Float32 arithmetic; K/V of float32, or the 16 bits of bfloat16.
 """

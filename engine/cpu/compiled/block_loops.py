@@ -162,7 +162,7 @@ def _read_node(nodes, filters, node):
 
 @compiled_for_cpu(**EXACT)
 def _read_all(nodes, filters):
-    """Read the logits of all nodes but those of text drafts, which are read if the walk or a chain comes there."""
+    """Read the logits of all nodes but nodes of text drafts, which are read if the walk or a chain comes there."""
     for node in range(len(nodes.logits)):
         nodes.is_known[node] = False
         nodes.largest[node] = 0.0

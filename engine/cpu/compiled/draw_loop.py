@@ -144,7 +144,7 @@ def draw_levels(
     """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of `levels.Draws`.
 
     after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends of
-    each level's rows, sequences, parts and distributions among those of all passes; wanted: rows of the
+    each level's rows, sequences, parts and distributions in the arrays of all passes; wanted: rows of the
     first pass whose logits are wanted (later passes want the logits of all rows). parents: [N] the node
     above each distribution, in its level. entering_states: of the first pass (`CpuDecoder.states_of`);
     each pass reads the states that left the pass before.
