@@ -52,7 +52,7 @@ class Section:
 PARTS: dict[int, Sequence[Section]] = {
     1: (
         Section(
-            "engine", 300, "exactness, start, fall-backs, steps, the distribution of its output, speeds, a profile"
+            "engine", 420, "exactness, start, fall-backs, steps, the distribution of its output, speeds, a profile"
         ),
         Section("kernels", 110, "every kernel at the shapes of Qwen3-8B and Qwen3-0.6B: its error, its time"),
         Section("generate", 60, "tokens a second of transformers' generate on the same pair"),
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from analysis import gpu_results
 
     options = parser().parse_args(arguments)
-    setting = {name: value for name, value in vars(options).items() if name not in ("part", "output")}
+    setting = {name: value for name, value in vars(options).items() if name not in ("part", "section", "output")}
     if options.device == "cuda" and not gpu_results.has_cuda():
         print("gpu-check: this machine has no CUDA device (or its torch cannot use one)", file=sys.stderr)
         return 2
@@ -141,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "sections": {},
         }
         for section in PARTS[number]:
+            if options.section and section.name not in options.section:
+                continue
             print(f"== part {number}, {section.name}: {section.what}", flush=True)
             result = run_section(section, setting, options.output, log)
             seconds[section.name] = result["seconds"]
@@ -164,6 +166,8 @@ def parser() -> argparse.ArgumentParser:
 
     result = argparse.ArgumentParser(prog="python -m analysis.gpu_session", description=__doc__.split("\n\n")[0])
     result.add_argument("--part", type=int, action="append", choices=sorted(PARTS), help="may be repeated; default all")
+    names = [section.name for sections in PARTS.values() for section in sections]
+    result.add_argument("--section", action="append", choices=names, help="run this alone; may be repeated")
     result.add_argument("--output", type=Path, default=Path("docs/results/gpu"), help="folder of results and logs")
     gpu_results.add_setting(result)
     return result
