@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.cuda.attention_kernel import _attend, _merge, tile_keys_of, tile_queries_of
+from engine.cuda.attention_kernel import _attend, _divide, _merge, tile_keys_of, tile_queries_of
 from engine.cuda.block_kernels import _decide, _race, _walk
 from engine.cuda.layer_kernels import (
     _ROUNDED_TILE,
@@ -43,7 +43,7 @@ _ATTENTION = {
 }
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
-_INTEGERS = ("starts", "counts", "first_keys", "ends", "num_keys", "node_positions", "limits", "positions", "pages")
+_INTEGERS = ("shares", "node_positions", "limits", "positions", "pages")
 _ALIGNED = (
     *("query", "keys", "values", "output", "lse", "query_head_stride", "query_token_stride", "num_heads"),
     *_INTEGERS,
@@ -106,7 +106,7 @@ def compile_attention(
     served = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[dtype]
     tile_queries = tile_queries_of(num_queries, groups, served)
     tile = tile_keys_of(served, head_dim, tile_queries, more.get("has_window", False), interpreted=False)
-    constants = _ATTENTION | {"groups": groups, "tile_queries": tile_queries, "tile_keys": tile[0]}
+    constants = _ATTENTION | {"groups": groups, "tile_keys": tile[0]}
     constants |= {"rows": max(16, triton.next_power_of_2(groups * tile_queries))}
     constants |= {"upcast": dtype == "*fp32", "key_dim": head_dim, "value_dim": head_dim}
     block = triton.next_power_of_2(head_dim)
@@ -162,6 +162,11 @@ def model_kernels() -> Iterator[Callable[[], object]]:
         for has_sinks in (False, True):
             constants = {"value_dim": 80, "value_block": 128, "most_parts": 16, "has_sinks": has_sinks}
             yield partial(compiled, _merge, merging, constants)
+    text_arrays = dict.fromkeys(("shares", "starts", "counts", "first_keys", "ends", "num_keys", "limits"), "*i32")
+    for tile_queries in (4, 16):
+        for has_window in (False, True):
+            constants = {"tile_queries": tile_queries, "tile_keys": 64, "has_window": has_window}
+            yield partial(compiled, _divide, text_arrays | {"positions": "*i32"}, constants, num_warps=1)
     # Prompts in one part, and trees in parts, of models with other numbers of query heads for each K/V head.
     for groups in (1, 2, 5, 7, 8):
         yield partial(compile_attention, own | {"output": "*bf16"}, "*bf16", 200, groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Pointers of kernels by the type of their numbers.
 _TYPES: dict[torch.dtype, str] = {
-    torch.int32: "pages starts counts first_keys ends num_keys node_positions limits",
+    torch.int32: "shares pages starts counts first_keys ends num_keys node_positions limits",
     torch.int64: "words slots moves lowest top_ks target_rows draft_rows lengths requests accepted tokens verdict",
     torch.float32: "lse largest totals edges temperatures probs top_ps kept target draft scales",
     torch.float8_e4m3fn: "rounded",
@@ -28,6 +28,7 @@ _TYPES_OF = {name: (dtype,) for dtype, names in _TYPES.items() for name in names
 )
 _TYPES_IN = {
     ("_attend", "positions"): (torch.int32,),
+    ("_divide", "positions"): (torch.int32,),
     ("_rotate_and_write", "positions"): (torch.int64,),
     ("_keep", "sums"): (torch.float64,),
     ("_edge", "sums"): (torch.float64,),

@@ -70,7 +70,7 @@ def step(chance: np.random.Generator) -> list[SequenceInput]:
 def attention() -> int:
     """Decode steps and prompts of many sizes."""
     kinds: set[str] = set()
-    for name in ("_attend", "_merge"):
+    for name in ("_divide", "_attend", "_merge"):
         setattr(attention_kernel, name, Counting(getattr(attention_kernel, name), kinds))
     storage = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), 2 * PAGE, torch.bfloat16, CPU)
     chance = np.random.default_rng(3)

@@ -12,7 +12,7 @@ sequence in every group it is the oracle of the faster paths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -62,6 +62,10 @@ class AttentionMetadata:
     There are no groups then, and `paged` is None.
     """
     page_size: int = 0
+
+    def begun(self) -> AttentionMetadata:
+        """Return the arguments of a new pass over the same buffers, whose numbers may be others."""
+        return replace(self, paged=self.paged and self.paged._replace(shares={}))
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
         """Write K and V of the pass's tokens."""

@@ -6,7 +6,7 @@ A query sees all keys of the text below its limit, and the nodes whose bit is se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ class Paged(NamedTuple):
     """Pairs of a query and a key of its text; 0 in a recorded step."""
     is_padded: bool = False
     """Whether every sequence has room for `most_queries` rows; a sequence may use fewer."""
+    shares: dict[Any, Tensor] | None = None
+    """Shares of the kernel's programs, for all layers of this pass; None if they are not kept."""
 
 
 class DevicePass(NamedTuple):

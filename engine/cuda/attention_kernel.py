@@ -1,7 +1,8 @@
 """Attention over paged keys in Triton: one program reads a sequence's keys once for a tile of its queries.
 
 Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the rows of a tile: a tree
-reads the text once. Long texts are read in several parts at once, merged by their log-sum-exps. Score softcapping,
+reads the text once. Long texts are read in several parts at once, merged by their log-sum-exps. What each program
+reads is the same in all layers, so a pass computes it once (`_divide`). Score softcapping,
 sliding windows, attention sinks and grouped heads are done here. The model rotates queries and keys, and passes the
 factor of the scores.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -144,17 +146,56 @@ _CHANGING = (
     *("num_sequences", "num_tokens", "num_pages", "num_nodes", "num_words", "padded_queries", "window"),
     *("most_parts", "most_added", "least_keys"),
 )
+_SHARE = tl.constexpr(16)
+"""32-bit integers of a program's share of the work; ten are used."""
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _divide(
+    shares, starts, counts, first_keys, ends, num_keys, limits, positions, window,
+    num_sequences, padded_queries, most_parts, most_added, least_keys,
+    tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
+):  # fmt: skip
+    """Write the share of one program of `_attend`, in the order in which it reads it; no rows if there is no work."""
+    share = shares + tl.program_id(0) * _SHARE
+    sequence, tile, part, num_parts, part_keys = _share_of(
+        tl.program_id(0), counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added,
+        least_keys, tile_queries, tile_keys,
+    )  # fmt: skip
+    if sequence >= num_sequences:
+        tl.store(share, 0)
+        return
+    count, first = tl.load(counts + sequence), tile * tile_queries
+    token = tl.load(starts + sequence) + first
+    query = tl.arange(0, tile_queries)
+    is_query = first + query < count
+    limit = tl.load(limits + token + query, mask=is_query, other=0)
+    position = tl.load(positions + token + query, mask=is_query, other=0)
+    part_first, whole_stop, part_stop, end = _extent(
+        sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
+        tile_keys, has_window,
+    )  # fmt: skip
+    # Padding rows see nothing; their result is 0, not the content of the memory.
+    tl.store(share, tl.minimum(tl.maximum(count, padded_queries) - first, tile_queries))
+    tl.store(share + 1, tl.maximum(tl.minimum(count - first, tile_queries), 0))
+    tl.store(share + 2, token)
+    tl.store(share + 3, sequence)
+    tl.store(share + 4, part)
+    tl.store(share + 5, num_parts)
+    tl.store(share + 6, part_first)
+    tl.store(share + 7, whole_stop)
+    tl.store(share + 8, part_stop)
+    tl.store(share + 9, end)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _attend(
     query, keys, values, output, lse,
-    pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
+    shares, pages, node_positions, limits, words, positions,
     scale, softcap, window,
-    num_sequences, num_tokens, num_heads, num_pages, num_nodes, num_words, padded_queries,
-    most_parts, most_added, least_keys,
+    num_tokens, num_heads, num_pages, num_nodes, num_words, most_parts,
     query_head_stride, query_token_stride,
-    page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
+    page_size: tl.constexpr, groups: tl.constexpr, rows: tl.constexpr,
     tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
     key_block: tl.constexpr, value_block: tl.constexpr,
     has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
@@ -164,28 +205,19 @@ def _attend(
 
     The first loop reads tiles of keys that all queries see, without a mask; the second reads the other keys.
     """
-    sequence, tile, part, num_parts, part_keys = _share_of(
-        tl.program_id(0), counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added,
-        least_keys, tile_queries, tile_keys,
-    )  # fmt: skip
-    if sequence >= num_sequences:
+    share = shares + tl.program_id(0) * _SHARE
+    num_rows, num_queries, first_token = tl.load(share), tl.load(share + 1), tl.load(share + 2)
+    sequence, part, num_parts = tl.load(share + 3), tl.load(share + 4), tl.load(share + 5)
+    part_first, whole_stop = tl.load(share + 6), tl.load(share + 7)
+    part_stop, end = tl.load(share + 8), tl.load(share + 9)
+    if num_rows <= 0:
         return
-    kv_head, count, row = tl.program_id(1), tl.load(counts + sequence), tl.arange(0, rows)
-    # Padding rows see nothing; their result is 0, not the content of the memory.
-    num_rows = tl.maximum(count, padded_queries)
-    # Never true: only tiles that exist have a program. Without it Triton 3.7.1 spills registers.
-    if tile * tile_queries >= num_rows:
-        return
-    number = tile * tile_queries + row // groups
-    is_query = (row < tile_queries * groups) & (number < count)
-    token, head = tl.load(starts + sequence) + number, kv_head * groups + row % groups
+    kv_head, row = tl.program_id(1), tl.arange(0, rows)
+    number = row // groups
+    is_row, is_query = number < num_rows, number < num_queries
+    token, head = first_token + number, kv_head * groups + row % groups
     limit = tl.load(limits + token, mask=is_query, other=0)
     position = tl.load(positions + token, mask=is_query, other=0)
-    part_first, whole_stop, part_stop, end = _extent(
-        sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
-        tile_keys, has_window,
-    )  # fmt: skip
-    is_row = (row < tile_queries * groups) & (number < num_rows)
     if part == num_parts - 1:
         for none in range(num_parts, most_parts):
             at = (none * num_tokens + token).to(tl.int64) * num_heads + head
@@ -260,15 +292,15 @@ def attend_paged(
     output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=dtype, device=query.device)
     lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=query.device)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    _attend[(num_tiles + min(most_added, num_tiles * (num_parts - 1)), num_kv_heads)](
+    num_programs = num_tiles + min(most_added, num_tiles * (num_parts - 1))
+    parts = Parts(num_programs, tile_queries, tile_keys, window, num_parts, most_added)
+    _attend[(num_programs, num_kv_heads)](
         query, keys, values, output, lse,
-        paged.pages, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.node_positions,
-        paged.limits, paged.words, paged.positions,
+        shares_of(paged, parts), paged.pages, paged.node_positions, paged.limits, paged.words, paged.positions,
         key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
-        len(paged.starts), num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1],
-        paged.words.shape[1], padded_queries, num_parts, most_added, _PART_KEYS,
+        num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1], num_parts,
         query.stride(1), query.stride(2),
-        page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
+        page_size=paged.page_size, groups=groups,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
         tile_keys=tile_keys, key_dim=key_dim, value_dim=value_dim,
         key_block=max(16, triton.next_power_of_2(key_dim)), value_block=max(16, triton.next_power_of_2(value_dim)),
@@ -278,6 +310,37 @@ def attend_paged(
         num_warps=num_warps,
     )  # fmt: skip
     return output if is_whole else merged(output, lse, kind.sinks, query.dtype).unsqueeze(0)
+
+
+class Parts(NamedTuple):
+    """The division of a pass into programs."""
+
+    num_programs: int
+    """For each key head."""
+    tile_queries: int
+    tile_keys: int
+    window: int | None
+    most_parts: int
+    """Most parts of a text."""
+    most_added: int
+    """Most programs that parts add."""
+
+
+def shares_of(paged: Paged, parts: Parts) -> Tensor:
+    """Return [programs, 16] the shares of the programs of `_attend`: computed in the first layer that asks."""
+    known = None if paged.shares is None else paged.shares.get(parts)
+    if known is not None:
+        return known
+    shares = torch.empty((parts.num_programs, _SHARE.value), dtype=torch.int32, device=paged.starts.device)
+    _divide[(parts.num_programs,)](
+        shares, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.limits,
+        paged.positions, parts.window or 0, len(paged.starts), paged.most_queries if paged.is_padded else 0,
+        parts.most_parts, parts.most_added, _PART_KEYS,
+        tile_queries=parts.tile_queries, tile_keys=parts.tile_keys, has_window=parts.window is not None, num_warps=1,
+    )  # fmt: skip
+    if paged.shares is not None:
+        paged.shares[parts] = shares
+    return shares
 
 
 def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:

@@ -129,7 +129,7 @@ class ModelRunner:
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass."""
-        logits_NV = self.backend.logits(token_ids_T, positions_T, metadata, wanted_N)
+        logits_NV = self.backend.logits(token_ids_T, positions_T, metadata.begun(), wanted_N)
         missing = self.vocab_size - logits_NV.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ import transformers
 attention_kernel = pytest.importorskip("engine.cuda.attention_kernel")
 
 
+from engine.attention.attention import AttentionMetadata  # noqa: E402
 from engine.attention.groups import ScoreOptions, _group  # noqa: E402
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build  # noqa: E402
 from engine.attention.paged import Paged, upload  # noqa: E402
@@ -259,14 +261,21 @@ def test_the_comparison_has_teeth(wrong: str) -> None:
     assert not difference < 1e-3
 
 
+def unset_memory(outputs: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which new tensors of floating point are NaN; they are added to `outputs`."""
+
+    def unset(empty: Any, *size: Any, **kind: Any) -> torch.Tensor:
+        found = empty(*size, **kind)
+        if found.is_floating_point():
+            outputs.append(found.fill_(torch.nan))
+        return found
+
+    return instead(torch, "empty", unset)
+
+
 def test_a_long_text_has_parts_and_short_ones_beside_it_have_one() -> None:
     """Results of parts without keys are neither written nor read: they are NaN here."""
     outputs: list[torch.Tensor] = []
-
-    def unset(empty: Any, *size: Any, **kind: Any) -> torch.Tensor:
-        outputs.append(empty(*size, **kind).fill_(torch.nan))
-        return outputs[-1]
-
     blocks = np.random.default_rng(3).permutation(120).tolist()
     lengths = (300, 30, 130)
     parts = [
@@ -280,7 +289,7 @@ def test_a_long_text_has_parts_and_short_ones_beside_it_have_one() -> None:
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     query = torch.randn((1, 6, 6, 24), generator=generator).to(tiny.DEVICE)
-    with in_parts(4, 64), instead(torch, "empty", unset):
+    with in_parts(4, 64), unset_memory(outputs):
         check((parts, storage, query, None), ScoreOptions(), 1e-5)
     written = outputs[0].isfinite().all(-1).all(-1)
     assert written.sum(0).tolist() == [3, 3, 1, 1, 2, 2]
@@ -312,6 +321,7 @@ def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: 
     launches = Launches()
     with (
         patch.object(attention_kernel, "_attend", launches),
+        patch.object(attention_kernel, "_divide", Launches()),
         in_parts(1, 128),
     ):
         attention_kernel.attend_paged(paged, storage, 0, query, None, ScoreOptions(), None)
@@ -338,8 +348,7 @@ def test_every_tile_of_many_sequences_is_computed() -> None:
     check(case, ScoreOptions(), 1e-5)
     wrong = instead(attention_kernel, "tiles_of", lambda right, *sizes: right(*sizes) - 25)
     # What no program writes must not be the right result that lay there before.
-    unset = instead(torch, "empty", lambda empty, *size, **kind: empty(*size, **kind).fill_(torch.nan))
-    with wrong, unset, pytest.raises(AssertionError):
+    with wrong, unset_memory([]), pytest.raises(AssertionError):
         check(case, ScoreOptions(), 1e-5)
 
 
@@ -364,7 +373,41 @@ def test_a_server_compiles_few_kernels() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     attention, verification, distributions = map(int, done.stdout.split())
-    # For three sizes of tiles, whole or in parts, and what merges parts.
-    assert attention == 3 * 2 + 1
+    # For three sizes of tiles, whole or in parts, what divides the work, and what merges parts.
+    assert attention == 3 * 2 + 3 + 1
     assert verification == 4, "one of each kernel"
     assert distributions == 7 + 3, "one of each kernel, two of those that have edges or count"
+
+
+def rerun_of_a_pass() -> bool:
+    """Run a pass after a short text, then over the same buffers with a longer text's numbers; compare the latter."""
+    model = randomised(CASES["llama"], seed=5)
+    shape = find_kv_shape(model)
+    runner = ModelRunner(model.model, shape, 60, PAGE, model.vocab_size, paged_kernel=attention_kernel)
+    blocks = list(range(1, 30))
+    text = [SequenceInput(list(range(5, 45)), 0, blocks, NO_NODES, slice(-1, None))]
+    runner.run(runner.prepare([text])[0])
+    inputs = [[SequenceInput([7], length, blocks, NO_NODES, slice(0, None))] for length in (10, 40)]
+    first, second = runner.prepare(inputs)
+    runner.run(first)
+    expected = runner.run(second)
+    for into, numbers in ((first.tensors, second.tensors), (first.tensors.paged, second.tensors.paged)):
+        for name, tensor in into._asdict().items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(getattr(numbers, name))
+    return torch.equal(runner.run(first), expected)
+
+
+def test_a_pass_over_the_same_buffers_divides_its_work_anew() -> None:
+    """Recorded passes read other numbers from the same buffers each time."""
+    with in_parts(1, 16):
+        assert rerun_of_a_pass()
+    shares: dict[int, dict[Any, torch.Tensor]] = {}
+
+    def kept(_: object, metadata: AttentionMetadata) -> AttentionMetadata:
+        assert metadata.paged is not None
+        of_buffers = shares.setdefault(metadata.paged.starts.data_ptr(), {})
+        return replace(metadata, paged=metadata.paged._replace(shares=of_buffers))
+
+    with in_parts(1, 16), instead(AttentionMetadata, "begun", kept):
+        assert not rerun_of_a_pass()

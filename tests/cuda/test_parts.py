@@ -11,28 +11,7 @@ import torch
 
 attention_kernel = pytest.importorskip("engine.cuda.attention_kernel")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
 from tests.engine import tiny  # noqa: E402
-
-
-@triton.jit
-def _shares(
-    shares, counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added, least_keys,
-    tile_queries: tl.constexpr, tile_keys: tl.constexpr,
-):  # fmt: skip
-    """Write the share of each program [G, 5]."""
-    program = tl.program_id(0)
-    sequence, tile, part, num_parts, part_keys = attention_kernel._share_of(
-        program, counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added, least_keys,
-        tile_queries, tile_keys,
-    )  # fmt: skip
-    tl.store(shares + program * 5, sequence)
-    tl.store(shares + program * 5 + 1, tile)
-    tl.store(shares + program * 5 + 2, part)
-    tl.store(shares + program * 5 + 3, num_parts)
-    tl.store(shares + program * 5 + 4, part_keys)
 
 
 class Shares(NamedTuple):
@@ -64,25 +43,42 @@ def shares_of(
         planned_keys or max(lengths), 0 if planned_keys else work, part_bytes, most_added
     )
     launched = num_tiles + min(most_added, num_tiles * (most_parts - 1))
-    table = torch.full((launched, 5), -1, dtype=torch.int32, device=tiny.DEVICE)
-    of = [torch.tensor(some, dtype=torch.int32, device=tiny.DEVICE) for some in (counts, [0] * len(counts), lengths)]
+    table = torch.full((launched, 16), -1, dtype=torch.int32, device=tiny.DEVICE)
+    rows = [max(count, padded) for count in counts]
+    starts = [sum(rows[:number]) for number in range(len(rows))]
+    limits = [length for length, count in zip(lengths, rows, strict=True) for _ in range(count)]
+    arrays = starts, counts, [0] * len(counts), lengths, lengths, limits, limits
+    operands = [torch.tensor(array, dtype=torch.int32, device=tiny.DEVICE) for array in arrays]
     sizes = len(counts), padded, most_parts, most_added, attention_kernel._PART_KEYS
-    _shares[(launched,)](table, *of, *sizes, tile_queries=tile_queries, tile_keys=tile_keys)
-    found = [row for row in table.tolist() if row[0] < len(counts)]
-    parts = {sequence: num_parts for sequence, _, _, num_parts, _ in found}
+    tiles = {"tile_queries": tile_queries, "tile_keys": tile_keys}
+    attention_kernel._divide[(launched,)](table, *operands, 0, *sizes, **tiles, has_window=False)
+    found = [row for row in table.tolist() if row[0]]
+    parts = {sequence: num_parts for _, _, _, sequence, _, num_parts, *_ in found}
     expected = [
         (sequence, tile, part)
-        for sequence, count in enumerate(counts)
-        for tile in range(-(-max(count, padded) // tile_queries))
+        for sequence, count in enumerate(rows)
+        for tile in range(-(-count // tile_queries))
         for part in range(parts[sequence])
     ]
-    assert [tuple(row[:3]) for row in found] == expected
-    least = max(part_keys for *_, part_keys in found)
-    most_tiles = max(
-        min(tiles, max(least // tile_keys, math.ceil(tiles / parts[sequence])))
-        for sequence, tiles in enumerate(math.ceil(length / tile_keys) for length in lengths)
-    )
+    programs = [(row[3], (row[2] - starts[row[3]]) // tile_queries, row[4]) for row in found]
+    assert programs == expected
+    check_keys(found, lengths)
+    most_tiles = max(math.ceil((stop - first) / tile_keys) for *_, first, _, stop, _ in (row[:10] for row in found))
     return Shares(launched * num_heads, len(found) * num_heads, most_tiles, most_parts)
+
+
+def check_keys(found: list[list[int]], lengths: list[int]) -> None:
+    """Check that the parts of each tile follow each other and cover the text. found: shares of the programs."""
+    stops: dict[tuple[int, int], int] = {}
+    for _, num_queries, token, sequence, _, _, first, whole, stop, end, *_ in found:
+        if not num_queries:  # padding reads no keys
+            assert stop <= first
+            continue
+        assert first == stops.get((sequence, token), 0) or first >= stop
+        assert min(first, stop) <= whole <= max(first, stop)
+        assert end == lengths[sequence]
+        stops[sequence, token] = max(stop, stops.get((sequence, token), 0))
+    assert all(stop == lengths[sequence] for (sequence, _), stop in stops.items())
 
 
 def test_long_texts_are_read_in_parts() -> None:
