@@ -123,7 +123,7 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
     """Measure steps of one request, and plain steps of more with their shares of two rooflines: by the bandwidth of the
     data sheet (the measured one if it is not known), and by that of a copy.
     """
-    device, on_cuda = engine.target.device, options.device == "cuda"
+    on_cuda = options.device == "cuda"
     bandwidth = bytes_per_s(torch.cuda.get_device_name() if on_cuda else "", copied_bytes_per_s)
     shape = model_of(options.target, options.vocabulary)
     shares: dict[str, float] = {}
@@ -141,7 +141,24 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
             plan = plan_of(engine, name, context=context)
             times[f"{name} after {context}"] = _step_s(findings, engine, plan, options.scale / 3, on_cuda)
         findings.add("step_s", times)
-    wait(device)
+    if on_cuda:
+        findings.add("step_s of other steps", _unrecorded_steps(engine, options.scale / 3))
+
+
+def _unrecorded_steps(engine: Engine, seconds: float) -> dict[str, float]:
+    """Return median times of steps that are not recorded as a whole: with prompts, and with many drafts."""
+    plans = {
+        "1 prompt of 300": synthetic_plan(engine, 0, 0, num_prompt=300),
+        "63 requests, prompt of 300": synthetic_plan(engine, 63, 300, num_prompt=300),
+        "63 requests of block:1x3, prompt of 300": synthetic_plan(
+            engine, 63, 300, arms.speculation_of("block:1x3"), num_prompt=300
+        ),
+        "16 requests of bv_race:4x5": plan_of(engine, "bv_race:4x5", 16, 300),
+        "64 requests of block:1x3": plan_of(engine, "block:1x3", 64, 300),
+    }
+    return {
+        name: middle_s(partial(engine.carry_out, plan), engine.target.device, seconds) for name, plan in plans.items()
+    }
 
 
 def _step_s(findings: SectionResults, engine: Engine, plan: Plan, seconds: float, must_record: bool) -> float:

@@ -52,7 +52,7 @@ class Section:
 PARTS: dict[int, Sequence[Section]] = {
     1: (
         Section(
-            "engine", 420, "exactness, start, fall-backs, steps, the distribution of its output, speeds, a profile"
+            "engine", 300, "exactness, start, fall-backs, steps, the distribution of its output, speeds, a profile"
         ),
         Section("kernels", 110, "every kernel at the shapes of Qwen3-8B and Qwen3-0.6B: its error, its time"),
         Section("generate", 60, "tokens a second of transformers' generate on the same pair"),

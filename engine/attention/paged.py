@@ -33,6 +33,7 @@ class Paged(NamedTuple):
     """[T]"""
     page_size: int
     most_queries: int
+    """Most rows of a sequence; without `is_padded` it chooses tiles, and a sequence may have more."""
     most_keys: int
     total_keys: int = 0
     """Keys of all texts; 0 in a recorded step, whose texts grow."""
@@ -53,22 +54,26 @@ class DevicePass(NamedTuple):
     slots_T: Tensor
     wanted_N: Tensor
     paged: Paged | None
+    numbers: Tensor
+    """64-bit words of all arrays but `drawn_M` and `pages`, one after the other."""
 
 
-_ROWS = DevicePass._fields[:-1]
+_ROWS = DevicePass._fields[:5]
 _OPERANDS = Paged._fields[: Paged._fields.index("page_size")]
+_LAST = ("drawn_M", "pages")
+"""Arrays whose sizes differ in passes of equally many rows and sequences."""
+_NAMES = (*(name for name in (*_ROWS, *_OPERANDS) if name not in _LAST), *_LAST)
 
 
 def on_host(layout: StepLayout) -> DevicePass:
     """Return a pass whose model runs on the host, without a copy."""
     rows = {name: torch.from_numpy(getattr(layout, name)) for name in _ROWS}
-    return DevicePass(**rows, paged=None)
+    return DevicePass(**rows, paged=None, numbers=torch.empty(0, dtype=torch.int64))
 
 
 def upload(passes: Sequence[StepLayout], page_size: int, device: torch.device) -> list[DevicePass]:
     """Copy the layouts of a step's passes to the device, in one asynchronous copy."""
-    names = (*_ROWS, *_OPERANDS)
-    arrays = {f"{name} {i}": getattr(layout, name) for i, layout in enumerate(passes) for name in names}
+    arrays = {f"{name} {i}": getattr(layout, name) for i, layout in enumerate(passes) for name in _NAMES}
     fields = [Field(name, array.dtype, array.shape) for name, array in arrays.items()]
     flat = np.zeros(sum(field.words for field in fields), dtype=np.int64)
     for name, view in views(flat, fields).items():
@@ -78,6 +83,7 @@ def upload(passes: Sequence[StepLayout], page_size: int, device: torch.device) -
         whole = whole.pin_memory().to(device, non_blocking=True)
     tensors = views(whole, fields)
     uploaded = []
+    start = 0
     for i, layout in enumerate(passes):
         keys_B = (layout.num_keys - layout.first_keys).astype(np.int64)
         paged = Paged(
@@ -89,5 +95,8 @@ def upload(passes: Sequence[StepLayout], page_size: int, device: torch.device) -
             num_scores=int((layout.counts * keys_B).sum()),
         )
         rows = {name: tensors[f"{name} {i}"] for name in _ROWS}
-        uploaded.append(DevicePass(**rows, paged=paged))
+        pass_fields = fields[i * len(_NAMES) : (i + 1) * len(_NAMES)]
+        end = start + sum(field.words for field in pass_fields[: -len(_LAST)])
+        uploaded.append(DevicePass(**rows, paged=paged, numbers=whole[start:end]))
+        start += sum(field.words for field in pass_fields)
     return uploaded

@@ -5,8 +5,8 @@ The runner owns the model's K/V tensors; which slots hold what is the scheduler'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,24 @@ from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.parallel import Ranks
 
+Replay = Callable[[DevicePass, Tensor | None], Tensor]
+"""Computes the logits [N, V] (float32) at the wanted tokens of a pass; operands as those of `run`."""
+
 
 class Pass(NamedTuple):
     """A prepared pass."""
 
     metadata: AttentionMetadata
     tensors: DevicePass
+    replay: Replay | None = None
+    """Set if the device has recorded such passes."""
+
+
+class PassMenu(Protocol):
+    """Passes that a device has recorded."""
+
+    def fitted(self, layout: StepLayout) -> tuple[StepLayout, Replay | None]:
+        """Return a pass as it is computed, and what replays it; None if no recorded pass has room for it."""
 
 
 class ModelRunner:
@@ -65,6 +77,7 @@ class ModelRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.kernels = kernels
+        self.recorded_passes: PassMenu | None = None
         self.num_embeddings = int(model.get_input_embeddings().num_embeddings)
         """Number of tokens that the model can read."""
         kv_dtype = self.backend.kv_dtype
@@ -104,6 +117,8 @@ class ModelRunner:
     def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
         """Return logits [N, V] (float32) at the wanted tokens of a pass. drawn_M: tokens that only the device knows."""
         tensors = prepared.tensors
+        if prepared.replay is not None:
+            return prepared.replay(tensors, drawn_M)
         token_ids_T = self.token_ids(tensors, drawn_M)
         return self._compute(token_ids_T, tensors.positions_T, prepared.metadata, tensors.wanted_N).float()
 
@@ -169,11 +184,15 @@ class ModelRunner:
         if self.num_embeddings < self.vocab_size:
             for layout in layouts:
                 layout.token_ids_T[layout.token_ids_T >= self.num_embeddings] = 0
+        replays: Sequence[Replay | None] = [None] * len(layouts)
+        if self.recorded_passes is not None and layouts:
+            layouts, replays = zip(*map(self.recorded_passes.fitted, layouts), strict=True)
         if self.paged_kernel is not None or self.device.type != "cpu":
             moved = upload(layouts, self.block_size, self.device)
         else:
             moved = list(map(on_host, layouts))
-        return [Pass(self._metadata(layout, one), one) for layout, one in zip(layouts, moved, strict=True)]
+        parts = zip(layouts, moved, replays, strict=True)
+        return [Pass(self._metadata(layout, one), one, replay) for layout, one, replay in parts]
 
     def paged_metadata(self, slots_T: Tensor, paged: Paged | None) -> AttentionMetadata:
         """Return the arguments of the hook for a pass over pages."""

@@ -23,6 +23,7 @@ from engine.control.step_work import PLAIN, Shape
 from engine.cuda.recorded.inputs import MOST_NODES, StepShape
 from engine.cuda.recorded.menu import buffer_bytes, distributions_on
 from engine.cuda.recorded.menu import menu as menu_of_steps
+from engine.cuda.recorded.passes import logits_bytes
 from engine.cuda.recorded.recorder import Graphs, graphs_on
 from engine.cuda.recorded.steps import LEAST_FREE, RecordedSteps
 from engine.drafting.drafter import DrafterKind
@@ -327,7 +328,9 @@ def _plan_recordings(assembly: _Assembly, progress: Progress) -> _Recordings:
     shapes = menu_of_steps(drafts, config.scheduler.max_num_seqs, distributions)
     graphs = graphs_on(assembly.device)
     if graphs is None or config.cache.num_blocks or config.cache.memory_bytes:
-        num_bytes = buffer_bytes(shapes, assembly.facts.vocab_size)
+        vocab_size = assembly.facts.vocab_size
+        dtypes = [part.model.model.dtype for part in assembly.parts]
+        num_bytes = buffer_bytes(shapes, vocab_size) + logits_bytes(dtypes, vocab_size)
         return _Recordings(graphs, shapes, num_bytes, LEAST_FREE)
     trial = RecordedSteps(graphs, kind, assembly.has_draft_pool)
     progress("measuring the memory of CUDA graphs")

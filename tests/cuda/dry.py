@@ -12,7 +12,9 @@ from torch import nn
 
 from engine.cuda import layer_check
 from engine.cuda.kernels import TritonKernels
+from engine.cuda.recorded import passes
 from engine.cuda.recorded.inputs import DISTRIBUTIONS, StepShape
+from engine.cuda.recorded.passes import PassRoom
 from engine.models import kinds
 from engine.start import building, choosing, probe
 from engine.start.loading import LoadedModel
@@ -34,6 +36,7 @@ def serving() -> Iterator[DryDevice]:
         for owner, name, variant in (
             (building, "graphs_on", lambda *_: dry),
             (building, "menu_of_steps", _menu),
+            (passes, "pass_rooms", _rooms),
             (building, "choose", lambda *_: TritonKernels()),
             (probe, "probe", lambda *_, **__: 0.0),
             (probe, "distance", lambda *_: 0.0),
@@ -49,6 +52,10 @@ def serving() -> Iterator[DryDevice]:
 
 def _menu(_menu: Any, drafts: list[tuple[int, int]], *_: Any) -> list[StepShape]:
     return [shape for shape in SHAPES if not shape.num_drafts or len(drafts) > 1]
+
+
+def _rooms(_rooms: Any, most_sequences: int) -> list[PassRoom]:
+    return [PassRoom(64, 64, 4), PassRoom(64, 64, 64), PassRoom(256, most_sequences, 64)]
 
 
 def moved(loaded: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:

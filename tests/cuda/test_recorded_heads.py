@@ -22,6 +22,7 @@ from engine.attention.tensors import KVTensors
 from engine.cuda.recorded import inputs
 from engine.cuda.recorded.inputs import StepInputs, StepShape
 from engine.cuda.recorded.menu import menu
+from engine.cuda.recorded.passes import pass_rooms
 from engine.cuda.recorded.steps import RecordedStep, RecordedSteps
 from engine.drafting.head import HeadDrafter
 from engine.drafting.one_pass import OnePassDrafter
@@ -180,10 +181,13 @@ def test_graphs_are_replayed(machines: Machines) -> None:
     replayed = RecordedSteps(graphs, machine.recorded._kind)
     shapes = menu(RECORDED, 4)
     replayed.record([machine.target, machine.draft_runner], shapes, 20, lambda _: None)
-    assert len(graphs.recordings) == sum(map(num_graphs, shapes))
+    num_passes = len(pass_rooms(4))
+    assert len(graphs.recordings) == num_passes + sum(map(num_graphs, shapes))
     with serving(machine, replayed):
         served = compared(both, mixed())
-    assert sum(one.num_replays for one in graphs.recordings) == sum(map(num_graphs, filter(None, served)))
+    num_replays = [one.num_replays for one in graphs.recordings]
+    assert sum(num_replays[num_passes:]) == sum(map(num_graphs, filter(None, served)))
+    assert sum(num_replays[:num_passes]) == served.count(None), "the target's passes"
 
 
 @stands_in
@@ -193,7 +197,7 @@ def test_the_memory_of_graphs_is_planned(tmp_path: Path) -> None:
     head = folders.load(HEADS["dspark"](tmp_path / "head"), target)
     with tiny.with_recorded_steps(RECORDED), instead(building, "graphs_on", lambda *_: graphs):
         machine = tiny.build(target, head, max_num_seqs=2)
-    num_recordings = sum(map(num_graphs, menu(RECORDED, 2)))
+    num_recordings = len(pass_rooms(2)) + sum(map(num_graphs, menu(RECORDED, 2)))
     assert len(graphs.recordings) == 2 * num_recordings
     assert machine.facts.memory_plan["graphs"] == 1000 * num_recordings
 

@@ -22,6 +22,7 @@ from engine.cuda.recorded import steps
 from engine.cuda.recorded.inputs import DISTRIBUTIONS, StepShape
 from engine.cuda.recorded.menu import buffer_bytes, distributions_on, menu
 from engine.cuda.recorded.obstacles import find_wait, operation_of
+from engine.cuda.recorded.passes import pass_rooms
 from engine.cuda.recorded.recorder import CudaGraphs, recorder
 from engine.cuda.recorded.steps import RecordedStep, RecordedSteps
 from engine.errors import LoadError
@@ -142,6 +143,10 @@ class FakeGraphs:
         return self.recordings[-1]
 
 
+NUM_PASSES = 2 * len(pass_rooms(4))
+"""Recorded passes of target and draft model, for up to four requests."""
+
+
 def recorded_again(machine: Engine, graphs: FakeGraphs | None = None, most_pages: int = 20) -> RecordedSteps:
     found = RecordedSteps(graphs, machine.recorded._kind)
     assert machine.draft_runner is not None
@@ -165,12 +170,15 @@ def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
     replayed = recorded_again(both[1], graphs)
     shapes = menu(RECORDED, 4)
     assert list(replayed.steps) == shapes
-    assert len(graphs.recordings) == sum(3 if shape.num_drafts else 2 for shape in shapes)
+    of_passes, of_steps = graphs.recordings[:NUM_PASSES], graphs.recordings[NUM_PASSES:]
+    assert len(of_steps) == sum(3 if shape.num_drafts else 2 for shape in shapes)
     with serving(both[1], replayed):
         served = compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
-    assert sum(one.num_replays for one in graphs.recordings) == sum(
-        3 if shape.num_drafts else 2 for shape in served if shape is not None
-    )
+    num_graphs = [3 if shape.num_drafts else 2 for shape in served if shape is not None]
+    assert sum(one.num_replays for one in of_steps) == sum(num_graphs)
+    # The prompts' step: the target's pass, and three of the draft model.
+    assert served[0] is None
+    assert sum(one.num_replays for one in of_passes) == 4 * served.count(None)
 
 
 @stands_in
@@ -280,7 +288,7 @@ def test_memory_that_the_trial_found_is_recorded_into(both: tuple[Engine, Engine
     runners = [both[1].target, both[1].draft_runner]
     counts = []
     for least_free in (0.6, 0.0):
-        graphs = FakeGraphs(free_bytes=50 * 3 * len(shapes), bytes_each=50)
+        graphs = FakeGraphs(free_bytes=50 * (3 * len(shapes) + NUM_PASSES), bytes_each=50)
         found = RecordedSteps(graphs, both[1].recorded._kind)
         found.record(runners, shapes, 20, lambda _: None, least_free)
         counts.append(found.num_recorded)
@@ -323,10 +331,11 @@ def test_a_recording_that_fails_gives_the_stream_back(monkeypatch: pytest.Monkey
 @stands_in
 def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> None:
     """The rest of what is free is for the activations of prompts. What was recorded serves."""
-    graphs = FakeGraphs(free_bytes=1000, bytes_each=50)
+    free_bytes = 3 * NUM_PASSES
+    graphs = FakeGraphs(free_bytes=free_bytes, bytes_each=1)
     some = recorded_again(both[1], graphs)
     assert 0 < some.num_recorded < len(menu(RECORDED, 4))
-    assert graphs.left == 500  # three recordings of 50 after the last look, at 650
+    assert 0.6 * free_bytes - 3 <= graphs.left < 0.6 * free_bytes
     with serving(both[1], some):
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 
@@ -343,7 +352,7 @@ def test_recordings_before_memory_ran_out_serve(
     both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture, ends_badly: bool
 ) -> None:
     error = torch.cuda.OutOfMemoryError("no memory")
-    some = recorded_again(both[1], FakeGraphs(most=6, error=error, ends_badly=ends_badly))
+    some = recorded_again(both[1], FakeGraphs(most=NUM_PASSES + 6, error=error, ends_badly=ends_badly))
     assert 0 < some.num_recorded < 6
     assert "memory is short" in caplog.text
 

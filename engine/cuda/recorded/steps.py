@@ -13,7 +13,9 @@ recorded, and the same work is computed on the same padded arrays; the tests use
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from engine.cuda.recorded.buffers import Buffers
 from engine.cuda.recorded.inputs import NUM_TEXT, PAGES, StepInputs, StepShape
 from engine.cuda.recorded.menu import shape_of, work
 from engine.cuda.recorded.obstacles import HOST_WAITS, find_wait, first_error, operation_of
+from engine.cuda.recorded.passes import RecordedPasses
 from engine.cuda.recorded.recorder import Graphs, graphs_on
 from engine.drafting.chains import draw_levels
 from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
@@ -220,7 +223,7 @@ class RecordedStep:
         if self.shape.num_drafts:
             drafted = self._chains.tokens_CL.take(self._views["tokens"])
             token_ids = torch.cat([token_ids, drafted], 1)
-        metadata, tensors = self._target_pass
+        metadata, tensors, _ = self._target_pass
         logits_NV = self._shared.target.run_on_device(
             token_ids.view(-1), tensors.positions_T, metadata, tensors.wanted_N
         )
@@ -289,7 +292,7 @@ class RecordedStep:
             token_ids_T = v[known].view(-1)
             drawn_M = drawn_M[:0]
         metadata = runner.paged_metadata(slots_T, paged)
-        device_pass = DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged)
+        device_pass = DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged, self._numbers)
         return Pass(metadata, device_pass)
 
     def _distribution_parameters(self) -> DistributionParameters:
@@ -376,15 +379,23 @@ class RecordedSteps(RecordedMenu):
         if graphs is None:
             shared = Buffers.of(runners, self._kind, shapes, most_pages, self._has_draft_pool)
             self.steps = {shape: RecordedStep(shape, shared) for shape in shapes}
+            for passes in self._passes_of(runners, shapes):
+                deque(passes.record(None), maxlen=0)
             return
         with graphs.recorder() as record:
             free_bytes = graphs.free_bytes()
             try:
                 shared = Buffers.of(runners, self._kind, shapes, most_pages, self._has_draft_pool)
-                wait = find_wait(graphs, _widest_steps(shapes, shared))
+                models = self._passes_of(runners, shapes)
+                widest = (passes.widest() for passes in models)
+                wait = find_wait(graphs, chain(_widest_steps(shapes, shared), widest))
                 if wait is not None:
                     log.warning(HOST_WAITS, wait)
                     return
+                progress("recording passes as CUDA graphs")
+                for _ in chain(*(passes.record(record) for passes in models)):
+                    if graphs.free_bytes() < least_free * free_bytes:
+                        break
                 for number, shape in enumerate(shapes):
                     if number % _REPORT_EVERY == 0:
                         progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
@@ -404,6 +415,16 @@ class RecordedSteps(RecordedMenu):
                     ) from error
                 log.warning(_MEMORY_SHORT, len(self.steps), len(shapes))
         self.num_bytes = free_bytes - graphs.free_bytes()
+
+    def _passes_of(self, runners: Sequence[ModelRunner], shapes: Sequence[StepShape]) -> list[RecordedPasses]:
+        """Return the passes of the target, and of a draft model; their runners use those that are recorded."""
+        most_sequences = max(shape.sequences for shape in shapes)
+        models = []
+        for runner in runners[:1] if self._is_head else runners:
+            spare_block = runner.storage.keys.shape[1] // runner.block_size - 1
+            models.append(RecordedPasses(runner, most_sequences, self._most_pages, spare_block))
+            runner.recorded_passes = models[-1]
+        return models
 
 
 def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
