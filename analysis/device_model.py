@@ -38,12 +38,11 @@ RECORDED_LAUNCHES = 10
 """Launches of a whole recorded step: its copies, its replays, and the moves of accepted K/V."""
 _READ_SHARE, _COMPUTE_SHARE = 0.85, 0.75
 """Shares of a device's bandwidth and operations that matrix products reach."""
-_KERNEL_S, _LAUNCH_S, _HOST_READ_S = 2.0e-6, 4.5e-6, 20e-6
-"""Minimum times of a recorded kernel, of a launch from the host, and of a read to the host."""
-_IDLE_S, _IDLE_PER_ROW_S, _IDLE_PER_DRAFTING_S = 0.6e-3, 0.05e-3, 0.15e-3
-"""Time in which the device waits for the host in a step, for each request, and for each that drafts. They are
-estimates from the host's times on a CPU, a part of which overlaps with the device's work. Replace these first by a
-measurement.
+_KERNEL_S, _LAUNCH_S, _HOST_READ_S = 6.0e-6, 4.5e-6, 20e-6
+"""Minimum times of a recorded kernel with the gap before it, of a launch from the host, and of a read to the host."""
+_IDLE_S, _IDLE_PER_ROW_S, _IDLE_PER_DRAFTING_S = 0.5e-3, 0.02e-3, 0.15e-3
+"""Time in which the device waits for the host in a step, for each request, and for each that drafts. These and
+`_KERNEL_S` fit the steps of an H100 (docs/results/gpu/part-1-h100.json) within 6 %; the last is an estimate.
 """
 _BYTES = 2
 """Size of a bfloat16 number."""
@@ -98,19 +97,14 @@ class DecoderShape:
         """Return the size of K and V of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
-    def pass_s(self, device: Device, rows: int, texts_tokens: int, is_recorded: bool = True) -> float:
-        """Return the time of a pass over `rows` tokens, after texts with this total length.
-
-        is_recorded: whether it is part of a recorded step; if not, the host launches every operation, and the device
-        waits if that takes longer than the work.
-        """
+    def pass_s(self, device: Device, rows: int, texts_tokens: int) -> float:
+        """Return the time of a recorded pass over `rows` tokens, after texts with this total length."""
         read_s = self.weights * _BYTES / (device.bytes_per_s * _READ_SHARE)
         computed_s = 2 * self.weights * rows / (device.operations_per_s * _COMPUTE_SHARE)
         attention_s = texts_tokens * self.token_bytes / (device.bytes_per_s * _READ_SHARE)
         # Reading the weights mostly hides the launch of a product.
         kernels_s = self.layers * (KERNELS + PRODUCTS / 2) * _KERNEL_S
-        pass_s = max(read_s, computed_s) + attention_s + kernels_s
-        return pass_s if is_recorded else max(pass_s, self.layers * (KERNELS + PRODUCTS) * _LAUNCH_S)
+        return max(read_s, computed_s) + attention_s + kernels_s
 
 
 def model_of(name: str, vocabulary: int) -> DecoderShape:
@@ -191,8 +185,8 @@ class ModelPair:
         levels_s = 0.0
         for level in range(length):
             level_rows = requests * (num_drafts if level else 2)
-            levels_s += self.draft.pass_s(self.device, level_rows, texts, is_recorded)
-        target_s = self.target.pass_s(self.device, rows, texts, is_recorded)
+            levels_s += self.draft.pass_s(self.device, level_rows, texts)
+        target_s = self.target.pass_s(self.device, rows, texts)
         return levels_s + target_s + around_s + num_launches * _LAUNCH_S
 
     def speedup(self, num_drafts: int, length: int, requests: int, context: int) -> float:

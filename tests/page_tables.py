@@ -275,6 +275,21 @@ def rules() -> str:
     return table([*head, "speed at 1, 4, 16 requests"], rows)
 
 
+def device() -> str:
+    """Return the speed of a pair of the sizes of Qwen3-8B and Qwen3-0.6B on a CUDA device."""
+    sections = json.loads((ROOT / "docs/results/gpu/part-1-h100.json").read_text())["sections"]
+    engine, transformers = (sections[name]["found"] for name in ("engine", "generate"))
+    rows = []
+    for cell in engine["cells"]:
+        count, arms = cell["concurrency"], cell["arms"]
+        ratios = [shown_ratio(arms[name]["ratio_to_off"]) for name in (ADAPTIVE, "bv_race:4x5", "block:1x5")]
+        share = f"{engine['plain_share_of_roofline'][str(count)]:.0%}"
+        generated = transformers[f"generate, plain, {count} requests, tokens per second"]
+        rows.append([count, rate(arms[OFF]), share, f"{generated:.0f}", *ratios])
+    head = ["requests", "plain, tokens/s", "of the bandwidth", "transformers' generate, tokens/s"]
+    return table([*head, "adaptive over plain", "4x5 over plain", "1x5 over plain"], rows)
+
+
 def prefixes() -> str:
     """Return the table of the prefix cache with heads (`tests/analysis/test_prefixes.py` counts)."""
     rows = []
@@ -298,6 +313,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "arms": _whole("arms-several", turns.summary_markdown),
     "chains": chains,
     "clients": tried_clients,
+    "device": device,
     "draft-types": draft_types,
     "fixed-shapes": fixed_shapes,
     "generate": generate,
