@@ -58,6 +58,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Type of the K/V cache; auto is float32 if a CPU decodes in float32, else the model's type."""
     enforce_eager: bool = False
     """Launch the operations of decode steps one by one on a CUDA device, and record no graphs of them."""
+    adapter: str = ""
+    """Folder (or hub name) of a LoRA adapter that is merged into the target's weights; empty for none."""
     probe: Probe = "refuse"
     """Treatment of models whose logits differ from plain transformers by more than rounding explains."""
 

@@ -128,17 +128,14 @@ def _of_adapter(folder: Path) -> str:
     """Return the message about a folder that holds an adapter only."""
     base = read_object(folder / _ADAPTER).get("base_model_name_or_path")
     named = base if isinstance(base, str) and base else "another model"
-    return (
-        f"an adapter (LoRA) of {named}, not a model; adapters are not served: serve {named}, or merge the two (peft: "
-        "merge_and_unload, save_pretrained) and name the merged folder"
-    )
+    return f"an adapter (LoRA) of {named}, not a model; serve {named} with --lora-modules NAME={folder}"
 
 
 def warn_of_adapter(name: str) -> None:
     """Warn of an adapter in the folder of a whole model, which is not applied."""
     if (Path(name) / _ADAPTER).is_file() and (Path(name) / "config.json").is_file():
         log.warning(
-            "%s: the adapter in the model's folder (%s) is not applied; merge it into the weights if answers need it",
+            "%s: the adapter in the model's folder (%s) is not applied; name it by --lora-modules if answers need it",
             name,
             _ADAPTER,
         )

@@ -22,6 +22,7 @@ from engine.config import ModelConfig
 from engine.errors import LoadError, first_line
 from engine.heads.head import Head
 from engine.heads.loading import load_head
+from engine.models.adapter import merge, read_adapter
 from engine.models.checkpoint import Source, context_length, length_remark, token_roles
 from engine.models.gguf.blocks import BlockTensor
 from engine.models.gguf.weights import file_behind, load_model
@@ -119,11 +120,21 @@ def _load_target(config: ModelConfig, context: int) -> LoadedModel:
     device = choose_device(config.device)
     if config.tensor_parallel_size == 1:
         weights = torchao_format(config.target, config.revision, config)
-        return load(config.target, config.revision, config.dtype, device, weights, context)
+        target = load(config.target, config.revision, config.dtype, device, weights, context)
+        return _with_adapter(target, config.adapter)
     stored = read_config(config.target, config.revision)
     check_split(config.target, stored, config.tensor_parallel_size)
     ranks = start_ranks(config, device, context)
     return replace(load_share(config, device, context), ranks=ranks)
+
+
+def _with_adapter(target: LoadedModel, adapter: str) -> LoadedModel:
+    """Return the target with an adapter in its weights, if one is named."""
+    if not adapter:
+        return target
+    num_changed = merge(target.model, read_adapter(adapter))
+    remarks = [target.remark, f"merged the adapter {adapter} into {num_changed} weights"]
+    return replace(target, remark="; ".join(filter(None, remarks)))
 
 
 def _load_draft(config: ModelConfig, name: str, target: LoadedModel, progress: Progress, context: int) -> LoadedModel:

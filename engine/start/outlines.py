@@ -13,11 +13,12 @@ from engine.config import MODEL, MTP, ModelConfig
 from engine.errors import ConfigError
 from engine.heads.config import HeadConfig, check_target
 from engine.heads.loading import head_config, mtp_config
+from engine.models.adapter import read_adapter
 from engine.models.checkpoint import Source, check_vocabularies, context_length
 from engine.models.files import check_source
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.weights import check_types, file_behind
-from engine.models.quantising import check_quantised
+from engine.models.quantising import check_quantised, stored_method
 from engine.models.rope import limit_reason, original_length
 from engine.models.weight_files import check_weight_files
 from engine.start.architectures import check_config, read_config
@@ -60,6 +61,8 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
     Raise ConfigError or LoadError for models that their configurations show to be unservable.
     """
     _check_formats(config)
+    if config.adapter:
+        _check_adapter(config)
     target = _outline(config.target, config.revision, config, config.tensor_parallel_size)
     if config.draft is None:
         return [target]
@@ -138,6 +141,18 @@ def _check_formats(config: ModelConfig) -> None:
         raise ConfigError(
             f"--activations float32: rows are rounded to 8 bits for weights in {sorted(rounding)[0]}; leave one out"
         )
+
+
+def _check_adapter(config: ModelConfig) -> None:
+    """Raise ConfigError for an adapter that cannot be merged, or not into such a target."""
+    adapter = read_adapter(config.adapter)
+    target = config.target
+    if file_behind(target) is not None or stored_method(read_config(target, config.revision)) is not None:
+        raise ConfigError(f"{adapter.name}: {target} is quantised, and adapters are merged into plain weights alone")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"{adapter.name}: a split model takes no adapter; leave --tensor-parallel-size out")
+    if config.weights != "auto" and choose_device(config.device).type != "cpu":
+        raise ConfigError(f"--weights {config.weights}: not with an adapter on this device; leave one of the two out")
 
 
 def _check_format_of_head(config: ModelConfig, head: HeadConfig) -> None:

@@ -83,13 +83,15 @@ def _add_models(router: APIRouter, server: Server) -> None:
     started = int(time.time())
 
     def model_card(name: str) -> dict[str, Any]:
+        _, adapter = server.settings.adapter()
+        base = server.settings.model or name
         return {
             "id": name,
             "object": "model",
             "created": started,
             "owned_by": "polydraft",
-            "root": server.settings.model or name,
-            "parent": None,
+            "root": adapter or base,
+            "parent": base if adapter else None,
             "max_model_len": client.ready_facts().max_model_len,
         }
 

@@ -32,6 +32,7 @@ SAME = {
     **dict.fromkeys(("t", "threads"), "num_threads"),
     **dict.fromkeys(("q",), "quantization"),
     **dict.fromkeys(("a", "alias"), "served_model_name"),
+    "lora_paths": "lora_modules",
     "chat_template_file": "chat_template",
     "disable_cuda_graph": "enforce_eager",
     "log_requests": "enable_log_requests",
@@ -100,6 +101,7 @@ FOREIGN: dict[str, Foreign] = {
         "max_seq_len_to_capture distributed_executor_backend swap_space cpu_offload_gb max_parallel_loading_workers "
         "fa flash_attn b batch_size ub ubatch_size tb threads_batch safetensors_load_strategy",
     ),
+    **_ignored("--lora-modules decides", "enable_lora", "max_loras max_lora_rank max_cpu_loras lora_dtype"),
     **_ignored("--device decides", values="ngl gpu_layers n_gpu_layers"),
     **_ignored(
         "the scheduler decides (--max-prompt-tokens-per-step limits prompts)",
@@ -153,7 +155,7 @@ FOREIGN: dict[str, Foreign] = {
     **_refused(
         "split the target by --tensor-parallel-size", values="pp pp_size pipeline_parallel_size nnodes", accepts=("1",)
     ),
-    **_refused("merge the adapter into the model", "enable_lora", "lora_modules lora_paths lora"),
+    **_refused("name one adapter in peft's format: --lora-modules NAME=PATH", values="lora lora_scaled"),
     **_refused(
         "write it into the model's config.json",
         "disable_sliding_window",

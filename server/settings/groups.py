@@ -104,6 +104,18 @@ def rates_of(text: str) -> list[tuple[int, float]]:
     return rates
 
 
+def _adapters(values: list[str]) -> list[str]:
+    if len(values) > 1:
+        raise ValueError(
+            "one adapter is merged into the target's weights at start; start another daemon for each further adapter"
+        )
+    for value in values:
+        name, _, path = value.partition("=")
+        if not name or not path:
+            raise ValueError(f"{value!r} must be NAME=PATH, such as billing=/models/billing-lora")
+    return values
+
+
 class _Group(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -144,6 +156,8 @@ class ModelSettings(_Group):
     """maximum tokens of prompt plus answer; 0: the model's limit, or the K/V cache's capacity"""
     served_model_name: Words = []
     """name that clients use; repeat for several, metrics have the first; default: MODEL"""
+    lora_modules: Annotated[Words, AfterValidator(_adapters)] = []
+    """NAME=PATH of a LoRA adapter in peft's format, merged into the target's weights at start; clients use NAME"""
     chat_template: Annotated[str, AfterValidator(_template)] | None = None
     """file with a Jinja chat template, or one that comes with the server: chatml-tools, deepseek-tools, gemma-tools"""
     special_tokens_in_messages: Literal["control", "text"] = "control"

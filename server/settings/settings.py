@@ -120,7 +120,17 @@ class Serve(
 
     def served_names(self) -> list[str]:
         """Names of the model that requests may use."""
+        adapter, _ = self.adapter()
+        if adapter:
+            return [adapter]
         return self.served_model_name or [self.model or EMBEDDED_NAME]
+
+    def adapter(self) -> tuple[str, str]:
+        """Name and folder of the adapter in the target's weights; empty without one."""
+        name, _, folder = "".join(self.lora_modules).partition("=")
+        if name and self.served_model_name:
+            raise ConfigError("--served-model-name: --lora-modules gives the model its name; leave one of them out")
+        return name, folder
 
     def target(self) -> str:
         """Folder or name of the target model."""
@@ -179,6 +189,7 @@ class Serve(
             activations=self.activations,
             kv_dtype=self.kv_cache_dtype,
             enforce_eager=self.enforce_eager,
+            adapter=self.adapter()[1],
             probe=self.probe,
             tensor_parallel_size=self.tensor_parallel_size,
         )

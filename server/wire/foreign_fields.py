@@ -70,7 +70,12 @@ FOREIGN: dict[str, Neutral] = {
     **_off("thinking_budget reasoning_budget reasoning_budget_tokens reasoning_max_tokens", -1),
     # Objects of settings, and other models.
     **_off("options parameters sampling_params extra_body", {}, way_out="send its fields at the top"),
-    **_off("lora lora_path lora_request adapter_id", [], "", way_out="serve the merged model instead"),
+    **_off(
+        "lora lora_path lora_request adapter_id",
+        [],
+        "",
+        way_out="name the adapter of --lora-modules as the model",
+    ),
     **_off("enable_search", False),
     **_off("search_parameters search_settings citation_options"),
 }
