@@ -7,8 +7,12 @@ Runs the mutants of the modules (patterns; all without any) that have no result 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import multiprocessing
 import time
+from collections.abc import Iterator
 from fnmatch import fnmatch
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.mutation import sample, table
@@ -71,28 +75,49 @@ def _run_sample(drawn: sample.Sample, ends: float) -> None:
     results: list[sample.Sampled] = []
     failures: list[str] = []
     for mutants in sample.by_part(drawn):
-        try:
-            _run_part(mutants, drawn, results, ends)
-        except SystemExit as failure:
-            print(failure, flush=True)
-            failures.append(str(failure))
+        for number, status in enumerate(_statuses(mutants, ends)):
+            if len(status) > 1:
+                print(status, flush=True)
+                failures.append(status)
+                break
+            mutant = mutants[number]
+            results.append(sample.Sampled(mutant, status))
+            sample.PAGE.write_text(sample.page(drawn, results))
+            print(f"{mutant.module.name}:{mutant.line} {len(results)}/{len(drawn.mutants)} {status}", flush=True)
     print(sample.page(drawn, results))
     if failures:
         raise SystemExit("\n".join(failures))
 
 
-def _run_part(mutants: list[Mutant], drawn: sample.Sample, results: list[sample.Sampled], ends: float) -> None:
-    """Run mutants of one part and append their results."""
+def _statuses(mutants: list[Mutant], ends: float) -> Iterator[str]:
+    """Yield the statuses of mutants of one part, or the failure of its tests on the right code.
+
+    A process for each part, because what one part imports may change the tests of the next.
+    """
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_run_part, args=(mutants, ends, sender))
+    process.start()
+    sender.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            yield receiver.recv()
+    process.join()
+
+
+def _run_part(mutants: list[Mutant], ends: float, sender: Connection) -> None:
+    """Send the status of each mutant of one part, until time is up."""
     if time.monotonic() > ends:
         return
-    runner = Runner(list({mutant.module.name: mutant.module for mutant in mutants}.values()))
+    try:
+        runner = Runner(list({mutant.module.name: mutant.module for mutant in mutants}.values()))
+    except SystemExit as failure:
+        sender.send(str(failure))
+        return
     for mutant in mutants:
         if time.monotonic() > ends:
             return
-        status = runner.run(mutant)
-        results.append(sample.Sampled(mutant, status))
-        sample.PAGE.write_text(sample.page(drawn, results))
-        print(f"{mutant.module.name}:{mutant.line} {len(results)}/{len(drawn.mutants)} {status}", flush=True)
+        sender.send(runner.run(mutant))
 
 
 if __name__ == "__main__":
