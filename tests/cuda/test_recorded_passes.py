@@ -90,11 +90,11 @@ def into_used_blocks(padded: Any, one: RecordedPass, layout: StepLayout) -> Step
     return replace(found, slots_T=slots_T)
 
 
-def at_the_first_sequence(padded: Any, one: RecordedPass, layout: StepLayout) -> StepLayout:
+def over_the_last_row(padded: Any, one: RecordedPass, layout: StepLayout) -> StepLayout:
     found = padded(one, layout)
-    counts = found.counts.copy()
-    counts[0], counts[len(layout.counts)] = one.room.rows, 0
-    return replace(found, counts=counts)
+    starts = found.starts.copy()
+    starts[len(layout.starts)] -= 1
+    return replace(found, starts=starts)
 
 
 def without_tokens(logits: Any, one: RecordedPass, num_wanted: int, tensors: Any, _: Any) -> Any:
@@ -104,11 +104,12 @@ def without_tokens(logits: Any, one: RecordedPass, num_wanted: int, tensors: Any
 WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "pages of an earlier pass": (RecordedPass, "logits", without_pages),
     "padding in a block that is used": (RecordedPass, "padded", into_used_blocks),
-    "padding of the first sequence": (RecordedPass, "padded", at_the_first_sequence),
+    "padding over the last row": (RecordedPass, "padded", over_the_last_row),
     "drawn tokens are left out": (RecordedPass, "logits", without_tokens),
 }
 
 
+@pytest.mark.usefixtures("attention_in_torch")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_comparison_finds_wrong_padding(wrong: str) -> None:
     expected = outputs(make_runner("llama"))
