@@ -16,7 +16,7 @@ from server.wire.fields import SpeculationFields
 
 ROOT = Path(__file__).parent.parent
 PAGES = {page.stem.removeprefix("first-"): page.read_text() for page in (ROOT / "docs").glob("first-*.md")}
-MOST_WORDS = 260
+MOST_WORDS = 300
 
 
 def command_of(name: str) -> str:
@@ -53,9 +53,11 @@ def test_the_command_of_vllm_starts_the_pair() -> None:
 
 def test_the_flags_of_the_laptop_are_understood() -> None:
     flags = re.findall(r"`(--[^`]+)`", PAGES["laptop"])
-    assert len(flags) == 2
-    settings = parse_flags([word for flag in flags for word in flag.split()])
-    assert (settings.max_model_len, settings.kv_cache_memory_bytes) == (2048, 256 << 20)
+    assert len(flags) == 3
+    in_command = command_of("laptop").partition('ARGS="')[2].rstrip('"')
+    settings = parse_flags([word for flag in (*flags, in_command) for word in flag.split()])
+    assert (settings.max_model_len, settings.kv_cache_memory_bytes, settings.port) == (2048, 256 << 20, 8123)
+    assert settings.spec_drafters == ["prompt_lookup"]
 
 
 def test_the_overlay_of_the_cluster_exists() -> None:
@@ -64,7 +66,7 @@ def test_the_overlay_of_the_cluster_exists() -> None:
 
 
 def test_the_rule_of_research_can_be_asked_for() -> None:
-    shown = re.search(r'`"speculation": (\{[^`]*\})`', PAGES["research"])
+    shown = re.search(r'`"speculation": (\{[^`]*\})`', PAGES["research"], re.DOTALL)
     assert shown is not None
     fields = SpeculationFields.model_validate(json.loads(shown[1]))
     assert fields.rule in RULE_FACTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
 from engine.config_check import lookahead
 from engine.errors import ConfigError
 from engine.fanout import num_nodes
+
+log = logging.getLogger("polydraft")
 
 _DEFAULT_CPU_BYTES = 1 << 30
 # Share of the free memory after reservations; the rest is for the activations of a pass.
@@ -120,7 +123,7 @@ def _num_drawn(config: EngineConfig) -> int:
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:
     """Return the memory for K/V; kept_back: other memory that steps need."""
     if cache.device_share and device.type != "cuda":
-        raise ConfigError("--gpu-memory-utilization is for CUDA devices; on a CPU give --kv-cache-memory-bytes")
+        log.warning("--gpu-memory-utilization has no effect on a CPU; --kv-cache-memory-bytes sizes its K/V cache")
     if cache.memory_bytes:
         return cache.memory_bytes
     if device.type == "cuda":

@@ -258,6 +258,11 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
     return _model_speculation(asked, msgspec.structs.replace(defaults, drafters=drafters), rule, facts)
 
 
+def _names_drafts(asked: SpeculationFields) -> bool:
+    """Whether a request asks for more than to be drafted if anything drafts."""
+    return bool(asked.model_dump(exclude={"enabled", "return_drafts"}, exclude_none=True))
+
+
 def _refuse_model_fields(asked: SpeculationFields) -> None:
     """Raise RequestError for fields about a draft model that does not draft."""
     for name in ("num_drafts", "draft_length", "tree", "draft_method", "over_acceptance"):
@@ -305,7 +310,7 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
     drafters = [name for name in defaults.drafters if facts.has_draft or name != MODEL]
     if asked is None and defaults.rule == "off":
         drafters = []
-    elif asked is not None and not drafters:
+    elif asked is not None and not drafters and (facts.has_draft or _names_drafts(asked)):
         drafters = [MODEL]
     if body.prediction is not None:
         drafters.append(PREDICTION)

@@ -68,15 +68,20 @@ def test_a_small_card_that_does_not_hold_one_request_is_refused(facts: object, m
 
 
 def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory in use (weights) and the memory of steps count towards the share; a CPU has no such share."""
+    """Memory in use (weights) and the memory of steps count towards the share."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
     half = msgspec.structs.replace(CONFIG, cache=CacheConfig(device_share=0.5))
     plan = plan_memory(half, facts, PAIR, 1 << 28, MagicMock(type="cuda"))  # type: ignore[arg-type]
     room = 40 * GIB - 20 * GIB - sum(plan.kept_back.values())
     assert sum(plan.pool_bytes) == pytest.approx(room, rel=1e-3)
-    with pytest.raises(ConfigError, match="gpu-memory-utilization"):
-        plan_memory(half, facts, PAIR, 1 << 28, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_a_share_of_a_device_has_no_effect_on_a_cpu(facts: object, caplog: pytest.LogCaptureFixture) -> None:
+    half, default = (msgspec.structs.replace(CONFIG, cache=CacheConfig(device_share=share)) for share in (0.5, 0.0))
+    plans = [plan_memory(config, facts, PAIR, 1 << 28, torch.device("cpu")) for config in (half, default)]  # type: ignore[arg-type]
+    assert plans[0] == plans[1]
+    assert "--gpu-memory-utilization has no effect on a CPU" in caplog.text
 
 
 def test_a_cache_of_a_named_size_also_holds_what_has_ended(facts: object) -> None:
