@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from uv import find_uv_bin
 
 from polydraft.shadows import PACKAGES
 from tests.deploy.test_install import PYTHONS
@@ -205,6 +206,31 @@ def test_the_installed_daemon_serves_the_embedded_pair(installed: Path, tmp_path
         daemon.terminate()
         assert daemon.wait(60) == 0, log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_uv_installs_the_command_with_what_it_needs(wheel: Path, index: dict[str, str], tmp_path: Path) -> None:
+    """Into an empty environment, from a package index. torch comes from a wheel at hand: its usual build is large."""
+    links = os.environ.get("PIP_FIND_LINKS", "")
+    if not any(Path(folder).glob("torch-*+cpu-*.whl") for folder in links.split() if Path(folder).is_dir()):
+        pytest.skip("no CPU build of torch in a folder of PIP_FIND_LINKS")
+    variables = clean_environment() | {name: value for name, value in index.items() if name.startswith(("UV_", "SSL_"))}
+    variables |= {
+        "UV_FIND_LINKS": links,
+        "UV_TOOL_DIR": str(tmp_path / "tools"),
+        "UV_TOOL_BIN_DIR": str(tmp_path / "bin"),
+    }
+    install = [find_uv_bin(), "tool", "install", "--python", sys.executable, "-c", "constraints.txt", str(wheel)]
+    done = subprocess.run(install, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    version = run_installed(tmp_path, "--version")
+    assert (version.returncode, version.stdout, version.stderr) == (0, f"{VERSION}\n", "")
+    for words in (["serve", "--help"], ["analyze", "--help"], ["distill", "--help"], ["completion", "fish"]):
+        shown = run_installed(tmp_path, *words)
+        assert (shown.returncode, shown.stderr) == (0, ""), words
+    plot = run_installed(tmp_path, "bench", "--plot", "plot.png")
+    assert plot.returncode == 2
+    assert plot.stderr == "polydraft bench: needs matplotlib: pip install 'polydraft[bench]'\n"
 
 
 @pytest.mark.slow
