@@ -17,6 +17,8 @@ RUN if [ -n "$TORCH_INDEX_URL" ]; then \
         /opt/polydraft/bin/pip install --index-url "$TORCH_INDEX_URL" --no-deps -c constraints.txt torch; \
     fi \
     && /opt/polydraft/bin/pip install -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+COPY LICENSE ./
+COPY polydraft polydraft
 COPY engine engine
 COPY analysis analysis
 COPY distill distill

@@ -11,6 +11,7 @@
 #              goes on where it stopped; ARGS="engine/sampling/edits.py" or "server/text/*.py --part 3/8 --minutes 20")
 # make house   print measures of how readable the code is, and their aims (ARGS="--rooms" by room, "--places" lists)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
+# make wheel   build dist/polydraft-VERSION-py3-none-any.whl and check its metadata and files
 # make clean   remove the environment and all caches
 #
 # TORCH_INDEX_URL=...  (a variable of make or of the environment) where torch itself comes from, for instance the index
@@ -52,7 +53,7 @@ IS_SMOLLM2 := $(filter smollm2,$(MODEL))
 
 GPU_PYTHON ?= python3
 
-.PHONY: serve test test-all bench papers gpu-check mutants house npm-check clean
+.PHONY: serve test test-all bench papers gpu-check mutants house npm-check wheel clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve $(if $(IS_SMOLLM2),$(SMOLLM2))
@@ -82,6 +83,13 @@ house: $(VENV)/.dev
 npm-check: $(VENV)/.dev
 	cd tests/server/clients/npm && npm install --no-package-lock --no-audit --no-fund
 	$(BIN)/python -m pytest tests/server/clients/test_npm_client.py
+
+# `build/` has files of earlier builds, which setuptools would pack again.
+wheel: $(VENV)/.dev
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/twine check --strict dist/*.whl
+	$(BIN)/check-wheel-contents dist/*.whl
 
 $(VENV)/pyvenv.cfg:
 	@echo "creating $(VENV)"

@@ -119,8 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             importlib.import_module(package)
         except ModuleNotFoundError:
-            install = f"{sys.executable} -m pip install {package}"
-            print(f"polydraft bench: needs {package}; install it: {install}", file=sys.stderr)
+            print(f"polydraft bench: needs {package}: pip install 'polydraft[bench]'", file=sys.stderr)
             return 2
     return _measure(options)
 

@@ -29,7 +29,7 @@ def can_draw() -> bool:
     """Whether matplotlib is installed; if not, say how to install it."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
-    sys.stderr.write(f"no plots; install matplotlib: {sys.executable} -m pip install matplotlib\n")
+    sys.stderr.write("no plots: they need matplotlib: pip install 'polydraft[bench]'\n")
     return False
 
 

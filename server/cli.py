@@ -25,15 +25,17 @@ commands:
   analyze         measure a target and a draft model: exactness, speedup, the flags to serve them with
   distill TARGET  train a head that drafts for a target, on text that the target samples
   bench           measure a running or a new daemon, speculation on against off
+  completion      print a script that completes commands and flags in bash, zsh or fish
   version         print the version
 
-`polydraft COMMAND --help` explains a command's flags.
+`polydraft COMMAND --help` explains a command's usual flags, `polydraft help COMMAND` all of them.
 """
 
-_MODULES = {"analyze": "analysis", "distill": "distill"}
+_MODULES = {"analyze": "analysis", "distill": "distill", "completion": "polydraft.completion"}
 """Commands that are processes."""
 _CLIENTS = {"bench": "loadtest.cli", "chat": "loadtest.chat"}
 """Commands that are functions of other packages."""
+_COMMANDS = ("serve", "chat", "analyze", "distill", "bench", "completion", "version", "help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(VERSION)
         return 0
+    if command == "help" and rest and not rest[0].startswith("-"):
+        return _explain(rest)
     if command in ("help", "--help", "-h"):
         print(USAGE, end="")
         return 0
@@ -64,9 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command:
         from server.wire.suggest import did_you_mean
 
-        meant = did_you_mean(command, ("serve", "chat", "analyze", "distill", "bench", "version", "help"))
+        meant = did_you_mean(command, _COMMANDS)
         print(f"\npolydraft: unknown command {command!r}{meant}", file=sys.stderr)
     return 2
+
+
+def _explain(command: list[str]) -> int:
+    """Print the help of a command with all flags; on a terminal, in the pager that PAGER names."""
+    flag = "--help=all" if command == ["serve"] else "--help"
+    if not sys.stdout.isatty():
+        return main([*command, flag])
+    import pydoc
+    import shutil
+
+    program = [sys.executable, "-P", "-m", "server.cli", *command, flag]
+    environment = os.environ | {"COLUMNS": str(shutil.get_terminal_size().columns)}
+    printed = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if printed.stdout:
+        pydoc.pager(printed.stdout)
+    return printed.returncode
 
 
 def _on_signals(react: Callable[..., object]) -> None:

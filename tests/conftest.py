@@ -43,6 +43,7 @@ def attention_in_torch() -> Iterator[None]:
 LONG = (
     "deploy/test_image",
     "deploy/test_ray",
+    "deploy/test_wheel",
     "cpu/test_processors",
     "server/clients/test_lm_eval",
     "analysis/test_gpu_session",

@@ -43,6 +43,7 @@ CLEAN = (
     "engine/speculation",
     "engine/step",
     "examples",
+    "polydraft",
     "server",
     "server/anthropic",
     "server/http",

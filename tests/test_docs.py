@@ -118,7 +118,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("folder", ["engine", "server", "analysis", "loadtest", "demo", "docs"])
 def test_modules_that_texts_name_exist(folder: str) -> None:
     """In backticks, with any part of the path before the name; the log may name what is gone."""
-    tops = ("engine", "server", "analysis", "loadtest", "demo", "tests", "deploy", "examples")
+    tops = ("polydraft", "engine", "server", "analysis", "loadtest", "demo", "tests", "deploy", "examples")
     modules = " ".join(f"/{path.relative_to(ROOT)}" for top in tops for path in (ROOT / top).rglob("*.py")) + " "
     texts = [path for ending in ("py", "md") for path in (ROOT / folder).rglob(f"*.{ending}") if path.name != "log.md"]
     assert texts

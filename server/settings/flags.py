@@ -62,6 +62,16 @@ def parse_flags(words: Sequence[str]) -> Serve:
     return Serve(**foreign_flags.translate(values))
 
 
+def completed_parser() -> argparse.ArgumentParser:
+    """Return a parser of all flags with the choices of their values, from which shells complete. It parses nothing."""
+    parser = _parser.__wrapped__(with_rare=True)
+    for action in parser._actions:
+        field = Serve.model_fields.get(action.dest)
+        if field is not None and not isinstance(action, argparse.BooleanOptionalAction):
+            action.choices = _choices(field.annotation) or None
+    return parser
+
+
 def _warn_of_environment() -> None:
     """Log the variables of the environment that are named like settings and are none."""
     for name in sorted(os.environ):

@@ -32,7 +32,7 @@ import pytest
 from tests.mutation.changes import FOLDER, Module, Mutant, statement_lines
 
 PARTS = tomllib.loads((FOLDER / "parts.toml").read_text())["part"]
-PROJECT = ("engine", "server", "loadtest", "deploy", "tests")
+PROJECT = ("polydraft", "engine", "server", "loadtest", "deploy", "tests")
 WORK = Path("mutants").absolute()
 TREE, REPORT, LOG, KERNELS = WORK / "tree", WORK / "report.json", WORK / "log.txt", WORK / "kernels"
 # Read by a library when it is first imported, or with processes that a fork does not take along.

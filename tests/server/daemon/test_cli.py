@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
+import pexpect
 import pytest
 
 # What takes long to import, and what help can do without.
@@ -42,7 +44,8 @@ def polydraft(*arguments: str, missing: tuple[str, ...] = ()) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["version"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"]]
+    "arguments",
+    [["--help"], ["version"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"], ["help", "serve"]],
 )
 @pytest.mark.parametrize("missing", [(), ("httpx", "matplotlib", "numpy")])
 def test_help_loads_nothing_heavy(arguments: list[str], missing: tuple[str, ...]) -> None:
@@ -68,4 +71,24 @@ def test_the_bench_names_what_is_missing(missing: str, arguments: list[str]) -> 
     done = polydraft("bench", *arguments, missing=(missing,))
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == f"polydraft bench: needs {missing}; install it: {sys.executable} -m pip install {missing}\n"
+    assert done.stderr == f"polydraft bench: needs {missing}: pip install 'polydraft[bench]'\n"
+
+
+def test_help_of_a_command_has_all_flags() -> None:
+    shown = polydraft("help", "serve")
+    assert shown.stdout == polydraft("serve", "--help=all").stdout
+    assert "--profile-cache" in shown.stdout
+    assert polydraft("help", "help").stdout == polydraft("--help").stdout
+    wrong = polydraft("help", "serv")
+    assert wrong.returncode == 2
+    assert "unknown command 'serv' (did you mean serve?)" in wrong.stderr
+
+
+def test_help_of_a_command_is_paged_on_a_terminal() -> None:
+    environment = os.environ | {"PAGER": "sed 's/^/paged: /'", "TERM": "xterm"}
+    command = f"{sys.executable} -m server.cli help serve"
+    shown, code = pexpect.run(command, env=environment, withexitstatus=True, encoding="utf-8")
+    assert code == 0
+    lines = shown.splitlines()
+    assert lines[0] == "paged: usage: polydraft serve [MODEL] [FLAGS]"
+    assert any("--profile-cache" in line for line in lines)
