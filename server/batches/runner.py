@@ -25,8 +25,6 @@ _LOOK_S = 0.02
 """Time between two looks at the load."""
 _LOOK_FOR_EXPIRY_S = 1.0
 _RETRY_S = 0.25
-_REPAIR_S = 30.0
-"""Time after which a batch goes on that the store has failed, for instance on a full disk."""
 _NOT_NOW = (429, 503)
 """Statuses of an endpoint that says when to try again."""
 
@@ -55,6 +53,9 @@ class Answering(Protocol):
 
 class BatchRunner:
     """Runs all batches of a store."""
+
+    repair_s = 30.0
+    """Time after which a batch goes on that the store has failed, for instance on a full disk."""
 
     def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, num_seats: int, at_once: int) -> None:
         """num_seats: requests that the engine runs at once. at_once: lines that run at once."""
@@ -98,11 +99,11 @@ class BatchRunner:
                 reason = "; ".join(str(error) for error in group.exceptions)
                 log.error(
                     "a batch cannot be stored; it goes on in %.0f s: %s",
-                    _REPAIR_S,
+                    self.repair_s,
                     reason,
                     extra=log_fields(id=batch_id),
                 )
-            await asyncio.sleep(_REPAIR_S)
+            await asyncio.sleep(self.repair_s)
 
     async def _run_once(self, batch_id: str) -> None:
         store = self._store
