@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,9 +17,11 @@ import httpx
 import openai
 import pytest
 
+from server.batches.lines import read_lines
+from server.batches.objects import ENDPOINTS
 from tests.server.batches.inputs import COMPLETIONS, begin, ended, line, read, short_lines, wait_for
 from tests.server.conftest import KEYS
-from tests.server.daemon_process import MODEL, Daemon
+from tests.server.daemon_process import MODEL, ROOT, Daemon
 from tests.server.good_bodies import error_of
 
 CHAT = "/v1/chat/completions"
@@ -341,3 +347,19 @@ def test_the_description_has_the_routes(batch_daemon: Daemon) -> None:
     assert {"/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"} <= set(paths)
     body = paths["/v1/files"]["post"]["requestBody"]["content"]
     assert list(body) == ["multipart/form-data"], json.dumps(body)
+
+
+def test_the_program_of_the_page_runs(batch_daemon: Daemon) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL)
+    program = program.replace("http://localhost:8000", batch_daemon.url).replace('"none"', repr(KEYS[0]))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    status, *answers = done.stdout.splitlines()
+    assert status.startswith("completed BatchRequestCounts(completed=3, failed=0, total=3")
+    assert [answer.partition(" ")[0] for answer in answers if answer.startswith("q-")] == ["q-0", "q-1", "q-2"]
+
+
+def test_the_line_of_the_page_is_right() -> None:
+    (text,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL)
+    (read_line,) = read_lines(io.BytesIO(text.encode()), ENDPOINTS)
+    assert (read_line.custom_id, read_line.error) == ("q-1", None)

@@ -42,7 +42,8 @@ def polydraft(*arguments: str, missing: tuple[str, ...] = ()) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["version"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"]]
+    "arguments",
+    [["--help"], ["version"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"], ["run-batch", "--help"]],
 )
 @pytest.mark.parametrize("missing", [(), ("httpx", "matplotlib", "numpy")])
 def test_help_loads_nothing_heavy(arguments: list[str], missing: tuple[str, ...]) -> None:
