@@ -70,6 +70,7 @@ class BatchRunner:
         """Tasks of the lines of each running batch."""
         self._calls: dict[asyncio.Task[LineResponse], None] = {}
         """Running calls of endpoints, in the order in which they began."""
+        self._has_calls = asyncio.Event()
 
     async def run(self) -> None:
         """Run the batches that are open, and new ones, until cancelled. Cancelling aborts the running lines."""
@@ -163,10 +164,13 @@ class BatchRunner:
             await asyncio.sleep(_LOOK_S)
         call = asyncio.create_task(self._endpoint.answer(request, client))
         self._calls[call] = None
+        self._has_calls.set()
         try:
             await asyncio.wait({call})
         finally:
             self._calls.pop(call, None)
+            if not self._calls:
+                self._has_calls.clear()
             call.cancel()
             await asyncio.wait({call})
         if call.cancelled():
@@ -183,6 +187,7 @@ class BatchRunner:
     async def _give_way(self) -> None:
         """Abort lines while more requests are open than have seats, and other clients have some."""
         while True:
+            await self._has_calls.wait()
             await asyncio.sleep(_LOOK_S)
             is_full = self._load.num_open > self._num_seats
             if is_full and self._calls and self._load.num_more_urgent(LINE_PRIORITY // 2):
