@@ -17,7 +17,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from engine.api import ConfigError, EngineConfig, EngineStopped
-from server.batches.endpoint import LineEndpoint
+from server.batches.endpoint import NOT_NOW, LineEndpoint
 from server.batches.lines import InputLine, read_lines, request_of
 from server.batches.objects import ENDPOINTS, LineResponse, OutputLine
 from server.daemon import EXIT_FAILURE, EXIT_OK, build_server
@@ -28,7 +28,6 @@ from server.state import Server
 log = logging.getLogger("polydraft")
 
 _CLIENT = "run-batch"
-_NOT_NOW = (429, 503)
 _RETRY_S = 0.05
 _WAITING = 8
 """Lines that wait for a seat, so that no seat is empty between two lines."""
@@ -209,7 +208,7 @@ class _Run:
         while True:
             # The call of a line replaces the one of its task.
             response = await asyncio.create_task(self._endpoint.answer(request, _CLIENT))
-            if response.status_code not in _NOT_NOW:
+            if response.status_code not in NOT_NOW:
                 return response
             if not self._client.is_alive:
                 raise EngineStopped("the engine has stopped")

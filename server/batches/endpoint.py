@@ -27,6 +27,8 @@ log = logging.getLogger("polydraft")
 
 LINE_PRIORITY = 1 << 32
 """Added to the priority of a line, so that all requests of interactive clients come before it."""
+NOT_NOW = (429, 503)
+"""Statuses of an endpoint that is to be asked again later."""
 _STREAM = "stream: the answer of a line is written whole; leave it out"
 
 

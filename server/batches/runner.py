@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 from typing import Protocol
 
 from engine.api import log_fields
-from server.batches.endpoint import LINE_PRIORITY
+from server.batches.endpoint import LINE_PRIORITY, NOT_NOW
 from server.batches.lines import InputLine, LineRequest, request_of
 from server.batches.objects import BatchObject, LineResponse, OutputLine
 from server.batches.store import BatchStore
@@ -25,8 +24,6 @@ _LOOK_S = 0.02
 """Time between two looks at the load."""
 _LOOK_FOR_EXPIRY_S = 1.0
 _RETRY_S = 0.25
-_NOT_NOW = (429, 503)
-"""Statuses of an endpoint that says when to try again."""
 
 
 class EngineLoad(Protocol):
@@ -55,7 +52,7 @@ class BatchRunner:
     """Runs all batches of a store."""
 
     repair_s = 30.0
-    """Time after which a batch goes on that the store has failed, for instance on a full disk."""
+    """Time after which a batch goes on that has met an error, for instance a full disk."""
 
     def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, num_seats: int, at_once: int) -> None:
         """num_seats: requests that the engine runs at once. at_once: lines that run at once."""
@@ -66,6 +63,7 @@ class BatchRunner:
         self._at_once = at_once
         self._places = asyncio.Semaphore(at_once)
         self._new: asyncio.Queue[str] = asyncio.Queue()
+        self._begun: set[str] = set()
         self._lines_of: dict[str, asyncio.Task[None]] = {}
         """Tasks of the lines of each running batch."""
         self._calls: dict[asyncio.Task[LineResponse], None] = {}
@@ -82,8 +80,10 @@ class BatchRunner:
                 group.create_task(self._run_batch(await self._new.get()))
 
     def begin(self, batch_id: str) -> None:
-        """Run a new batch."""
-        self._new.put_nowait(batch_id)
+        """Run a batch, unless it runs already."""
+        if batch_id not in self._begun:
+            self._begun.add(batch_id)
+            self._new.put_nowait(batch_id)
 
     def cancel(self, batch_id: str) -> None:
         """Abort the lines of a batch that the store is cancelling."""
@@ -91,19 +91,14 @@ class BatchRunner:
             lines.cancel()
 
     async def _run_batch(self, batch_id: str) -> None:
-        """Run a batch to its end, also if the store fails meanwhile."""
+        """Run a batch to its end, also if an error stops it meanwhile; other batches go on."""
         while True:
             try:
                 await self._run_once(batch_id)
                 return
-            except* (OSError, sqlite3.Error) as group:
-                reason = "; ".join(str(error) for error in group.exceptions)
-                log.error(
-                    "a batch cannot be stored; it goes on in %.0f s: %s",
-                    self.repair_s,
-                    reason,
-                    extra=log_fields(id=batch_id),
-                )
+            except* Exception as group:
+                text = "a batch has stopped and goes on in %.0f s; see whether its folder has room"
+                log.error(text, self.repair_s, exc_info=group, extra=log_fields(id=batch_id))
             await asyncio.sleep(self.repair_s)
 
     async def _run_once(self, batch_id: str) -> None:
@@ -176,7 +171,7 @@ class BatchRunner:
         if call.cancelled():
             return None
         response = call.result()
-        return None if response.status_code in _NOT_NOW else response
+        return None if response.status_code in NOT_NOW else response
 
     @property
     def _has_room(self) -> bool:

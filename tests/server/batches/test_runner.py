@@ -286,6 +286,33 @@ def test_a_full_disk_delays_a_batch(store: BatchStore, caplog: pytest.LogCapture
     assert not failures
 
 
+def test_a_batch_goes_on_after_a_fault_of_the_server(store: BatchStore) -> None:
+    failures = [RuntimeError("a fault")]
+
+    async def reply(endpoint: Endpoint, request: LineRequest) -> int:
+        if failures:
+            raise failures.pop()
+        return 200
+
+    batch, _ = run(store, new_batch(store, short_lines(5)), reply)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+
+
+def test_a_batch_runs_once(store: BatchStore) -> None:
+    """Also if it is open at the start and begun by its client, too."""
+    batch = new_batch(store, short_lines(5))
+    endpoint = Endpoint(at_once)
+    runner = BatchRunner(store, endpoint, Engine(), 4, 3)
+
+    async def run_both() -> None:
+        runner.begin(batch.id)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(runner.run(), 0.5)
+
+    asyncio.run(run_both())
+    assert sorted(endpoint.prompts) == [f"word {number}" for number in range(5)]
+
+
 def test_limits_are_named(store: BatchStore) -> None:
     many = ended_batch(store, short_lines(31))
     assert many.errors is not None
