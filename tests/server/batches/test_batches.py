@@ -302,14 +302,6 @@ def test_a_wrong_upload_is_refused(client: openai.OpenAI, batch_daemon: Daemon) 
         assert error_of(http.post(COMPLETIONS, json={"prompt": "x" * 70_000}), 413)
 
 
-def test_without_a_folder_the_flag_is_named(http: httpx.Client) -> None:
-    calls = [("GET", "/v1/files"), ("POST", "/v1/files"), ("POST", "/v1/batches"), ("POST", "/v1/batches/b/cancel")]
-    for method, path in [*calls, ("DELETE", "/v1/files/f"), ("GET", "/v1/files/f/content")]:
-        error = error_of(http.request(method, path), 404)
-        assert error["code"] == "batches_off"
-        assert "--batch-folder" in error["message"]
-
-
 def test_the_folder_is_private_and_the_log_has_no_text(
     client: openai.OpenAI, batch_daemon: Daemon, batch_folder: Path
 ) -> None:
