@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _serve_parser() -> argparse.ArgumentParser:
-    result = completed_parser()
+def _with_files(name: str) -> argparse.ArgumentParser:
+    result = completed_parser(name)
     for action in result._actions:
         if action.dest in _SERVED_FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -57,7 +57,8 @@ def all_commands() -> argparse.ArgumentParser:
     result.add_argument("--version", "-V", action="store_true", help="print the version")
     commands = result.add_subparsers(dest="command")
     parsers = {
-        "serve": (_serve_parser(), "serve a model over HTTP"),
+        "serve": (_with_files("serve"), "serve a model over HTTP"),
+        "run-batch": (_with_files("run-batch"), "answer a file of requests"),
         "chat": (loadtest.chat.parser(), "chat with a running daemon"),
         "analyze": (analysis.__main__.parser(), "measure a target and a draft model"),
         "distill": (distill.__main__.parser(), "train a head that drafts for a target"),

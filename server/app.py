@@ -8,6 +8,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.anthropic import routes as messages_route
 from server.anthropic.messages import MessagesRequest
+from server.batches import routes as batch_routes
+from server.batches.batches import Batches
 from server.http import error_responses
 from server.http.middleware import RequestEnvelope
 from server.http.openapi import Application
@@ -22,8 +24,8 @@ BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Tok
 """Bodies of all routes."""
 
 
-def build_app(server: Server) -> FastAPI:
-    """Build the application."""
+def build_app(server: Server, batches: Batches | None = None) -> FastAPI:
+    """Build the application; batches: None if the daemon has no folder for them."""
     settings = server.settings
     middleware = [Middleware(RequestEnvelope, metrics=server.metrics, settings=settings)]
     if origins := settings.allowed_origins:
@@ -37,5 +39,6 @@ def build_app(server: Server) -> FastAPI:
     app.include_router(generate_routes.build_router(server))
     app.include_router(messages_route.build_router(server))
     app.include_router(operations.build_router(server))
+    app.include_router(batch_routes.build_router(server, batches))
     pages.install(app, server)
     return app

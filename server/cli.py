@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
+    from engine.api import EngineConfig
+    from server.settings.settings import Serve
+
+    Process = subprocess.Popen[bytes]
+
 log = logging.getLogger("polydraft")
 
 USAGE = """\
@@ -21,6 +26,7 @@ usage: polydraft COMMAND [ARGUMENTS]
 
 commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
+  run-batch FILE  answer the lines of a batch without a daemon
   chat            chat with a running daemon in the terminal
   analyze         measure a target and a draft model: exactness, speedup, the flags to serve them with
   distill TARGET  train a head that drafts for a target, on text that the target samples
@@ -35,7 +41,7 @@ _MODULES = {"analyze": "analysis", "distill": "distill", "completion": "polydraf
 """Commands that are processes."""
 _CLIENTS = {"bench": "loadtest.cli", "chat": "loadtest.chat"}
 """Commands that are functions of other packages."""
-_COMMANDS = ("serve", "chat", "analyze", "distill", "bench", "completion", "version", "help")
+_COMMANDS = ("serve", "run-batch", "chat", "analyze", "distill", "bench", "completion", "version", "help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else ""
     rest = words[1:]
-    if command == "serve":
+    if command in _WITH_ENGINE:
         gc.disable()  # no collection while modules are imported; the daemon enables it when it is ready
         try:
-            return _serve(rest)
+            return _with_engine(_WITH_ENGINE[command], rest)
         finally:
             gc.enable()
     if command in _MODULES:
@@ -106,7 +112,8 @@ def _held_back() -> MemoryHandler:
     return buffer
 
 
-def _serve(arguments: list[str]) -> int:
+def _with_engine(command: Callable[[Process, list[str]], int], arguments: list[str]) -> int:
+    """Run a command that needs a new engine process."""
     # Nothing has started yet. An exception could break a library during its import (pydantic_core is one).
     _on_signals(lambda *_: os._exit(0))
     from engine.api import start_process
@@ -114,66 +121,118 @@ def _serve(arguments: list[str]) -> int:
     # Its imports take longest, and need none of the settings.
     process = start_process()
     try:
-        return _serve_by(process, arguments)
+        return command(process, arguments)
     finally:
         if process.stdin and not process.stdin.closed:  # it has not received its configuration
             process.kill()
             process.communicate()
 
 
-def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
-    """Read the settings, then serve; process: a new one for the engine."""
-    from pydantic import ValidationError
-    from pydantic_settings import SettingsError
+def _serve(process: Process, arguments: list[str]) -> int:
+    """Read the settings, then serve."""
+    from engine.api import ConfigError, check_settings
+    from server.settings.flags import parse_flags
+    from server.settings.start_checks import bind, bind_fault, own_socket_file
 
-    from engine.api import ConfigError, LoadError, check_settings, set_up_log, show_given_names
-    from server.settings.flags import faults, parse_flags
-    from server.settings.start_checks import (
-        bind,
-        bind_fault,
-        check_pair,
-        own_socket_file,
-        with_quantization,
-        with_sources,
-    )
-
+    settings = None
     early = _held_back()
     try:
         settings = parse_flags(arguments)
         config = settings.engine_config()
         check_settings(config)
         listener = bind(settings)
-    except ValidationError as error:
-        for line in faults(error):
-            print(f"polydraft serve: {line}", file=sys.stderr)
-        return 2
-    except (ConfigError, SettingsError) as error:
-        print(f"polydraft serve: {error}; see polydraft serve --help", file=sys.stderr)
-        return 2
     except OSError as error:
+        assert settings is not None, "only the address is bound"
         print(f"polydraft serve: {bind_fault(settings, error)}", file=sys.stderr)
         return 3
+    except (ConfigError, ValueError) as error:
+        return _refuse("serve", error)
     finally:
         log.removeHandler(early)
+    _begin_log(settings, early)
+    with listener, own_socket_file(settings):
+
+        def run(config: EngineConfig) -> int:
+            from server.daemon import run
+
+            return run(settings, config, listener, process)
+
+        return _with_models("serve", settings, config, run)
+
+
+def _run_batch(process: Process, arguments: list[str]) -> int:
+    """Read the settings and the files, then answer the lines."""
+    from engine.api import ConfigError, check_settings
+    from server.settings.flags import parse_batch_flags
+
+    early = _held_back()
+    try:
+        command = parse_batch_flags(arguments)
+        config = command.settings.engine_config()
+        check_settings(config)
+    except (ConfigError, ValueError) as error:
+        return _refuse("run-batch", error)
+    finally:
+        log.removeHandler(early)
+    _begin_log(command.settings, early)
+
+    def run(config: EngineConfig) -> int:
+        from server.run_batch import run_batch
+
+        return run_batch(command, config, process)
+
+    return _with_models("run-batch", command.settings, config, run)
+
+
+_WITH_ENGINE = {"serve": _serve, "run-batch": _run_batch}
+"""Commands that start an engine."""
+
+
+def _refuse(command: str, error: Exception) -> int:
+    """Print why the settings are refused; return the exit code. Raises any other error again."""
+    from pydantic import ValidationError
+    from pydantic_settings import SettingsError
+
+    from engine.api import ConfigError
+    from server.settings.flags import faults
+
+    if isinstance(error, ValidationError):
+        for line in faults(error):
+            print(f"polydraft {command}: {line}", file=sys.stderr)
+        return 2
+    if isinstance(error, ConfigError | SettingsError):
+        print(f"polydraft {command}: {error}; see polydraft {command} --help", file=sys.stderr)
+        return 2
+    raise error
+
+
+def _begin_log(settings: Serve, early: MemoryHandler) -> None:
+    """Set up the log, and write the lines that were held back."""
+    from engine.api import set_up_log
+
     set_up_log(settings.log_level, settings.log_format)
     for record in early.buffer:
         if log.isEnabledFor(record.levelno):
             log.handle(record)
-    with listener, own_socket_file(settings):
-        try:
-            config = with_sources(config)
-            show_given_names(config.model.shown)
-            check_pair(config.model)
-            config = with_quantization(config, settings.quantization)
-            from server.daemon import run
 
-            _on_signals(lambda *_: sys.exit(0))
-            return run(settings, config, listener, process)
-        except (ConfigError, LoadError) as error:
-            print(f"polydraft serve: {config.model.shown(str(error))}", file=sys.stderr)
-            if isinstance(error, ConfigError):
-                return 2
-            return 1
+
+def _with_models(command: str, settings: Serve, config: EngineConfig, run: Callable[[EngineConfig], int]) -> int:
+    """Look for the models, then run; return the exit code."""
+    from engine.api import ConfigError, LoadError, show_given_names
+    from server.settings.start_checks import check_pair, with_quantization, with_sources
+
+    try:
+        config = with_sources(config)
+        show_given_names(config.model.shown)
+        check_pair(config.model)
+        config = with_quantization(config, settings.quantization)
+        _on_signals(lambda *_: sys.exit(0))
+        return run(config)
+    except (ConfigError, LoadError) as error:
+        print(f"polydraft {command}: {config.model.shown(str(error))}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            return 2
+        return 1
 
 
 if __name__ == "__main__":

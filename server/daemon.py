@@ -25,6 +25,7 @@ import uvloop
 
 from engine.api import ConfigError, EngineConfig, EngineFacts, StepResults
 from server.app import BODIES, build_app
+from server.batches.batches import Batches, open_batches
 from server.http.connections import Connection, Seldom, Waiting
 from server.openai.generation_defaults import generation_defaults
 from server.serving.engine_client import EngineClient
@@ -145,7 +146,8 @@ class _Daemon:
     def __init__(self, server: Server, listener: socket.socket) -> None:
         self._server = server
         self._listener = listener
-        self._uvicorn = _Uvicorn(_uvicorn_config(server))
+        self._batches = open_batches(server)
+        self._uvicorn = _Uvicorn(_uvicorn_config(server, self._batches))
         self._stop_wanted = asyncio.Event()
         self._abort_wanted = asyncio.Event()
 
@@ -160,6 +162,8 @@ class _Daemon:
         client.on_step = self._on_step
         await client.start()
         copies = [self._listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1)]
+        if self._batches is not None:
+            self._batches.start()
         listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener, *copies]))
         stopping = asyncio.create_task(self._stop_wanted.wait())
         dying = asyncio.create_task(client.ended.wait())
@@ -170,6 +174,8 @@ class _Daemon:
         await asyncio.wait({stopping, dying, listening}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             listening.result()
+        if self._batches is not None:
+            await self._batches.stop()
         if stopping.done() and client.is_alive:
             await self._drain()
         code = self._exit_code()
@@ -245,9 +251,11 @@ class _Daemon:
         await asyncio.wait({listening}, timeout=5)
         await self._server.client.close()
         self._server.observer.close()
+        if self._batches is not None:
+            self._batches.close()
 
 
-def _uvicorn_config(server: Server) -> uvicorn.Config:
+def _uvicorn_config(server: Server, batches: Batches | None = None) -> uvicorn.Config:
     """Return the loaded settings of the HTTP server. Raises ConfigError for a TLS key or certificate that cannot be
     used.
     """
@@ -258,7 +266,7 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
     for name in ("uvicorn.error", "polydraft.connections", "polydraft.rendering"):
         logging.getLogger(name).addFilter(Seldom())
     config = uvicorn.Config(
-        build_app(server),
+        build_app(server, batches),
         # uvicorn calls it like the class.
         http=cast(type[asyncio.Protocol], functools.partial(Connection, waiting)),
         ws="none",

@@ -7,6 +7,7 @@ Every status has this format, also errors that the framework raises (404, 405, v
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -94,7 +95,7 @@ def _param(problem: dict[str, Any], body: Any) -> str | None:
     """Return the faulty field as the client wrote it; pydantic also names the branches of its unions."""
     path: list[str] = []
     for part in problem["loc"][1:]:
-        if isinstance(body, dict) and (part in body or problem["type"] == "missing"):
+        if isinstance(body, Mapping) and (part in body or problem["type"] == "missing"):
             path.append(str(part))
             body = body.get(part)
         elif isinstance(body, list) and isinstance(part, int):

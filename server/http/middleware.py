@@ -36,6 +36,9 @@ _OPERATION_PATHS = frozenset(
     ("/", "/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state")
 )
 """Routes that probes, scrapers and the live page poll; they are logged at debug level."""
+_FILES_PATH = "/v1/files"
+_FORM_BYTES = 1 << 16
+"""Bytes of an upload besides its file."""
 _MAX_REQUEST_ID = 128
 # Names of clients go to the engine. The secret prevents guessing which key or address a name stands for.
 _SECRET = os.urandom(16)
@@ -50,6 +53,9 @@ class RequestEnvelope:
         self._keys = [key.encode() for key in settings.api_key]
         self._hosts = HostCheck(settings)
         self._max_body_bytes = settings.max_request_bytes
+        self._max_upload_bytes = settings.max_request_bytes
+        if settings.batch_folder:
+            self._max_upload_bytes = settings.batch_max_file_bytes + _FORM_BYTES
         self._log_requests = settings.enable_log_requests
         self._send_timeout_s = settings.send_timeout or None
         self._rate_text = settings.rate_limit
@@ -80,7 +86,7 @@ class RequestEnvelope:
             # A HEAD is answered as GET; the HTTP server leaves out the body.
             routed = {**scope, "method": "GET"}
         try:
-            await self._app(routed, self._limited(receive), response.send)
+            await self._app(routed, self._limited(receive, self._most_bytes(scope)), response.send)
         except Exception as error:
             if response.is_unread:
                 # Over TCP the system usually closes first (`start_checks.bind`). The server closes the connection,
@@ -112,8 +118,8 @@ class RequestEnvelope:
         if not self._is_allowed(_route_path(scope), headers):
             return http_error(401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY")
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            return http_error(413, self._size_message)
+        if length.isdigit() and int(length) > (most_bytes := self._most_bytes(scope)):
+            return http_error(413, _size_message(most_bytes))
         if (coding := headers.get("content-encoding", "").strip()).lower() not in ("", "identity"):
             message = f"bodies with Content-Encoding {coding!r} are not read; send it uncompressed"
             return http_error(415, message, {"Accept-Encoding": "identity"})
@@ -122,14 +128,14 @@ class RequestEnvelope:
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         if not self._keys or not path.startswith(PROTECTED):
             return True
-        given = _key_of(headers).encode("latin-1")
+        given = key_of(headers).encode("latin-1")
         # All keys are compared, each in constant time.
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 
     def _client_of(self, scope: Scope, headers: Headers) -> str:
         """Return an opaque name of a client, from its key, or from its address if there are no keys."""
         if self._keys:
-            return opaque(_key_of(headers))
+            return opaque(key_of(headers))
         address = scope.get("client") or ("",)
         return opaque(str(address[0]))
 
@@ -144,11 +150,13 @@ class RequestEnvelope:
         body = ErrorBody(message, "rate_limit_error", code="rate_limited")
         return ApiError(429, body, {"retry-after": str(wait_s)}, "rate_limited")
 
-    @property
-    def _size_message(self) -> str:
-        return f"the body is larger than {self._max_body_bytes} bytes"
+    def _most_bytes(self, scope: Scope) -> int:
+        """Return the size of the largest body that the route takes."""
+        if _route_path(scope) == _FILES_PATH:
+            return self._max_upload_bytes
+        return self._max_body_bytes
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive, most_bytes: int) -> Receive:
         """Return a `receive` that raises an error when a body of unknown length grows too large."""
         received = 0
 
@@ -157,9 +165,9 @@ class RequestEnvelope:
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                if received > self._max_body_bytes:
+                if received > most_bytes:
                     # While the framework reads a body, it lets only its own type of error through.
-                    raise HTTPException(413, self._size_message)
+                    raise HTTPException(413, _size_message(most_bytes))
             return message
 
         return limited
@@ -226,12 +234,16 @@ class RateLimit:
         return None
 
 
+def _size_message(most_bytes: int) -> str:
+    return f"the body is larger than {most_bytes} bytes"
+
+
 def opaque(client: str) -> str:
     """Return a name for a key or an address that differs from start to start and does not reveal it."""
     return hashlib.blake2b(client.encode("latin-1", "replace"), key=_SECRET, digest_size=8).hexdigest()
 
 
-def _key_of(headers: Headers) -> str:
+def key_of(headers: Headers) -> str:
     """Return the key of a request, from OpenAI's header or from Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

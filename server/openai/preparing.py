@@ -127,7 +127,7 @@ def engine_requests(server: Server, body: GenerationFields, prepared: Prepared) 
                 limits=limits,
                 speculation=speculation,
                 num_logprobs=num_logprobs,
-                priority=body.priority,
+                priority=body.priority + this_call().added_priority,
                 prediction=prepared.prediction,
                 cache_salt=body.cache_salt or "",
                 client=this_call().client,

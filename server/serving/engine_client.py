@@ -59,6 +59,7 @@ class Ticket:
         """most_s: time limit from now on, 0 for none; after it, waiting raises DeadlineExceeded."""
         self.index_of = {request.request_id: index for index, request in enumerate(requests)}
         self.open_ids = set(self.index_of)
+        self.priority = min(request.priority for request in requests)
         self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
         self._undecided = {request.request_id for request in requests if request.sampling.grammar}
         self._is_decided = asyncio.Event()
@@ -164,6 +165,10 @@ class EngineClient:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._tickets)
+
+    def num_more_urgent(self, priority: int) -> int:
+        """Return the number of open requests that are served before a priority."""
+        return sum(ticket.priority < priority for ticket in self._tickets.values())
 
     def ready_facts(self) -> EngineFacts:
         """Return the engine's facts; raises EngineStopped while no request can be served."""

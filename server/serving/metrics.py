@@ -175,6 +175,10 @@ class ServerMetrics:
         """Publish CPU time, memory and files of the engine process, too."""
         ProcessCollector(namespace="polydraft_engine", pid=pid, registry=self.registry)
 
+    def watch_batches(self, num_lines_left: Callable[[], int]) -> None:
+        """Publish the number of lines of open batches without an answer."""
+        self._gauge("batch_lines_left", "Lines of open batches without an answer.").set_function(num_lines_left)
+
     def ready(self, facts: EngineFacts) -> None:
         """Publish facts about the model."""
         build = {"version": VERSION, "architecture": facts.architecture, "device": facts.device, "dtype": facts.dtype}

@@ -1,4 +1,6 @@
-"""The command line of `polydraft serve`, generated from the settings. Flags of other servers are translated."""
+"""The command lines of `polydraft serve` and `polydraft run-batch`, generated from the settings. Flags of other servers
+are translated.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -15,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from engine.api import ConfigError
 from server.settings import foreign_flags
-from server.settings.groups import RARE
+from server.settings.groups import RARE, BatchSettings, HttpSettings
 from server.settings.settings import GROUPS, Serve
 from server.wire.suggest import did_you_mean
 
@@ -27,8 +31,50 @@ _WIDTH = 110
 _LONGEST_CHOICES = 40
 
 
+@dataclass(frozen=True)
+class _Command:
+    """A command with settings."""
+
+    name: str
+    usage: str
+    description: str
+    without: frozenset[str] = frozenset()
+    """Settings that have no effect."""
+
+
+_SERVE = _Command("serve", "polydraft serve [MODEL] [FLAGS]", " ".join((Serve.__doc__ or "").split()))
+_RUN_BATCH = _Command(
+    "run-batch",
+    "polydraft run-batch FILE -o OUTPUT [--model MODEL] [FLAGS]",
+    "Answer the lines of a batch without a daemon. If OUTPUT has lines already, the other lines are answered. "
+    "Without --model the embedded demonstration pair answers.",
+    without=frozenset(
+        [
+            *(HttpSettings.model_fields.keys() - {"strict_fields", "max_request_bytes"}),
+            *BatchSettings.model_fields,
+            "shutdown_timeout",
+            "enable_log_stats",
+            "metrics_compat",
+        ]
+    ),
+)
+
+
+@dataclass(frozen=True)
+class BatchCommand:
+    """Command line of `polydraft run-batch`."""
+
+    settings: Serve
+    input_file: Path
+    output_file: Path
+    overwrites: bool
+    """Whether the lines that the output has already are removed and answered again."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Parser that accepts full names only and raises ConfigError."""
+
+    command = _SERVE
 
     def error(self, message: str) -> Any:
         raise ConfigError(message.removeprefix("argument "))
@@ -40,7 +86,8 @@ class _Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:  # noqa: ARG002
         if values not in ("usual", "all"):
             raise ConfigError(f"{option} {values}: the only value is all, as in --help=all")
-        print(_parser(with_rare=values == "all").format_help(), end="")
+        assert isinstance(parser, _Parser)
+        print(_parser(parser.command, with_rare=values == "all").format_help(), end="")
         raise SystemExit(0)
 
 
@@ -49,12 +96,7 @@ def parse_flags(words: Sequence[str]) -> Serve:
 
     Raises ConfigError, pydantic's ValidationError, and SystemExit after help.
     """
-    _warn_of_environment()
-    parser = _parser(with_rare=True)
-    given, unknown = parser.parse_known_intermixed_args([_with_dashes(word) for word in words])
-    if unknown:
-        raise ConfigError(_unknown(unknown[0]))
-    values = {name: value for name, value in vars(given).items() if value is not None}
+    values = _values(_SERVE, words)
     if (flag := values.pop(_MODEL_FLAG, None)) is not None:
         if values.get("model", flag) != flag:
             raise ConfigError(f"--model {flag}: MODEL is {values['model']} already; give one of them")
@@ -62,14 +104,45 @@ def parse_flags(words: Sequence[str]) -> Serve:
     return Serve(**foreign_flags.translate(values))
 
 
-def completed_parser() -> argparse.ArgumentParser:
-    """Return a parser of all flags with the choices of their values, from which shells complete. It parses nothing."""
-    parser = _parser.__wrapped__(with_rare=True)
+def completed_parser(name: str) -> argparse.ArgumentParser:
+    """Return a parser of all flags with the choices of their values, from which shells complete. It parses nothing.
+
+    name: of the command, serve or run-batch.
+    """
+    command = _SERVE if name == _SERVE.name else _RUN_BATCH
+    parser = _parser.__wrapped__(command, with_rare=True)
     for action in parser._actions:
         field = Serve.model_fields.get(action.dest)
         if field is not None and not isinstance(action, argparse.BooleanOptionalAction):
             action.choices = _choices(field.annotation) or None
     return parser
+
+
+def parse_batch_flags(words: Sequence[str]) -> BatchCommand:
+    """Return the command line of `run-batch`; raises as `parse_flags` does."""
+    values = _values(_RUN_BATCH, words)
+    input_file = values.pop("input_file", None)
+    flag = values.pop("input_file_flag", None)
+    output_file = values.pop("output_file", None)
+    overwrites = values.pop("overwrite", False)
+    if input_file is not None and flag not in (None, input_file):
+        raise ConfigError(f"--input-file {flag}: FILE is {input_file} already; give one of them")
+    if (input_file := input_file or flag) is None or output_file is None:
+        raise ConfigError("FILE and -o OUTPUT are needed")
+    if _MODEL_FLAG in values:
+        values["model"] = values.pop(_MODEL_FLAG)
+    settings = Serve(**foreign_flags.translate(values))
+    return BatchCommand(settings, Path(input_file), Path(output_file), overwrites)
+
+
+def _values(command: _Command, words: Sequence[str]) -> dict[str, Any]:
+    """Return the given flags by name. Raises ConfigError for unknown ones."""
+    _warn_of_environment()
+    parser = _parser(command, with_rare=True)
+    given, unknown = parser.parse_known_intermixed_args([_with_dashes(word) for word in words])
+    if unknown:
+        raise ConfigError(_unknown(command, unknown[0]))
+    return {name: value for name, value in vars(given).items() if value is not None}
 
 
 def _warn_of_environment() -> None:
@@ -106,22 +179,26 @@ def _with_dashes(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _unknown(word: str) -> str:
+def _unknown(command: _Command, word: str) -> str:
+    if not word.startswith("-") and command is _RUN_BATCH:
+        return f"{word}: unexpected; one FILE is answered, and what belongs to a flag follows it"
     if not word.startswith("-"):
         return f"{word}: unexpected; one MODEL is served, and what belongs to a flag follows it"
     flag = word.partition("=")[0]
     name = flag.removeprefix("--").removeprefix("no-")
-    known = [field.replace("_", "-") for field in Serve.model_fields]
+    if name.replace("-", "_") in command.without:
+        return f"{flag}: has no effect on polydraft {command.name}; leave it out"
+    known = [field.replace("_", "-") for field in Serve.model_fields.keys() - command.without]
     hint = did_you_mean(name, known).replace("mean ", "mean --")
     return f"{flag}: unknown flag{hint}"
 
 
 @cache
-def _parser(with_rare: bool) -> _Parser:
+def _parser(command: _Command, with_rare: bool) -> _Parser:
     parser = _Parser(
-        prog="polydraft serve",
-        usage="polydraft serve [MODEL] [FLAGS]",
-        description=" ".join((Serve.__doc__ or "").split()),
+        prog=f"polydraft {command.name}",
+        usage=command.usage,
+        description=command.description,
         epilog="Each flag is also an environment variable (POLYDRAFT_PORT=8011) and a key of a --config file. "
         "vLLM's spellings are understood, for example --speculative-config.",
         formatter_class=_formatter,
@@ -129,9 +206,13 @@ def _parser(with_rare: bool) -> _Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser.command = command
+    if command is _RUN_BATCH:
+        _add_files(parser)
     for group in GROUPS:
         _add_group(parser, group, with_rare)
-    parser.add_argument("--model", dest=_MODEL_FLAG, help=argparse.SUPPRESS)
+    if command is _SERVE:
+        parser.add_argument("--model", dest=_MODEL_FLAG, help=argparse.SUPPRESS)
     for name in sorted(foreign_flags.NAMES):
         flag = name.replace("_", "-")
         flags = [f"--{flag}"]
@@ -149,15 +230,33 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=36, width=width)
 
 
+def _add_files(parser: _Parser) -> None:
+    """Add the arguments that only `run-batch` has."""
+    arguments = parser.add_argument_group("files")
+    lines = "requests, a JSON object on each line: custom_id, method, url, body"
+    arguments.add_argument("input_file", nargs="?", metavar="FILE", help=lines)
+    arguments.add_argument("-i", "--input-file", dest="input_file_flag", help=argparse.SUPPRESS)
+    arguments.add_argument("-o", "--output-file", metavar="OUTPUT", help="file of answers, in the order of their ends")
+    arguments.add_argument("--overwrite", action="store_true", help="answer lines again that OUTPUT has already")
+
+
 def _add_group(parser: _Parser, group: type[BaseModel], with_rare: bool) -> None:
+    command = parser.command
+    if not group.model_fields.keys() - command.without:
+        return
     arguments = parser.add_argument_group(group.__doc__)
     if "config" in group.model_fields:
         text = "show the usual flags; --help=all shows every flag"
         arguments.add_argument("-h", "--help", action=_Help, nargs="?", const="usual", metavar="all", help=text)
     for name, field in group.model_fields.items():
+        if name in command.without:
+            continue
         text = _description(field)
         if field.json_schema_extra == RARE and not with_rare:
             text = argparse.SUPPRESS
+        if name == "model" and command is _RUN_BATCH:
+            arguments.add_argument("--model", dest=_MODEL_FLAG, metavar="MODEL", help=text)
+            continue
         if name == "model":
             arguments.add_argument(name, nargs="?", metavar="MODEL", help=text)
             continue

@@ -370,6 +370,17 @@ class HttpSettings(_Group):
         return host
 
 
+class BatchSettings(_Group):
+    """batches"""
+
+    batch_folder: str | None = None
+    """folder of files and batches, made with mode 0700; with it /v1/files and /v1/batches are served"""
+    batch_max_num_seqs: Rare[NotNegative] = 0
+    """lines of batches that run at once; 0: three quarters of --max-num-seqs"""
+    batch_max_file_bytes: Rare[PositiveAmount] = 200 << 20
+    """largest file that may be uploaded; more gets 413"""
+
+
 class ObservabilitySettings(_Group):
     """observability"""
 

@@ -25,6 +25,7 @@ from engine.api import (
 )
 from server.settings.foreign_flags import translate
 from server.settings.groups import (
+    BatchSettings,
     GeneralSettings,
     HttpSettings,
     MemorySettings,
@@ -88,6 +89,7 @@ def _parse(path: Path) -> Any:
 
 class Serve(
     ObservabilitySettings,
+    BatchSettings,
     HttpSettings,
     MemorySettings,
     SchedulingSettings,

@@ -18,6 +18,8 @@ class HttpCall:
     """The caller's span (W3C `traceparent`)."""
     client: str = ""
     """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has no keys."""
+    added_priority: int = 0
+    """Added to the priority of its requests; a higher number is served later."""
     is_generation: bool = False
     """Whether a generation has started, which reports the request's end."""
     refusal: dict[str, str | None] = field(default_factory=dict)

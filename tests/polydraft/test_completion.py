@@ -81,6 +81,6 @@ def test_scripts_name_all_flags_that_help_shows(shell: str) -> None:
 
 
 def test_completed_commands_are_those_of_the_usage() -> None:
-    listed = re.findall(r"^  ([a-z]+) ", USAGE, re.MULTILINE)
+    listed = re.findall(r"^  ([a-z-]+) ", USAGE, re.MULTILINE)
     (commands,) = [action.choices for action in all_commands()._actions if isinstance(action.choices, dict)]
     assert sorted({*listed, "help"}) == sorted(commands)

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.daemon_process import MODEL, Daemon
+from tests.server.daemon_process import MODEL, Daemon, Daemons
 
 FOLDER = Path(__file__).parent / "npm"
+installed = pytest.mark.skipif(
+    not (FOLDER / "node_modules").is_dir(), reason="the npm client is not installed: make npm-check"
+)
 
 
-@pytest.mark.skipif(not (FOLDER / "node_modules").is_dir(), reason="the npm client is not installed: make npm-check")
+@installed
 def test_the_javascript_client_is_served(daemon: Daemon) -> None:
     done = subprocess.run(
         ["node", "check.mjs", daemon.url, MODEL], cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False
@@ -25,3 +28,19 @@ def test_the_javascript_client_is_served(daemon: Daemon) -> None:
     assert found["events"][0] == "response.created"
     assert found["events"][-1] in ("response.incomplete", "response.completed")
     assert found["refusal"] == {"status": 400, "param": "temperature"}
+
+
+@installed
+def test_the_javascript_client_runs_a_batch(daemons: Daemons, pair_arguments: list[str], tmp_path: Path) -> None:
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--batch-folder", str(tmp_path / "batches"))
+    done = subprocess.run(
+        ["node", "batches.mjs", daemon.url, MODEL], cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["status"] == "completed"
+    assert found["counts"] == {"total": 4, "completed": 3, "failed": 1}
+    assert [answer["custom_id"] for answer in found["answers"]] == ["a", "b", "c"]
+    assert [(fault["custom_id"], fault["response"]["status_code"]) for fault in found["faults"]] == [("bad", 400)]
+    assert found["listed"] == [found["id"]]
+    assert found["deleted"] is True

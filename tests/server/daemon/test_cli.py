@@ -45,7 +45,10 @@ def polydraft(*arguments: str, missing: tuple[str, ...] = ()) -> subprocess.Comp
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["version"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"], ["help", "serve"]],
+    [
+        *(["--help"], ["version"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"], ["help", "serve"]),
+        ["run-batch", "--help"],
+    ],
 )
 @pytest.mark.parametrize("missing", [(), ("httpx", "matplotlib", "numpy")])
 def test_help_loads_nothing_heavy(arguments: list[str], missing: tuple[str, ...]) -> None:

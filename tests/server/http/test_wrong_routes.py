@@ -63,3 +63,11 @@ def test_a_wrong_method_is_refused(http: httpx.Client, method: str, path: str) -
     response = http.request(method, path)
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"]
+
+
+def test_batches_without_a_folder_name_the_flag(http: httpx.Client) -> None:
+    calls = [("GET", "/v1/files"), ("POST", "/v1/files"), ("POST", "/v1/batches"), ("POST", "/v1/batches/b/cancel")]
+    for method, path in [*calls, ("DELETE", "/v1/files/f"), ("GET", "/v1/files/f/content")]:
+        error = error_of(http.request(method, path), 404)
+        assert error["code"] == "batches_off"
+        assert "--batch-folder" in error["message"]

@@ -38,7 +38,7 @@ def test_help_has_the_usual_flags_by_group_and_all_of_them_on_request(capsys: py
     usual, every = (printed_help(capsys, word) for word in ("--help", "--help=all"))
     for text in (usual, every):
         titles = re.findall(r"^([A-Za-z]+):$", text, re.MULTILINE)
-        assert titles == ["general", "model", "speculation", "scheduling", "memory", "HTTP", "observability"]
+        assert titles == ["general", "model", "speculation", "scheduling", "memory", "HTTP", "batches", "observability"]
         assert "list[str]" not in text
         assert "None" not in text
         assert max(map(len, text.splitlines())) <= 110

@@ -1,0 +1,57 @@
+"""Batches of a daemon that has a folder for them: their store, and the task that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from server.batches.endpoint import LineEndpoint
+from server.batches.runner import BatchRunner
+from server.batches.store import BatchStore, StoreLimits
+from server.state import Server
+
+log = logging.getLogger("polydraft")
+
+
+class Batches:
+    """Store and runner of a daemon's batches."""
+
+    def __init__(self, store: BatchStore, runner: BatchRunner) -> None:
+        self.store = store
+        self.runner = runner
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Run the batches that are open, and new ones."""
+        self._running = asyncio.create_task(self.runner.run())
+        self._running.add_done_callback(_report)
+
+    async def stop(self) -> None:
+        """Abort the running lines, which run again after the next start; routes still read the store."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+
+def open_batches(server: Server) -> Batches | None:
+    """Open the store of `--batch-folder`; None without the flag. Raises ConfigError if it cannot be used."""
+    settings = server.settings
+    if not settings.batch_folder:
+        return None
+    limits = StoreLimits(file_bytes=settings.batch_max_file_bytes)
+    store = BatchStore(Path(settings.batch_folder).expanduser(), limits)
+    num_seats = settings.max_num_seqs
+    at_once = settings.batch_max_num_seqs or max(1, num_seats * 3 // 4)
+    runner = BatchRunner(store, LineEndpoint(server), server.client, num_seats, min(at_once, num_seats))
+    server.metrics.watch_batches(lambda: store.num_lines_left)
+    return Batches(store, runner)
+
+
+def _report(running: asyncio.Task[None]) -> None:
+    if not running.cancelled() and (error := running.exception()) is not None:
+        log.error("batches do not run any more; restart the daemon", exc_info=error)

@@ -1,0 +1,190 @@
+"""Runs the lines of open batches, a bounded number at a time, and gives way to requests of interactive clients.
+
+Lines of all batches take turns. A line begins only while there is room, its requests have the last priority, and if a
+request of another client finds no free seat, the line that began last is aborted and begins again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from engine.api import log_fields
+from server.batches.endpoint import LINE_PRIORITY, NOT_NOW
+from server.batches.lines import InputLine, LineRequest, request_of
+from server.batches.objects import BatchObject, LineResponse, OutputLine
+from server.batches.store import BatchStore
+
+log = logging.getLogger("polydraft")
+
+_PAGE = 64
+"""Lines whose places are read from the store at once."""
+_LOOK_S = 0.02
+"""Time between two looks at the load."""
+_LOOK_FOR_EXPIRY_S = 1.0
+_RETRY_S = 0.25
+
+
+class EngineLoad(Protocol):
+    """State of the engine that decides whether a line may begin (`EngineClient`)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are served."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+
+    def num_more_urgent(self, priority: int) -> int:
+        """Return the number of open requests that come before a priority."""
+
+
+class Answering(Protocol):
+    """Answers lines (`LineEndpoint`)."""
+
+    async def answer(self, request: LineRequest, client: str) -> LineResponse:
+        """Return the response of the endpoint."""
+
+
+class BatchRunner:
+    """Runs all batches of a store."""
+
+    repair_s = 30.0
+    """Time after which a batch goes on that has met an error, for instance a full disk."""
+
+    def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, num_seats: int, at_once: int) -> None:
+        """num_seats: requests that the engine runs at once. at_once: lines that run at once."""
+        self._store = store
+        self._endpoint = endpoint
+        self._load = load
+        self._num_seats = num_seats
+        self._at_once = at_once
+        self._places = asyncio.Semaphore(at_once)
+        self._new: asyncio.Queue[str] = asyncio.Queue()
+        self._begun: set[str] = set()
+        self._lines_of: dict[str, asyncio.Task[None]] = {}
+        """Tasks of the lines of each running batch."""
+        self._calls: dict[asyncio.Task[LineResponse], None] = {}
+        """Running calls of endpoints, in the order in which they began."""
+        self._has_calls = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run the batches that are open, and new ones, until cancelled. Cancelling aborts the running lines."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._give_way())
+            for batch_id in await self._store.do(self._store.open_batches):
+                self.begin(batch_id)
+            while True:
+                group.create_task(self._run_batch(await self._new.get()))
+
+    def begin(self, batch_id: str) -> None:
+        """Run a batch, unless it runs already."""
+        if batch_id not in self._begun:
+            self._begun.add(batch_id)
+            self._new.put_nowait(batch_id)
+
+    def cancel(self, batch_id: str) -> None:
+        """Abort the lines of a batch that the store is cancelling."""
+        if (lines := self._lines_of.get(batch_id)) is not None:
+            lines.cancel()
+
+    async def _run_batch(self, batch_id: str) -> None:
+        """Run a batch to its end, also if an error stops it meanwhile; other batches go on."""
+        while True:
+            try:
+                await self._run_once(batch_id)
+                return
+            except* Exception as group:
+                text = "a batch has stopped and goes on in %.0f s; see whether its folder has room"
+                log.error(text, self.repair_s, exc_info=group, extra=log_fields(id=batch_id))
+            await asyncio.sleep(self.repair_s)
+
+    async def _run_once(self, batch_id: str) -> None:
+        store = self._store
+        batch = await store.do(store.validate, batch_id)
+        if batch.status == "in_progress":
+            lines = asyncio.create_task(self._run_lines(batch))
+            self._lines_of[batch_id] = lines
+            try:
+                await self._until_over(lines, batch)
+            finally:
+                del self._lines_of[batch_id]
+                lines.cancel()
+                await asyncio.wait({lines})
+            if not lines.cancelled():
+                lines.result()
+        batch = await store.do(store.finish, batch_id)
+        counts = batch.request_counts
+        fields = log_fields(id=batch_id, lines=counts.total, completed=counts.completed, failed=counts.failed)
+        log.info("batch %s", batch.status, extra=fields)
+
+    async def _until_over(self, lines: asyncio.Task[None], batch: BatchObject) -> None:
+        """Wait until the lines have ended, or the batch has expired."""
+        while not lines.done() and not self._has_expired(batch):
+            await asyncio.wait({lines}, timeout=_LOOK_FOR_EXPIRY_S)
+
+    def _has_expired(self, batch: BatchObject) -> bool:
+        return self._store.clock() >= batch.expires_at
+
+    async def _run_lines(self, batch: BatchObject) -> None:
+        """Run the lines of a batch that have no answer."""
+        store = self._store
+        last = 0
+        async with asyncio.TaskGroup() as group:
+            while page := await store.do(store.lines_left, batch.id, last, _PAGE):
+                for line in page:
+                    await self._places.acquire()
+                    if self._has_expired(batch):
+                        self._places.release()
+                        return
+                    task = group.create_task(self._run_line(batch, line))
+                    task.add_done_callback(lambda _: self._places.release())
+                last = page[-1].number
+
+    async def _run_line(self, batch: BatchObject, line: InputLine) -> None:
+        store = self._store
+        request = request_of(await store.do(store.read_line, batch.input_file_id, line))
+        response = await self._attempt(request, batch.id)
+        while response is None:
+            await asyncio.sleep(_RETRY_S)
+            response = await self._attempt(request, batch.id)
+        answer = OutputLine(line.line_id, line.custom_id, response)
+        await store.do(store.record, batch.id, line.number, answer)
+
+    async def _attempt(self, request: LineRequest, client: str) -> LineResponse | None:
+        """Return the response to a line, once there is room; None if it must begin again."""
+        while not self._has_room:
+            await asyncio.sleep(_LOOK_S)
+        call = asyncio.create_task(self._endpoint.answer(request, client))
+        self._calls[call] = None
+        self._has_calls.set()
+        try:
+            await asyncio.wait({call})
+        finally:
+            self._calls.pop(call, None)
+            if not self._calls:
+                self._has_calls.clear()
+            call.cancel()
+            await asyncio.wait({call})
+        if call.cancelled():
+            return None
+        response = call.result()
+        return None if response.status_code in NOT_NOW else response
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a line may begin. A line that has begun may not be among the open requests yet."""
+        num_taken = self._load.num_more_urgent(LINE_PRIORITY // 2) + len(self._calls)
+        return self._load.is_ready and max(num_taken, self._load.num_open) < self._at_once
+
+    async def _give_way(self) -> None:
+        """Abort lines while more requests are open than have seats, and other clients have some."""
+        while True:
+            await self._has_calls.wait()
+            await asyncio.sleep(_LOOK_S)
+            is_full = self._load.num_open > self._num_seats
+            if is_full and self._calls and self._load.num_more_urgent(LINE_PRIORITY // 2):
+                call, _ = self._calls.popitem()
+                call.cancel()

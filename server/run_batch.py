@@ -1,0 +1,215 @@
+"""`polydraft run-batch`: answers the lines of a file without a daemon, and goes on where an earlier run has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import uvloop
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from engine.api import ConfigError, EngineConfig, EngineStopped
+from server.batches.endpoint import NOT_NOW, LineEndpoint
+from server.batches.lines import InputLine, read_lines, request_of
+from server.batches.objects import ENDPOINTS, LineResponse, OutputLine
+from server.daemon import EXIT_FAILURE, EXIT_OK, build_server
+from server.serving.engine_client import EngineClient
+from server.settings.flags import BatchCommand
+from server.state import Server
+
+log = logging.getLogger("polydraft")
+
+_CLIENT = "run-batch"
+_RETRY_S = 0.05
+_WAITING = 8
+"""Lines that wait for a seat, so that no seat is empty between two lines."""
+
+
+def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.Popen[bytes]) -> int:
+    """Answer the lines, and return the exit code: 0 once all are in the output, 1 after a failure or a signal.
+
+    process: a new one for the engine. Raises ConfigError for files that cannot be used.
+    """
+    settings = command.settings
+    lines = _lines_of(command.input_file)
+    num_done, lines = _lines_left(command, lines)
+    if not lines:
+        print(f"polydraft run-batch: all {num_done} lines are in {command.output_file} already", file=sys.stderr)
+        return EXIT_OK
+    client = EngineClient(
+        config,
+        settings.max_num_seqs + settings.max_num_queued_reqs,
+        settings.stall_timeout,
+        settings.request_timeout,
+        settings.max_num_queued_tokens,
+    )
+    client.connect(process)
+    try:
+        server = build_server(settings, client)
+    except BaseException:
+        client.kill()
+        raise
+    run = _Run(command, server, lines, num_done)
+    try:
+        return uvloop.run(run.run())
+    finally:
+        server.tokenizer.close()
+
+
+def _lines_of(path: Path) -> list[InputLine]:
+    """Return the lines of the input; raises ConfigError if there are none."""
+    try:
+        with path.open("rb") as file:
+            lines = list(read_lines(file, ENDPOINTS))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    if not lines:
+        raise ConfigError(f"{path}: has no lines")
+    return lines
+
+
+def _lines_left(command: BatchCommand, lines: Sequence[InputLine]) -> tuple[int, list[InputLine]]:
+    """Return the number of lines that the output has already, and the other lines.
+
+    Removes the last line of the output if it is not whole. Raises ConfigError for an output of other lines.
+    """
+    path = command.output_file
+    if path.exists() and path.samefile(command.input_file):
+        raise ConfigError(f"-o {path}: is the input; choose another file")
+    try:
+        with path.open("ab+") as output:
+            if command.overwrites:
+                output.truncate(0)
+            output.seek(0)
+            done = set(_ids_of(output))
+    except OSError as error:
+        raise ConfigError(f"-o {path}: cannot be written ({error.strerror})") from error
+    if done - {line.line_id for line in lines}:
+        raise ConfigError(
+            f"-o {path}: has answers to other lines than {command.input_file}; choose another file, or --overwrite"
+        )
+    left = [line for line in lines if line.line_id not in done]
+    return len(lines) - len(left), left
+
+
+def _ids_of(output: BinaryIO) -> Iterator[str | None]:
+    """Yield the ids of the answers in a file; None for what is no answer. Cuts off a last line that is not whole."""
+    end = 0
+    for text in output:
+        if not text.endswith(b"\n"):
+            output.truncate(end)
+            return
+        end += len(text)
+        try:
+            yield msgspec.json.decode(text, type=_Id).id
+        except msgspec.DecodeError:
+            yield None
+
+
+class _Id(msgspec.Struct):
+    """Field that all answers have."""
+
+    id: str
+
+
+class _Run:
+    """One run of the command."""
+
+    def __init__(self, command: BatchCommand, server: Server, lines: Sequence[InputLine], num_done: int) -> None:
+        """lines: without an answer yet. num_done: lines that have one."""
+        self._command = command
+        self._server = server
+        self._client = server.client
+        self._endpoint = LineEndpoint(server)
+        self._lines = lines
+        self._num_done = num_done
+        self._total = num_done + len(lines)
+        self._num_errors = 0
+
+    async def run(self) -> int:
+        """Load, answer the lines, and stop the engine."""
+        client = self._client
+        client.on_ready = self._server.metrics.ready
+        client.on_step = self._server.metrics.step
+        await client.start()
+        work = asyncio.create_task(self._answer_all())
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, work.cancel)
+        dying = asyncio.create_task(client.ended.wait())
+        await asyncio.wait({work, dying}, return_when=asyncio.FIRST_COMPLETED)
+        dying.cancel()
+        work.cancel()
+        await asyncio.wait({work})
+        code = self._exit_code(work)
+        await client.close()
+        self._server.observer.close()
+        return code
+
+    def _exit_code(self, work: asyncio.Task[None]) -> int:
+        """Say how the run has ended; return the exit code."""
+        path = self._command.output_file
+        client = self._client
+        if not work.cancelled() and work.exception() is None:
+            text = f"{self._num_done} lines are in {path}"
+            if self._num_errors:
+                text += f", {self._num_errors} of this run with an error"
+            print(f"polydraft run-batch: {text}", file=sys.stderr)
+            return EXIT_OK
+        if client.failure is not None:
+            log.error("%s", client.failure.message)
+        elif not client.is_alive:
+            log.error("the engine process ended unexpectedly (exit status %s)", client.process.poll())
+        elif not work.cancelled():
+            log.error("the lines cannot be answered", exc_info=work.exception())
+        left = f"{self._num_done} of {self._total} lines are in {path}; the same command answers the other lines"
+        print(f"polydraft run-batch: {left}", file=sys.stderr)
+        return client.failure.exit_code if client.failure is not None else EXIT_FAILURE
+
+    async def _answer_all(self) -> None:
+        while not self._client.is_ready:
+            await asyncio.sleep(_RETRY_S)
+        places = asyncio.Semaphore(self._server.settings.max_num_seqs + _WAITING)
+        with (
+            self._command.input_file.open("rb") as source,
+            self._command.output_file.open("ab") as output,
+            tqdm(total=self._total, initial=self._num_done, unit="line", mininterval=1, file=sys.stderr) as bar,
+            logging_redirect_tqdm([log]),
+        ):
+            async with asyncio.TaskGroup() as group:
+                for line in self._lines:
+                    await places.acquire()
+                    source.seek(line.start)
+                    task = group.create_task(self._answer(line, source.read(line.size), output, bar))
+                    task.add_done_callback(lambda _: places.release())
+
+    async def _answer(self, line: InputLine, text: bytes, output: BinaryIO, bar: tqdm[Any]) -> None:
+        response = None
+        if line.error is None:
+            response = await self._response(text)
+        answer = OutputLine(line.line_id, line.custom_id, response, line.error)
+        output.write(msgspec.json.encode(answer) + b"\n")
+        output.flush()
+        self._num_done += 1
+        self._num_errors += response is None or response.status_code >= 400
+        bar.update()
+
+    async def _response(self, text: bytes) -> LineResponse:
+        """Return the response of the endpoint, also if the engine is busy at first."""
+        request = request_of(text)
+        while True:
+            # The call of a line replaces the one of its task.
+            response = await asyncio.create_task(self._endpoint.answer(request, _CLIENT))
+            if response.status_code not in NOT_NOW:
+                return response
+            if not self._client.is_alive:
+                raise EngineStopped("the engine has stopped")
+            await asyncio.sleep(_RETRY_S)

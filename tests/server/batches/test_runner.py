@@ -1,0 +1,348 @@
+"""Store and runner in this process, with an endpoint whose answers are known and a clock that tests set."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.api import ConfigError, RequestError
+from server.batches.endpoint import LINE_PRIORITY
+from server.batches.lines import LineRequest
+from server.batches.objects import BatchObject, LineResponse, OutputLine
+from server.batches.runner import BatchRunner
+from server.batches.store import BatchStore, NewBatch, StoreLimits
+from server.wire.fields import GenerationFields
+from tests.server.batches.inputs import COMPLETIONS, short_lines
+from tests.wrong import instead
+
+PATIENCE_S = 20
+Reply = Callable[["Endpoint", LineRequest], Awaitable[int]]
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A ready engine; other clients have some requests open."""
+
+    def __init__(self) -> None:
+        self.num_urgent = 0
+        self.endpoint: Endpoint | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    @property
+    def num_open(self) -> int:
+        return self.num_urgent + (self.endpoint.num_running if self.endpoint else 0)
+
+    def num_more_urgent(self, priority: int) -> int:
+        return self.num_urgent
+
+
+class Endpoint:
+    """Answers each request with the status that a reply returns."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self.num_running = 0
+        self.most_running = 0
+        self.prompts: list[str] = []
+
+    async def answer(self, request: LineRequest, client: str) -> LineResponse:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        prompt = json.loads(request.body)["prompt"]
+        self.prompts.append(prompt)
+        try:
+            status = await self._reply(self, request)
+        finally:
+            self.num_running -= 1
+        return LineResponse(status, "r", msgspec.Raw(msgspec.json.encode({"echo": prompt})))
+
+
+async def at_once(endpoint: Endpoint, request: LineRequest) -> int:
+    """Answer after a turn of the loop."""
+    await asyncio.sleep(0)
+    return 200
+
+
+def new_batch(store: BatchStore, lines: list[str]) -> BatchObject:
+    file = store.add_file("me", "lines.jsonl", io.BytesIO("\n".join(lines).encode()))
+    return store.add_batch("me", NewBatch(file.id, COMPLETIONS, "24h"))
+
+
+def output(store: BatchStore, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(text) for text in store.path_of(file_id).read_text().splitlines()]
+
+
+def run(
+    store: BatchStore, batch: BatchObject, reply: Reply, engine: Engine | None = None, num_seats: int = 4
+) -> tuple[BatchObject, Endpoint]:
+    """Run the open batches until one has ended."""
+
+    async def until_ended() -> tuple[BatchObject, Endpoint]:
+        endpoint = Endpoint(reply)
+        load = engine or Engine()
+        load.endpoint = endpoint
+        runner = BatchRunner(store, endpoint, load, num_seats, max(1, num_seats - 1))
+        runner.repair_s = 0.01
+        running = asyncio.create_task(runner.run())
+        async with asyncio.timeout(PATIENCE_S):
+            while (now := await store.do(store.get_batch, "me", batch.id)).status in ("validating", "in_progress"):
+                assert not running.done(), running
+                await asyncio.sleep(0.005)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        return await store.do(store.get_batch, "me", now.id), endpoint
+
+    return asyncio.run(until_ended())
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Any:
+    limits = StoreLimits(lines=30, files=3, open_batches=2)
+    store = BatchStore(tmp_path / "store", limits, clock)
+    yield store
+    store.close()
+
+
+def test_lines_that_are_left_expire(store: BatchStore, clock: Clock) -> None:
+    """The day ends during the fourth line; lines that never began, and the running ones, are in the error file."""
+
+    async def reply(endpoint: Endpoint, request: LineRequest) -> int:
+        if len(endpoint.prompts) < 4:
+            return 200
+        clock.now += 24 * 3600
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    batch, endpoint = run(store, new_batch(store, [*short_lines(10), "{bad"]), reply)
+    assert batch.status == "expired"
+    assert batch.expired_at == clock.now == batch.finalizing_at
+    assert (batch.completed_at, batch.cancelled_at) == (None, None)
+    answered = [answer["custom_id"] for answer in output(store, batch.output_file_id)]
+    assert answered == ["c-0", "c-1", "c-2"]
+    bad, *expired = output(store, batch.error_file_id)
+    assert bad["error"]["code"] == "invalid_json_line"
+    assert [line["custom_id"] for line in expired] == [f"c-{number}" for number in range(3, 10)]
+    assert {line["error"]["code"] for line in expired} == {"batch_expired"}
+    assert all(line["response"] is None for line in expired)
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (11, 3, 8)
+    assert len(endpoint.prompts) < 10
+    assert store.num_lines_left == 0
+
+
+def test_a_line_waits_until_the_endpoint_is_not_busy(store: BatchStore) -> None:
+    """429 and 503 are no answers; 504 is one."""
+    statuses = {"word 0": [429, 503, 200], "word 1": [504], "word 2": [200]}
+
+    async def reply(endpoint: Endpoint, request: LineRequest) -> int:
+        return statuses[endpoint.prompts[-1]].pop(0)
+
+    batch, endpoint = run(store, new_batch(store, short_lines(3)), reply)
+    assert [answer["custom_id"] for answer in output(store, batch.output_file_id)] == ["c-0", "c-2"]
+    (late,) = output(store, batch.error_file_id)
+    assert (late["custom_id"], late["response"]["status_code"]) == ("c-1", 504)
+    assert endpoint.prompts.count("word 0") == 3
+
+
+def test_no_more_lines_run_at_once_than_there_is_room(store: BatchStore) -> None:
+    engine = Engine()
+    engine.num_urgent = 1
+    _, endpoint = run(store, new_batch(store, short_lines(20)), at_once, engine)
+    assert endpoint.most_running == 2, "three places, one of which another client has"
+
+
+def test_lines_of_a_single_seat_give_way(store: BatchStore) -> None:
+    """The line is aborted for a request of another client, and begins again once the client has left."""
+    engine = Engine()
+
+    async def reply(endpoint: Endpoint, request: LineRequest) -> int:
+        if len(endpoint.prompts) > 1:
+            assert engine.num_urgent == 0
+            return 200
+        engine.num_urgent = 1
+        asyncio.get_running_loop().call_later(0.2, setattr, engine, "num_urgent", 0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    batch, endpoint = run(store, new_batch(store, short_lines(2)), reply, engine, num_seats=1)
+    assert batch.request_counts.completed == 2
+    assert endpoint.prompts == ["word 0", "word 0", "word 1"]
+    assert endpoint.most_running == 1
+
+
+class LoadingEngine(Engine):
+    """An engine that is ready from the fourth look on."""
+
+    num_looks = 0
+
+    @property
+    def is_ready(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks > 3
+
+
+def test_a_line_waits_until_the_engine_is_ready(store: BatchStore) -> None:
+    engine = LoadingEngine()
+
+    async def reply(endpoint: Endpoint, request: LineRequest) -> int:
+        assert engine.num_looks == 4
+        return 200
+
+    batch, _ = run(store, new_batch(store, short_lines(1)), reply, engine)
+    assert batch.request_counts.completed == 1
+
+
+def test_the_outputs_of_a_batch_that_was_killed_while_they_were_written_are_written_again(
+    store: BatchStore, tmp_path: Path, clock: Clock
+) -> None:
+    """A file without its row is removed at the next start, and no line is lost or twice."""
+    batch = new_batch(store, short_lines(3))
+
+    def killed(right: Any, *operands: Any) -> None:
+        raise KeyboardInterrupt
+
+    async def answer_all() -> None:
+        await store.do(store.validate, batch.id)
+        endpoint = Endpoint(at_once)
+        runner = BatchRunner(store, endpoint, Engine(), 4, 3)
+        await runner._run_lines(await store.do(store.get_batch, "me", batch.id))
+
+    asyncio.run(answer_all())
+    with instead(store, "_insert_file", killed), pytest.raises(KeyboardInterrupt):
+        store.finish(batch.id)
+    assert store.get_batch("me", batch.id).status == "finalizing"
+    store.close()
+    again = BatchStore(tmp_path / "store", clock=clock)
+    try:
+        assert len(list((tmp_path / "store" / "files").iterdir())) == 1, "the input"
+        assert again.open_batches() == [batch.id]
+        ended = again.finish(batch.id)
+        assert ended.status == "completed"
+        assert [answer["custom_id"] for answer in output(again, ended.output_file_id)] == ["c-0", "c-1", "c-2"]
+    finally:
+        again.close()
+
+
+def test_a_line_is_recorded_once(store: BatchStore) -> None:
+    batch = new_batch(store, short_lines(1))
+    store.validate(batch.id)
+    (line,) = store.lines_left(batch.id, 0, 9)
+    for status in (200, 500):
+        response = LineResponse(status, "r", msgspec.Raw(b"{}"))
+        store.record(batch.id, line.number, OutputLine(line.line_id, line.custom_id, response))
+    counts = store.get_batch("me", batch.id).request_counts
+    assert (counts.completed, counts.failed, store.num_lines_left) == (1, 0, 0)
+
+
+def test_a_batch_may_be_cancelled_before_its_lines_are_read(store: BatchStore) -> None:
+    batch = new_batch(store, short_lines(3))
+    store.cancel_batch("me", batch.id)
+    batch, endpoint = run(store, batch, at_once)
+    while batch.status == "cancelling":
+        batch = store.finish(batch.id)
+    assert (batch.status, batch.output_file_id, endpoint.prompts) == ("cancelled", None, [])
+
+
+def test_a_full_disk_delays_a_batch(store: BatchStore, caplog: pytest.LogCaptureFixture) -> None:
+    batch = new_batch(store, short_lines(3))
+    failures = [OSError("no space left")]
+
+    def record(right: Any, *operands: Any) -> None:
+        if failures:
+            raise failures.pop()
+        right(*operands)
+
+    with instead(store, "record", record):
+        batch, _ = run(store, batch, at_once)
+    assert batch.request_counts.completed == 3
+    assert not failures
+
+
+def test_a_batch_goes_on_after_a_fault_of_the_server(store: BatchStore) -> None:
+    failures = [RuntimeError("a fault")]
+
+    async def reply(endpoint: Endpoint, request: LineRequest) -> int:
+        if failures:
+            raise failures.pop()
+        return 200
+
+    batch, _ = run(store, new_batch(store, short_lines(5)), reply)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+
+
+def test_a_batch_runs_once(store: BatchStore) -> None:
+    """Also if it is open at the start and begun by its client, too."""
+    batch = new_batch(store, short_lines(5))
+    endpoint = Endpoint(at_once)
+    runner = BatchRunner(store, endpoint, Engine(), 4, 3)
+
+    async def run_both() -> None:
+        runner.begin(batch.id)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(runner.run(), 0.5)
+
+    asyncio.run(run_both())
+    assert sorted(endpoint.prompts) == [f"word {number}" for number in range(5)]
+
+
+def test_limits_are_named(store: BatchStore) -> None:
+    many = ended_batch(store, short_lines(31))
+    assert many.errors is not None
+    assert [(fault.code, fault.line) for fault in many.errors.data] == [("too_many_lines", 31)]
+    assert "more than 30 lines; split it" in many.errors.data[0].message
+    for _ in range(2):
+        new_batch(store, short_lines(1))
+    with pytest.raises(RequestError, match="3 files are stored, the most is 3; delete"):
+        new_batch(store, short_lines(1))
+    file_id = store.list_files("me", "batch", None, 1, "asc")[0][0].id
+    with pytest.raises(RequestError, match="2 batches are open, the most is 2; wait"):
+        store.add_batch("me", NewBatch(file_id, COMPLETIONS, "24h"))
+
+
+def ended_batch(store: BatchStore, lines: list[str]) -> BatchObject:
+    """Return a batch after its validation."""
+    return store.validate(new_batch(store, lines).id)
+
+
+def test_a_folder_has_a_single_daemon(store: BatchStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another daemon uses it"):
+        BatchStore(tmp_path / "store")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        BatchStore(tmp_path / "file")
+
+
+def test_lines_come_after_the_least_urgent_request() -> None:
+    """Whatever priority a line asks for."""
+    bounds = GenerationFields.model_fields["priority"].metadata
+    lowest, highest = -(2**31), 2**31 - 1
+    assert {bound.ge for bound in bounds if hasattr(bound, "ge")} == {lowest}
+    assert LINE_PRIORITY + lowest > highest
