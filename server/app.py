@@ -11,6 +11,7 @@ from server.anthropic.messages import MessagesRequest
 from server.http import error_responses
 from server.http.middleware import RequestEnvelope
 from server.http.openapi import Application
+from server.llama_cpp import routes as infill_route
 from server.openai import routes as generate_routes
 from server.openai.responses import ResponsesRequest
 from server.routes import operations, pages
@@ -35,6 +36,7 @@ def build_app(server: Server) -> FastAPI:
     app.allows_unknown_fields = not settings.strict_fields
     error_responses.install(app)
     app.include_router(generate_routes.build_router(server))
+    app.include_router(infill_route.build_router(server))
     app.include_router(messages_route.build_router(server))
     app.include_router(operations.build_router(server))
     pages.install(app, server)
