@@ -207,3 +207,7 @@ def test_a_key_is_needed(one_seat: Daemon) -> None:
     with one_seat.client() as client:
         assert error_of(client.post(f"{PREFIX}{INFILL}", json=GREEDY), 401)["code"] == "invalid_api_key"
         assert error_of(client.post(INFILL, json=GREEDY), 401)["code"] == "invalid_api_key"
+
+
+def test_the_start_log_has_the_tokens_in_their_order(filling_daemon: Daemon) -> None:
+    assert "gaps are filled with the tokens <|fim_prefix|> <|fim_suffix|> <|fim_middle|>" in filling_daemon.log
