@@ -49,7 +49,7 @@ from engine.errors import (
 )
 from engine.logs import log_fields, set_up_log, show_given_names
 from engine.models.checkpoint import Source, check_vocabularies
-from engine.models.files import check_source, file_fault, model_file, read_object, warn_of_adapter
+from engine.models.files import INFILL_MARKS, check_source, file_fault, model_file, read_object, warn_of_adapter
 from engine.models.gguf.names import with_folders
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thinking, TokenLogprob
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, Timing, read_logprobs

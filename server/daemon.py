@@ -37,6 +37,7 @@ from server.settings.settings import Serve
 from server.start_lines import start_lines
 from server.state import Server
 from server.text.dialogue import dialogue_of
+from server.text.infill import infill_of
 from server.text.shipped_templates import SHIPPED
 from server.text.thought_marks import thought_marks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
@@ -125,6 +126,7 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
         model_name=name,
         dialogue=dialogue,
         thoughts=thought_marks(settings.reasoning_parser, tokenizer.chat_template),
+        infill=infill_of(tokenizer, settings.fim_tokens),
         unknown_fields=UnknownFields(settings.strict_fields, BODIES, FOREIGN),
     )
 

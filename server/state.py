@@ -10,6 +10,7 @@ from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
 from server.settings.settings import Serve
 from server.text.dialogue import Dialogue
+from server.text.infill import Infill
 from server.text.thought_marks import ThoughtMarks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.wire.unsupported_fields import UnknownFields
@@ -29,6 +30,8 @@ class Server:
     """Format of the model's calls, and the parts of its answers that are not separated from text."""
     thoughts: ThoughtMarks | None = None
     """Marks around the thoughts in answers; None if answers have none."""
+    infill: Infill | None = None
+    """Filling of gaps; None if the model has no tokens for it."""
     unknown_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
     """Policy for unknown fields of a body."""
 

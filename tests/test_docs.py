@@ -34,6 +34,7 @@ SHOWN_BY = {
         "server/wire/test_bad_requests"
     ),
     "stop include_stop_str_in_output": "server/text/test_stop_cut server/openai/test_stop_strings",
+    "suffix": "server/openai/test_suffix",
     "skip_special_tokens": "server/openai/test_logprobs",
     "logprobs top_logprobs echo prompt_logprobs": "engine/test_logprobs server/openai/test_logprobs",
     "response_format structured_outputs": "server/openai/test_structured",
@@ -166,7 +167,7 @@ def flags_in(text: str) -> list[str]:
     return [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--?[a-z-]+)`", text)]
 
 
-@pytest.mark.parametrize("name", ["tuning", "cuda", "text-drafts"])
+@pytest.mark.parametrize("name", ["tuning", "cuda", "text-drafts", "editors"])
 def test_flags_of_pages_exist(name: str) -> None:
     flags = re.findall(r"`--(?:no-)?([a-z-]+)", (DOCS / f"{name}.md").read_text())
     assert flags

@@ -23,6 +23,8 @@ limit.
 _GGUF = b"GGUF"
 _LFS = b"version https://git-lfs.github.com/spec/"
 _RIGHT_FOLDER = "name a folder with config.json and safetensors, or a GGUF file"
+INFILL_MARKS = "infill_marks"
+"""Key of tokenizer_config.json with the marks for filling gaps that a GGUF file names."""
 WEIGHTS_ELSEWHERE = "gguf.json"
 """File of a derived folder that names the GGUF file with its weights (`gguf/folder.py`)."""
 _ADAPTER = "adapter_config.json"

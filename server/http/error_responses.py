@@ -31,6 +31,7 @@ from server.wire.unsupported_fields import UNKNOWN
 
 API_PATHS = (
     "/v1/chat/completions",
+    "/v1/fim/completions",
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
@@ -38,11 +39,12 @@ API_PATHS = (
     "/v1/models",
     "/tokenize",
     "/detokenize",
+    "/infill",
 )
 """Paths that clients with a wrong base URL miss."""
 
 
-PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
+PROTECTED = ("/v1/", "/infill", "/tokenize", "/detokenize", "/dashboard/state")
 """Beginnings of the paths that need a key, if the server has keys; `/tokenizer_info` is among them."""
 
 

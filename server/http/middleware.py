@@ -39,6 +39,8 @@ _OPERATION_PATHS = frozenset(
 _FILES_PATH = "/v1/files"
 _FORM_BYTES = 1 << 16
 """Bytes of an upload besides its file."""
+_RATED = ("/v1/", "/infill")
+"""Beginnings of the paths whose POSTs the rate limit counts."""
 _MAX_REQUEST_ID = 128
 # Names of clients go to the engine. The secret prevents guessing which key or address a name stands for.
 _SECRET = os.urandom(16)
@@ -141,7 +143,7 @@ class RequestEnvelope:
 
     def _too_many(self, scope: Scope, client: str) -> ApiError | None:
         """Return the error for a client that asks too often."""
-        if self._rate is None or scope["method"] != "POST" or not _route_path(scope).startswith("/v1/"):
+        if self._rate is None or scope["method"] != "POST" or not _route_path(scope).startswith(_RATED):
             return None
         wait_s = self._rate.take(client)
         if wait_s is None:

@@ -5,7 +5,7 @@ Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 
 from engine.api import Limits, RequestError, Thinking, check_requests, choice_seed
 from engine.api import Request as EngineRequest
+from server.openai.infilling import infill_for, infill_prompts
 from server.openai.sampling_fields import (
     answer_bound,
     check_num_entries,
@@ -32,6 +33,7 @@ from server.serving.choice import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
 from server.text.call_formats import call_marks
+from server.text.line_bounds import LineBounds
 from server.text.reasoning import knows_thinking, thinking_variables
 from server.text.structured import Structure, structure_of
 from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
@@ -75,6 +77,16 @@ def check_model(server: Server, name: str | None) -> str:
 
 
 @dataclass(frozen=True)
+class Filling:
+    """Ends of an answer that fills a gap."""
+
+    end_token_ids: frozenset[int]
+    """Tokens that end it, as the model's end tokens do."""
+    line_bounds: Callable[[], LineBounds] | None = None
+    """Makes the bounds of its lines; None if there are none."""
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Parts of a body as tokens, and what its answers must follow."""
 
@@ -86,6 +98,8 @@ class Prepared:
     prediction: tuple[int, ...] = ()
     thinking: Thinking | None = None
     """Thoughts that the engine tracks."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, besides those of the body and of the model."""
 
 
 def engine_requests(server: Server, body: GenerationFields, prepared: Prepared) -> list[EngineRequest]:
@@ -108,7 +122,7 @@ def engine_requests(server: Server, body: GenerationFields, prepared: Prepared) 
     num_logprobs = num_logprobs_of(body)
     num_prompt_logprobs = num_prompt_logprobs_of(body, num_logprobs)
     check_num_entries(prompts, num_prompt_logprobs, body)
-    stop_token_ids = tuple(body.stop_token_ids or ())
+    stop_token_ids = (*(body.stop_token_ids or ()), *sorted(prepared.end_token_ids))
     requests: list[EngineRequest] = []
     for prompt, bound in zip(prompts, prepared.bounds, strict=True):
         prompt_ids = tuple(prompt)
@@ -150,8 +164,12 @@ async def prepare(
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
     tools: ToolUse | None = None,
+    filling: Filling | None = None,
 ) -> Generation:
-    """Return the generation of a body whose prompts are tokenized."""
+    """Return the generation of a body whose prompts are tokenized.
+
+    filling: ends of an answer that fills a gap; None for any other answer.
+    """
     bad_words = await _bad_words(server, body)
     structure: Structure = await server.tokenizer.run(structure_of, body)
     # Strict tools alone leave an answer free.
@@ -168,7 +186,9 @@ async def prepare(
         covers_thoughts = tools is not None and tools.covers_thoughts
         scope = GrammarScope(is_whole=is_bound, covers_thoughts=covers_thoughts)
     thoughts = thoughts_of(server, body, prompts[0], bounds[0], scope)
-    prepared = Prepared(prompts, bounds, bad_words, structure.grammar, prediction, thoughts.followed)
+    filling = filling or Filling(frozenset())
+    end_token_ids = frozenset[int]() if body.ignore_eos else filling.end_token_ids
+    prepared = Prepared(prompts, bounds, bad_words, structure.grammar, prediction, thoughts.followed, end_token_ids)
     requests = engine_requests(server, body, prepared)
     # Calls may be marked by special tokens.
     may_skip = tools is None or "skip_special_tokens" in body.model_fields_set
@@ -183,6 +203,8 @@ async def prepare(
         num_prompt_logprobs=body.prompt_logprobs,
         reports_drafts=_reports_drafts(body),
         reports_token_ids=bool(body.return_token_ids),
+        end_token_ids=end_token_ids - frozenset(body.stop_token_ids or ()),
+        line_bounds=filling.line_bounds,
     )
     cut_bound = None
     if max_tokens is not None and min(bounds) < max_tokens:
@@ -312,16 +334,19 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
     server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()
-    most = _most_tokens(server, body)
-    prompts = await completion_prompts(server, body.prompt, body.add_special_tokens, most)
+    listed = listed_prompts(body.prompt)
+    filling = None
+    if body.suffix:
+        filling = Filling(infill_for(server, "suffix").ends)
+        prompts = await infill_prompts(server, body, listed)
+    else:
+        prompts = await _token_prompts(server, body, listed)
     max_tokens = given_or(max_tokens_of(body), _DEFAULT_COMPLETION_TOKENS)
-    return await prepare(server, body, prompts, max_tokens)
+    return await prepare(server, body, prompts, max_tokens, filling=filling)
 
 
-async def completion_prompts(
-    server: Server, prompt: Any, add_special_tokens: bool, most: int | None
-) -> list[list[int]]:
-    """Return the prompts of a completion as token ids. Raises RequestError for a text of more than `most`."""
+def listed_prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """Return the prompts of a completion, all of them texts or token ids. Raises RequestError for too many or none."""
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
@@ -330,6 +355,18 @@ async def completion_prompts(
         return [list(prompt)]
     if len(prompt) > _MAX_PROMPTS:
         raise RequestError(f"at most {_MAX_PROMPTS} prompts in one call, not {len(prompt)}", "prompt")
-    if isinstance(prompt[0], str):
-        return [await server.tokenizer.run_encode(text, add_special_tokens, most) for text in prompt]
-    return [list(tokens) for tokens in prompt]
+    return list(prompt)
+
+
+async def _token_prompts(
+    server: Server, body: CompletionRequest, prompts: Sequence[str | Sequence[int]]
+) -> list[list[int]]:
+    """Return prompts as token ids. Raises RequestError for a text of more tokens than the context has."""
+    most = _most_tokens(server, body)
+    tokens = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokens.append(await server.tokenizer.run_encode(prompt, body.add_special_tokens, most))
+        else:
+            tokens.append(list(prompt))
+    return tokens

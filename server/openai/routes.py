@@ -38,6 +38,11 @@ def build_router(server: Server) -> APIRouter:
         """Continue a text."""
         return await respond(http, server, body, await prepare_completion(server, body), CompletionWriter)
 
+    @router.post("/v1/fim/completions")
+    async def create_fim_completion(http: Request, body: CompletionRequest) -> Response:
+        """Fill the gap between prompt and suffix; the answer has the format of chats, as Mistral's does."""
+        return await respond(http, server, body, await prepare_completion(server, body), ChatWriter)
+
     @router.post("/v1/responses")
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """Answer a conversation in the format of OpenAI's Responses API; nothing is stored."""

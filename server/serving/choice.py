@@ -15,6 +15,7 @@ import msgspec
 from engine.api import Outcome, Request, StepStats
 from server.serving.statistics import Clock, SpeculationCount, answer_part, drafters_of
 from server.text.call_pieces import Call, Piece
+from server.text.line_bounds import LineBounds
 from server.text.logprobs import SpelledToken, spell
 from server.text.prompts import ShownPrompt
 from server.text.reasoning import Thought, ThoughtReader
@@ -52,6 +53,10 @@ class TextOptions:
     """Report the chains of every step."""
     reports_token_ids: bool = False
     """Report the tokens of prompt and answer by id."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer and that the request did not name."""
+    line_bounds: Callable[[], LineBounds] | None = None
+    """Makes the bounds of the answer's lines; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,10 @@ class Choice:
             if not options.tools.parallel:
                 self._counting_calls = ToolCalls(options.tools, tokenizer.response_template)
         self.call_ids: list[str] = []
+        self._end_token_ids = options.end_token_ids
+        self._lines: LineBounds | None = None
+        if options.line_bounds is not None:
+            self._lines = options.line_bounds()
 
     @property
     def calls(self) -> Sequence[Call]:
@@ -141,6 +150,7 @@ class Choice:
         if self.finish_reason is None or self.stop_string is not None:
             return self.stop_string
         is_stop_token = self._last_token in self.request.limits.stop_token_ids
+        is_stop_token = is_stop_token and self._last_token not in self._end_token_ids
         if self.finish_reason == "length" or not is_stop_token:
             return None
         return self._last_token
@@ -179,9 +189,11 @@ class Choice:
         elif self._has_its_only_call:
             self.finish_reason = "stop"
             text += self._cut.finish()
+        elif self._is_past_its_lines:
+            self.finish_reason = "length"
         elif outcome.finish_reason is not None:
             self.finish_reason = outcome.finish_reason
-            text += self._cut.finish()
+            text += self._within_lines(self._cut.finish())
         parts = self._read(echoed + text)
         self.num_tokens += num_taken
         if num_taken:
@@ -202,6 +214,15 @@ class Choice:
     def _has_its_only_call(self) -> bool:
         """Whether only one call is allowed, and it is complete."""
         return self._counting_calls is not None and self._counting_calls.is_over
+
+    @property
+    def _is_past_its_lines(self) -> bool:
+        """Whether the bounds of its lines have ended the answer."""
+        return self._lines is not None and self._lines.is_over
+
+    def _within_lines(self, text: str) -> str:
+        """Return the part of a text that the bounds of lines leave."""
+        return text if self._lines is None else self._lines.feed(text)
 
     def _drafted(self, outcome: Outcome, num_taken: int) -> DraftedStep:
         def texts(tokens: Sequence[int]) -> list[str]:
@@ -297,7 +318,7 @@ class Choice:
             piece = self._detokenizer.step(token)
             self._num_characters.append(len(piece))
             self._count(piece)
-            text += self._cut.feed(piece, may_stop, self._hidden_text(token))
-            if self._cut.is_cut or self._has_its_only_call:
+            text += self._within_lines(self._cut.feed(piece, may_stop, self._hidden_text(token)))
+            if self._cut.is_cut or self._has_its_only_call or self._is_past_its_lines:
                 return text, count
         return text, len(outcome.token_ids)

@@ -44,6 +44,15 @@ def _split(text: str) -> list[Any]:
         raise ValueError(f"not a JSON list ({error})") from error
 
 
+def _tokens(value: Any) -> Any:
+    """Return the values of a text as `_words` does; a text such as [PREFIX],[SUFFIX] is no JSON list."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str) and not value.startswith('["'):
+        return [part.strip() for part in value.split(",")]
+    return _words(value)
+
+
 def _amount(value: Any) -> Any:
     """Return the number of a text such as 4k (4,000) or 4K (4,096), as vLLM does."""
     if not isinstance(value, str) or re.fullmatch(r"\s*[-+]?[0-9]+(_[0-9]+)*\s*", value):
@@ -75,6 +84,7 @@ def _template(value: str) -> str:
 
 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
+Tokens = Annotated[list[str], NoDecode, BeforeValidator(_tokens)]
 File = Annotated[str, AfterValidator(_readable)] | None
 Positive = Annotated[int, Field(ge=1)]
 PositiveAmount = Annotated[Positive, BeforeValidator(_amount)]
@@ -168,6 +178,9 @@ class ModelSettings(_Group):
     reasoning_parser: Parser = "auto"
     """marks around the thoughts in answers, by the family that has them; qwen3: <think> tags; deepseek_r1: the prompt
     opens them; auto: from chat template and prompt"""
+    fim_tokens: Rare[Tokens] = []
+    """tokens that fill gaps, PREFIX,SUFFIX,MIDDLE, or PREFIX,SUFFIX if the suffix comes first; default: those of known
+    families"""
     generation_config: Rare[Literal["auto", "neutral"]] = "auto"
     """sampling defaults: the model's generation_config.json, or neutral ones"""
     weights: Weights = "auto"
@@ -185,6 +198,13 @@ class ModelSettings(_Group):
     """on a CUDA device, launch the operations of decode steps one by one, without CUDA graphs"""
     probe: Rare[Probe] = "refuse"
     """if a model's logits differ from plain transformers by more than rounding explains: refuse to serve it, or warn"""
+
+    @field_validator("fim_tokens")
+    @classmethod
+    def _two_or_three(cls, tokens: list[str]) -> list[str]:
+        if tokens and (len(tokens) not in (2, 3) or not all(tokens) or len(set(tokens)) < len(tokens)):
+            raise ValueError("must be two or three different tokens: PREFIX,SUFFIX or PREFIX,SUFFIX,MIDDLE")
+        return tokens
 
 
 class SpeculationSettings(_Group):
@@ -323,7 +343,7 @@ class HttpSettings(_Group):
     ssl_certfile: File = None
     """TLS certificate"""
     rate_limit: str | None = None
-    """limit of POSTs under /v1/ per key (without keys: per address), such as 60/minute,5/second"""
+    """limit of POSTs under /v1/, and to /infill, per key (without keys: per address), such as 60/minute,5/second"""
     max_request_bytes: PositiveAmount = 4 << 20
     """largest request body; more gets 413"""
     dashboard: bool = True

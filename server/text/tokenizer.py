@@ -7,6 +7,7 @@ calls, which release the interpreter's lock; `encode` and `decode` hold it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,6 +28,9 @@ Result = TypeVar("Result")
 _REPLACEMENT = "\ufffd"
 _encoder = msgspec.json.Encoder()
 _BYTE_OF_CHARACTER = byte_characters()
+_ALONE = "\u263a"
+_SPACES = ("\u2581", "\u0120")
+"""Spellings of a space in vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Tokenizer:
         Raises a RequestError about `param` for a text of more than `most` tokens, before encoding if the number of
         characters proves it.
         """
-        self._check_length(text, most, param)
+        self.check_length(text, most, param)
         return await self.run(self.encode, text, add_special_tokens, most, param, size=len(text))
 
     async def run_chat(
@@ -122,13 +126,13 @@ class Tokenizer:
             raise RequestError(message, "messages") from error
         if self._plain is None:
             return await self.run_encode(text, False, most, "messages")
-        self._check_length(self._plain.without_breaks(text), most, "messages")
+        self.check_length(self._plain.without_breaks(text), most, "messages")
         tokens = await self.run(self._plain.encode, text, size=len(text))
         if most is not None and len(tokens) > most:
             raise _too_long(most, f"{len(tokens)} tokens", "messages")
         return tokens
 
-    def _check_length(self, text: str, most: int | None, param: str) -> None:
+    def check_length(self, text: str, most: int | None, param: str) -> None:
         """Raise RequestError for a text whose number of characters proves that it has more than `most` tokens."""
         if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
             raise _too_long(most, f"{len(text)} characters", param)
@@ -146,6 +150,48 @@ class Tokenizer:
         if most is not None and len(encoded) > most:
             raise _too_long(most, f"{len(encoded)} tokens", param)
         return list(encoded.ids)
+
+    def encode_as_text(self, text: str, controls: frozenset[int]) -> list[int]:
+        """Return the token ids of a text in which spellings of `controls`, added tokens, are ordinary text."""
+        pieces = [text]
+        while True:
+            encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
+            tokens = [token for piece in encoded for token in piece.ids]
+            if controls.isdisjoint(tokens):
+                return tokens
+            parts = [part for piece in pieces for part in self._split_controls(piece, controls)]
+            if parts == pieces:
+                # A control token of one character cannot be written as text.
+                return [token for token in tokens if token not in controls]
+            pieces = parts
+
+    def _split_controls(self, text: str, controls: frozenset[int]) -> list[str]:
+        """Return a text in parts that end within each control token that it spells."""
+        (encoded,) = self._backend.encode_batch([text], add_special_tokens=False)
+        spans = zip(encoded.ids, encoded.offsets, strict=True)
+        cuts = [start + 1 for token, (start, _) in spans if token in controls]
+        parts = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+        return [part for part in parts if part]
+
+    def encode_inside(self, text: str, controls: frozenset[int]) -> list[int]:
+        """Return the token ids of a text inside another one: without the space that some tokenizers add before a text.
+
+        controls: added tokens whose spellings are ordinary text.
+        """
+        if not self._adds_space or not text:
+            return self.encode_as_text(text, controls)
+        # No vocabulary joins this character with others.
+        before = self.encode(_ALONE, False)
+        tokens = self.encode_as_text(_ALONE + text, controls)
+        if tokens[: len(before)] != before:
+            return self.encode_as_text(text, controls)
+        return tokens[len(before) :]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether a space is added before each text."""
+        first = self.encode("a", False)[:1]
+        return bool(first) and self.token_text(first[0]).startswith(_SPACES)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, at the beginning of a text and after a space; words without tokens are
@@ -213,6 +259,15 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
         return str(self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are special, such as one that ends a text."""
+        return self._special
+
+    def stored_setting(self, name: str) -> Any:
+        """Return a value of tokenizer_config.json; None if it has none."""
+        return self._fast.init_kwargs.get(name)
 
     def is_special(self, token: int) -> bool:
         """Return whether a token is special, such as one that ends a text."""

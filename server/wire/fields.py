@@ -333,6 +333,8 @@ class CompletionRequest(GenerationFields):
     """Body of `POST /v1/completions`."""
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
+    suffix: str = ""
+    """Text after the completion: the model fills the gap, if it has tokens for that."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     """Begin the answer with the prompt, with its logprobs if logprobs are requested."""
@@ -343,7 +345,6 @@ class CompletionRequest(GenerationFields):
     chat_template_kwargs: Annotated[Any, Neutral({})] = None
     continue_final_message: Annotated[Any, Neutral(False)] = None
     add_generation_prompt: Annotated[Any, Neutral(True)] = None
-    suffix: Annotated[Any, Neutral("")] = None
     reasoning_effort: Any = None
     """Accepted without effect: a text has no chat template."""
     thinking_token_budget: Annotated[Any, Neutral()] = None

@@ -59,7 +59,8 @@ FOREIGN: dict[str, Neutral] = {
     **_off("output_format", way_out="send output_config.format on /v1/messages, response_format on the others"),
     # Prompts and templates.
     **_off("chat_template template", "", way_out="the operator sets it (--chat-template)"),
-    **_off("tool_prompt guideline input_prefix input_suffix generation_prompt", ""),
+    **_off("tool_prompt guideline generation_prompt", ""),
+    **_off("input_prefix input_suffix", "", way_out="send prompt and suffix to /v1/completions, or use /infill"),
     **_off("raw safe_prompt", False),
     **_off("add_bos_token", True, way_out="send add_special_tokens on /v1/completions"),
     **_off("context images image_data input_extra transforms plugins", []),

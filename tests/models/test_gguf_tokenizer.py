@@ -20,6 +20,7 @@ from analysis.gguf_lines import lines
 from analysis.gguf_tokens import END_TEXTS, GOLDEN_LINES, compare, explanation, small_vocabularies
 from analysis.gguf_vocabularies import byte_level, with_texts, write_vocabulary
 from engine.errors import ConfigError
+from engine.models.files import INFILL_MARKS
 from engine.models.gguf import pre_tokenizers
 from engine.models.gguf.file import open_file
 from engine.models.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -157,6 +158,17 @@ def test_named_ends_and_roles_count() -> None:
     assert files.begin_id == small()["smollm"][f"{PREFIX}bos_token_id"]
     assert files.config["bos_token"] == "<|im_start|>"
     assert "pad_token" not in files.config, "an id outside the vocabulary names no token"
+
+
+def test_named_marks_of_gaps_are_stored() -> None:
+    """Under llama.cpp's present and former names; a file that names only some has none."""
+    tokens = small()["smollm"][f"{PREFIX}tokens"]
+    named = stated("smollm", fim_pre_token_id=70, fim_suf_token_id=71, fim_mid_token_id=72, fim_pad_token_id=73)
+    marks = {"prefix": tokens[70], "suffix": tokens[71], "middle": tokens[72], "ends": [tokens[73]]}
+    assert tokenizer_files(named).config[INFILL_MARKS] == marks
+    former = stated("smollm", prefix_token_id=70, suffix_token_id=71, middle_token_id=72, fim_sep_token_id=74)
+    assert tokenizer_files(former).config[INFILL_MARKS] == marks | {"file": tokens[74], "ends": []}
+    assert INFILL_MARKS not in tokenizer_files(stated("smollm", fim_pre_token_id=70)).config
 
 
 def test_tokens_of_a_served_folder_and_their_texts_are_equal(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import openai
 import pytest
 
 from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.infill_models import write_filling_model
 from tests.server.tiny_models import TinyModels, write_pair
 
 KEYS = ("first-secret-key", "second-secret-key")
 PREFIX = "/behind-a-proxy"
+FILLING_CONTEXT = 512
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +65,21 @@ def http(daemon: Daemon) -> Iterator[httpx.Client]:
 def openai_client(daemon: Daemon) -> Iterator[openai.OpenAI]:
     """The official client of `daemon`, without retries."""
     with openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def filling_daemon(daemons: Daemons, tmp_path_factory: pytest.TempPathFactory) -> Daemon:
+    """A daemon whose model fills gaps with known answers, and drafts from the prompt."""
+    folder = write_filling_model(tmp_path_factory.mktemp("filling") / "model")
+    sizes = ["--max-model-len", str(FILLING_CONTEXT), "--num-threads", "1", "--no-calibrate"]
+    return daemons.get(str(folder), "--served-model-name", MODEL, "--spec-drafters", "prompt_lookup", *sizes)
+
+
+@pytest.fixture
+def filling(filling_daemon: Daemon) -> Iterator[httpx.Client]:
+    """A plain client of `filling_daemon`."""
+    with filling_daemon.client() as client:
         yield client
 
 

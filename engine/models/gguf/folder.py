@@ -29,7 +29,7 @@ from engine.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 
 log = logging.getLogger("polydraft")
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the derivation; increased if a folder of the same file would differ."""
 CACHE = "~/.cache/polydraft"
 _SUBFOLDER, _PARTIAL = "gguf", ".partial-"

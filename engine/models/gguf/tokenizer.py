@@ -17,6 +17,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from engine.errors import ConfigError
+from engine.models.files import INFILL_MARKS
 from engine.models.gguf.pre_tokenizers import pre_tokenization
 from engine.models.gguf.vocabulary import GgufVocabulary, read_vocabulary
 
@@ -214,4 +215,16 @@ def _config(vocabulary: GgufVocabulary, begin: str | None, end: str | None) -> d
         "add_bos_token": begin is not None,
         "add_eos_token": end is not None,
         **{name: text for name, text in named.items() if text is not None},
+        **_infill_marks(vocabulary),
     }
+
+
+def _infill_marks(vocabulary: GgufVocabulary) -> dict[str, Any]:
+    """Return the marks for filling gaps, if the file names those of prefix, suffix and middle."""
+    roles = {"prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid", "repository": "fim_rep", "file": "fim_sep"}
+    marks = {name: text for name, role in roles.items() if (text := vocabulary.text(role)) is not None}
+    if not {"prefix", "suffix", "middle"} <= set(marks):
+        return {}
+    padding = vocabulary.text("fim_pad")
+    ends = [] if padding is None else [padding]
+    return {INFILL_MARKS: {**marks, "ends": ends}}

@@ -26,6 +26,7 @@ from server.anthropic import routes as messages_route
 from server.http import error_responses
 from server.http.bodies import BodyRoute, read_json
 from server.http.openapi import Application
+from server.llama_cpp import routes as infill_routes
 from server.openai import routes as generate_routes
 from server.routes import operations as operation_routes
 from server.state import Server
@@ -33,9 +34,17 @@ from tests.server.daemon_process import MODEL, Daemon
 
 FULL_BYTES = (4 << 20) - 4096
 OBJECTS, TEXTS, VALUES = 1 << 14, 1 << 17, 1 << 20
+FIELDS = {
+    "/detokenize": "tokens",
+    "/v1/completions": "prompt",
+    "/v1/fim/completions": "prompt",
+    "/v1/responses": "input",
+    "/infill": "input_prefix",
+}
+"""Field with the text of a body, if it is not `messages`, by path."""
 MOST_ERRORS = 16
 """One for each branch of a union, and one for each field of an object, but never one for each element."""
-MODULES = (generate_routes, messages_route, operation_routes)
+MODULES = (generate_routes, messages_route, infill_routes, operation_routes)
 NO_SERVER = cast(Server, SimpleNamespace(client=None, tokenizer=None))
 WRONG: dict[str, Any] = {
     "objects": [{}] * (OBJECTS - 8),
@@ -173,9 +182,7 @@ def test_a_full_body_of_wrong_types_names_its_field(path: str) -> None:
     error_responses.install(app)
     for module in MODULES:
         app.include_router(module.build_router(NO_SERVER))
-    field = "tokens" if path == "/detokenize" else "messages"
-    if path in ("/v1/completions", "/v1/responses"):
-        field = "prompt" if path == "/v1/completions" else "input"
+    field = FIELDS.get(path, "messages")
 
     async def answers() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)

@@ -49,13 +49,14 @@ def test_a_key_may_ask_so_often(limited: Daemon) -> None:
         assert statuses == [200] * 3
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
         assert 3000 < int(refused.headers["retry-after"]) <= 3600
+        assert client.post("/infill", json={}).status_code == 429
         assert client.get("/v1/models").status_code == 200
     agent = anthropic.Anthropic(base_url=limited.url, api_key="second", max_retries=0)
     with agent, pytest.raises(anthropic.RateLimitError):
         agent.messages.create(model=MODEL, max_tokens=1, messages=[{"role": "user", "content": "a"}])
     with limited.client("wrong") as client:
         assert client.post("/v1/completions", json=SHORT).status_code == 401
-    assert rejections(limited, "rate_limited") == 2
+    assert rejections(limited, "rate_limited") == 3
 
 
 def test_a_request_may_take_so_long(limited: Daemon) -> None:

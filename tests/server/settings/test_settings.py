@@ -184,3 +184,13 @@ def test_spaces_and_line_ends_around_keys_are_no_part_of_them(monkeypatch: pytes
     """A Secret that was made of a file ends with the file's last line end."""
     monkeypatch.setenv("POLYDRAFT_API_KEY", "alpha, beta\n")
     assert parse_flags([]).api_key == ["alpha", "beta"]
+
+
+def test_tokens_that_fill_gaps_are_two_or_three() -> None:
+    assert parse().fim_tokens == []
+    assert parse("--fim-tokens", "[PREFIX],[SUFFIX]").fim_tokens == ["[PREFIX]", "[SUFFIX]"]
+    assert parse("--fim-tokens", '["<p>", "<s,>", "<m>"]').fim_tokens == ["<p>", "<s,>", "<m>"]
+    for wrong in ("<p>", "<p>,<p>", "<p>,<s>,<m>,<x>", "<p>,"):
+        with pytest.raises(ValidationError) as refused:
+            parse("--fim-tokens", wrong)
+        assert "--fim-tokens: must be two or three different tokens" in faults(refused.value)[0]

@@ -229,7 +229,11 @@ def test_every_mark_of_a_neutral_value_is_looked_at() -> None:
     body = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "audio": {}})
     with pytest.raises(RequestError, match="audio is not supported by this server; leave it out"):
         refuse_unsupported(body)
-    fields = {"suffix": '"" is', "return_tokens_as_token_ids": "false is", "spaces_between_special_tokens": "true is"}
+    fields = {
+        "chat_template_kwargs": "{} is",
+        "return_tokens_as_token_ids": "false is",
+        "spaces_between_special_tokens": "true is",
+    }
     for name, served in fields.items():
         body = CompletionRequest.model_validate({"model": "m", "prompt": "x", name: "flex"})
         with pytest.raises(

@@ -188,7 +188,8 @@ def test_the_schema_says_which_names_are_closed(http: httpx.Client) -> None:
     assert schemas["SpeculationFields"]["additionalProperties"] is False
     assert "additionalProperties" not in schemas["Message"]
     fields = schemas["CompletionRequest"]["properties"]
-    assert (fields["suffix"]["enum"], fields["moderation"]["enum"]) == (["", None], [None])
+    assert (fields["echo"]["type"], fields["moderation"]["enum"]) == ("boolean", [None])
+    assert fields["chat_template_kwargs"]["enum"] == [{}, None]
 
 
 def test_logged_unknown_names_are_bounded(caplog: pytest.LogCaptureFixture, unknown_fields: UnknownFields) -> None:

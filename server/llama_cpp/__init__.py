@@ -1,0 +1,1 @@
+"""llama.cpp's API for editors: `POST /infill`."""
