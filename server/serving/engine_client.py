@@ -97,7 +97,7 @@ class EngineClient:
         """Set while requests are held."""
         self._tickets: dict[str, Ticket] = {}
         self._held: dict[Ticket, Sequence[Request]] = {}
-        """Calls that wait for the engine to wake. While it is not awake, these are all open calls."""
+        """Calls that wait for the engine to wake. While it is not awake, all open calls are here."""
         self._has_woken = asyncio.Event()
         """Set when a process has loaded, and when the last one has ended."""
         self._idle_since_s = time.monotonic()

@@ -105,7 +105,7 @@ class ServerMetrics:
         self._sleeps = self._counter("engine_sleeps", "Times that an idle engine fell asleep.")()
         self._wakes = self._counter("engine_wakes", "Times that a request woke the engine.")()
         self._wake_seconds = self._counter("engine_wake_seconds", "Time that the engine took to wake.")()
-        self._infos = {
+        self._facts = {
             name: Gauge(f"polydraft_{name}", text, [*self._common, *labels], registry=self.registry)
             for name, text, labels in (
                 ("build_info", "What is running.", ("version", "architecture", "device", "dtype")),
@@ -190,8 +190,8 @@ class ServerMetrics:
     def ready(self, facts: EngineFacts) -> None:
         """Publish facts about the model of a new engine process, whose counts begin at 0."""
         self._seen.clear()
-        self._set_info("build_info", VERSION, facts.architecture, facts.device, facts.dtype)
-        self._set_info("cache_config_info", str(facts.num_blocks), str(facts.block_size))
+        self._publish_facts("build_info", VERSION, facts.architecture, facts.device, facts.dtype)
+        self._publish_facts("cache_config_info", str(facts.num_blocks), str(facts.block_size))
         self._num_blocks = facts.num_blocks
         # Rates need a series that exists before its first count.
         series: list[tuple[Callable[..., Any], Sequence[str]]] = [
@@ -204,10 +204,10 @@ class ServerMetrics:
             for value in values:
                 metric(value)
 
-    def _set_info(self, name: str, *values: str) -> None:
+    def _publish_facts(self, name: str, *values: str) -> None:
         """Publish facts as the labels of a metric, in place of earlier facts."""
-        self._infos[name].clear()
-        self._infos[name].labels(*self._common.values(), *values).set(1)
+        self._facts[name].clear()
+        self._facts[name].labels(*self._common.values(), *values).set(1)
 
     def fall_asleep(self) -> None:
         """Note that the engine process has ended because it was idle."""
@@ -386,7 +386,7 @@ class EngineProcesses(ProcessCollector):
         self._other_s = _ended_children_s()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics; while no process runs these are its CPU time so far, and a memory of 0."""
+        """Return the metrics; while no process runs, only its CPU time so far and a memory of 0."""
         families = {family.name: family for family in super().collect()}
         cpu_name = "polydraft_engine_process_cpu_seconds"
         memory_name = "polydraft_engine_process_resident_memory_bytes"

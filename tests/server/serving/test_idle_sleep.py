@@ -260,7 +260,7 @@ def test_a_client_is_closed_at_once_in_every_state(state: EngineState) -> None:
 
 
 def test_sleeps_leave_no_open_files() -> None:
-    """As many files are open in the second sleep as in the first."""
+    """The second sleep has the number of open files of the first."""
 
     async def test() -> None:
         async with sleeper() as sleeping:
