@@ -196,9 +196,15 @@ def start_process() -> subprocess.Popen[bytes]:
     )
 
 
-def launch(process: subprocess.Popen[bytes], config: EngineConfig, inbox: str, outbox: str) -> None:
-    """Send a new engine process its configuration and the addresses of the sockets it reads from and writes to."""
-    is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"  # may have been downloaded after the process was started
+def launch(
+    process: subprocess.Popen[bytes], config: EngineConfig, inbox: str, outbox: str, is_offline: bool = False
+) -> None:
+    """Send a new engine process its configuration and the addresses of the sockets it reads from and writes to.
+
+    is_offline: whether models come from the hub's cache even if the environment allows to ask the hub.
+    """
+    # The environment may have changed since the process was started, for instance after a download.
+    is_offline = is_offline or os.environ.get("HF_HUB_OFFLINE") == "1"
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:  # a process that has ended is detected elsewhere
         process.stdin.write(encode(Launch(config=config, inbox=inbox, outbox=outbox, is_offline=is_offline)))

@@ -29,6 +29,7 @@ from server.batches.batches import Batches, open_batches
 from server.http.connections import Connection, Seldom, Waiting
 from server.openai.generation_defaults import generation_defaults
 from server.serving.engine_client import EngineClient
+from server.serving.idle_sleep import IdleSleep
 from server.serving.load_log import LoadLog
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
@@ -56,6 +57,7 @@ _RESERVED_FILES = 96
 """
 _ACCEPTED_AT_ONCE = 8
 """Connections accepted in a turn of the event loop. libuv accepts one per listening descriptor."""
+_SHUTTING_DOWN = "the server is shutting down"
 EXIT_OK = 0
 EXIT_FAILURE = 1
 
@@ -159,7 +161,7 @@ class _Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         client = self._server.client
-        self._server.metrics.watch_engine(lambda: client.process.pid)
+        self._server.metrics.watch_engine(lambda: client.engine_pid)
         client.on_ready = self._on_ready
         client.on_step = self._on_step
         await client.start()
@@ -173,9 +175,12 @@ class _Daemon:
         if self._server.settings.enable_log_stats:
             load = LoadLog(self._server.observer.live, self._num_blocks)
             reporting = asyncio.create_task(load.run())
-        await asyncio.wait({stopping, dying, listening}, return_when=asyncio.FIRST_COMPLETED)
-        if listening.done():
-            listening.result()
+        sleeping = asyncio.create_task(self._sleep_when_idle())
+        await asyncio.wait({stopping, dying, listening, sleeping}, return_when=asyncio.FIRST_COMPLETED)
+        sleeping.cancel()
+        for task in (listening, sleeping):
+            if task.done():
+                task.result()
         if self._batches is not None:
             await self._batches.stop()
         if stopping.done() and client.is_alive:
@@ -186,6 +191,14 @@ class _Daemon:
         await self._close(listening)
         return code
 
+    async def _sleep_when_idle(self) -> None:
+        """Let the engine sleep as configured, until it has failed or this task is cancelled."""
+        client = self._server.client
+        idle_s = self._server.settings.sleep_idle_seconds
+        if idle_s:
+            await IdleSleep(client, self._server.metrics, idle_s).run()
+        await client.ended.wait()
+
     def _on_signal(self) -> None:
         if self._stop_wanted.is_set():
             self._abort_wanted.set()
@@ -193,6 +206,8 @@ class _Daemon:
 
     def _on_ready(self, facts: EngineFacts) -> None:
         self._server.metrics.ready(facts)
+        if self._server.client.facts is not None:  # it has slept
+            return
         for line in start_lines(facts, self._server, self._address()):
             log.info(line)
         for warning in self._server.dialogue.warnings:
@@ -224,6 +239,9 @@ class _Daemon:
         client = self._server.client
         client.is_draining = True
         timeout_s = self._server.settings.shutdown_timeout
+        if not client.is_awake:
+            # Nothing is drained: the model would have to be loaded for the requests that wait.
+            client.end_all(_SHUTTING_DOWN)
         log.info("draining %d requests, at most %.0f s", client.num_open, timeout_s)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         # Slow clients may still be reading answers that the engine has finished.
@@ -234,7 +252,7 @@ class _Daemon:
                 log.warning("the drain timed out with %d requests open; they are aborted", open_requests)
                 break
             await asyncio.sleep(0.02)
-        client.end_all("the server is shutting down")
+        client.end_all(_SHUTTING_DOWN)
 
     def _exit_code(self) -> int:
         client = self._server.client
@@ -243,7 +261,7 @@ class _Daemon:
         if client.failure is not None:
             log.error("%s", client.failure.message)
             return client.failure.exit_code
-        log.error("the engine process ended unexpectedly (exit status %s)", client.process.poll())
+        log.error("the engine process ended unexpectedly (exit status %s)", client.exit_status)
         return EXIT_FAILURE
 
     async def _close(self, listening: asyncio.Task[None]) -> None:

@@ -167,7 +167,7 @@ class _Run:
         if client.failure is not None:
             log.error("%s", client.failure.message)
         elif not client.is_alive:
-            log.error("the engine process ended unexpectedly (exit status %s)", client.process.poll())
+            log.error("the engine process ended unexpectedly (exit status %s)", client.exit_status)
         elif not work.cancelled():
             log.error("the lines cannot be answered", exc_info=work.exception())
         left = f"{self._num_done} of {self._total} lines are in {path}; the same command answers the other lines"

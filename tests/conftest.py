@@ -60,6 +60,7 @@ LONG = (
     "server/openai/test_tools",
     "speculation/test_served_rules",
     "server/http/test_connections",
+    "server/daemon/test_sleep",
     "server/daemon/test_stopping",
     "server/openai/test_grammar_bombs",
     "cuda/test_layer_kernels",

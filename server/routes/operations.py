@@ -36,21 +36,27 @@ def build_router(server: Server) -> APIRouter:
 def _add_state(router: APIRouter, server: Server) -> None:
     client = server.client
 
+    def with_sleep(status: str) -> dict[str, str]:
+        """Return the body of a probe, which names the state of an engine that is not awake."""
+        if client.is_awake:
+            return {"status": status}
+        return {"status": status, "engine": client.state.value}
+
     @router.get("/health")
     @router.get("/ping")
     async def health() -> Response:
-        """Return 200 while the engine runs (also while it loads) and its steps complete, else 503."""
+        """Return 200 while the engine runs (also while it loads or sleeps) and its steps complete, else 503."""
         if client.is_stalled:
             return error_response(EngineStopped("the engine completes no more steps; restart the daemon"))
         if client.is_alive:
-            return JSONResponse({"status": "ok"})
+            return JSONResponse(with_sleep("ok"))
         return error_response(EngineStopped("the engine has stopped"))
 
     @router.get("/ready")
     async def ready() -> Response:
-        """Return 200 if requests are served, else 503."""
+        """Return 200 if requests are served (also if the engine must wake for them), else 503."""
         if client.is_ready:
-            return JSONResponse({"status": "ready"})
+            return JSONResponse(with_sleep("ready"))
         state = "draining" if client.is_draining else client.loading
         return error_response(EngineStopped(f"not ready: {state}"))
 
@@ -63,8 +69,8 @@ def _add_state(router: APIRouter, server: Server) -> None:
     async def load() -> dict[str, int]:
         """Return the numbers of open, running and waiting requests."""
         stats = client.last_stats
-        if stats is None:
-            return {"server_load": client.num_open, "running": 0, "waiting": 0}
+        if client.num_held is not None or stats is None:
+            return {"server_load": client.num_open, "running": 0, "waiting": client.num_held or 0}
         return {
             "server_load": client.num_open,
             "running": stats.num_running,
@@ -75,7 +81,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
         is_healthy = client.is_alive and not client.is_stalled
-        return Response(server.metrics.render(is_healthy), media_type=_METRICS_TYPE)
+        return Response(server.metrics.render(is_healthy, client.num_held), media_type=_METRICS_TYPE)
 
 
 def _add_models(router: APIRouter, server: Server) -> None:

@@ -113,7 +113,7 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
                 "architecture": facts.architecture,
                 "max_model_len": facts.max_model_len,
             }
-        state = server.observer.live.state(num_blocks)
+        state = server.observer.live.state(num_blocks, server.client.num_held)
         return {"model": server.model_name, "status": _status(server.client), "about": about, **state}
 
 
@@ -123,6 +123,8 @@ def _status(client: EngineClient) -> str:
         return "stopped"
     if client.is_draining:
         return "draining"
+    if not client.is_awake:
+        return client.state.value
     if client.is_ready:
         return "ready"
     return client.loading

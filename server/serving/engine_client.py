@@ -1,7 +1,7 @@
 """Client of the engine process: submits requests, distributes the results of each step, and detects its end.
 
 One task reads the engine's messages. If the engine ends, every open request gets an `EngineStopped`, `is_alive` turns
-false, and the daemon exits.
+false, and the daemon exits. An engine that sleeps has no process, and holds requests until it wakes (`idle_sleep.py`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import asyncio
 import logging
 import subprocess
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from enum import Enum
 
-import zmq
-import zmq.asyncio
+import msgspec
 
 from engine.api import (
     Abort,
     Accepted,
-    DeadlineExceeded,
+    ConfigError,
     EngineBusy,
     EngineConfig,
     EngineFacts,
@@ -27,7 +27,6 @@ from engine.api import (
     Failed,
     FromEngine,
     Loading,
-    Outcome,
     Ready,
     Refused,
     Request,
@@ -37,79 +36,39 @@ from engine.api import (
     Stop,
     Submit,
     ToEngine,
-    decode_from_engine,
-    encode,
-    launch,
+    start_process,
 )
-from server.serving.socket_folder import INBOX, OUTBOX, SocketFolder
+from server.serving.engine_connection import EngineConnection
+from server.serving.ticket import Ticket
 
 log = logging.getLogger("polydraft")
 
-StepPart = tuple[Outcome, StepStats]
 _POLL_S = 0.25
 _STOP_S = 5
 """Time that a stopped engine has to end; then it is killed."""
-_TOO_LATE = "the request took longer than this server lets one take (--request-timeout); ask for fewer tokens"
+_KILL_S = 1
+"""Time that a killed engine has to end."""
+_STOPPED = "the engine has stopped; the daemon is about to exit"
+_NOT_AWAKE = (
+    "the model could not be loaded again after the engine had slept (--sleep-idle-seconds), and the daemon is about to "
+    "exit; its log has the cause"
+)
 
 
-class Ticket:
-    """Requests of one HTTP call while they run, and their results in order."""
+class EngineState(Enum):
+    """Whether there is an engine process to send requests to; the values are shown to people."""
 
-    def __init__(self, requests: Sequence[Request], most_s: float = 0.0) -> None:
-        """most_s: time limit from now on, 0 for none; after it, waiting raises DeadlineExceeded."""
-        self.index_of = {request.request_id: index for index, request in enumerate(requests)}
-        self.open_ids = set(self.index_of)
-        self.priority = min(request.priority for request in requests)
-        self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
-        self._undecided = {request.request_id for request in requests if request.sampling.grammar}
-        self._is_decided = asyncio.Event()
-        self._error: Exception | None = None
-        self._deadline_s: float | None = None
-        if most_s:
-            self._deadline_s = asyncio.get_running_loop().time() + most_s
-        if not self._undecided:
-            self._is_decided.set()
-
-    async def grammars_ready(self) -> None:
-        """Wait until the grammars of all requests are compiled; raises the error of a bad one."""
-        async with self._in_time():
-            await self._is_decided.wait()
-        if self._error is not None:
-            raise self._error
-
-    def accept(self, request_id: str) -> None:
-        """Note that a request's grammar is compiled; the engine reports this only for requests with a grammar."""
-        self._undecided.discard(request_id)
-        if not self._undecided:
-            self._is_decided.set()
-
-    def fail(self, error: Exception) -> None:
-        """End waiting with an error, because one of the requests cannot continue."""
-        self._error = error
-        self._is_decided.set()
-        self.arrivals.put_nowait(error)
-
-    async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
-        """Yield (index of the request, its outcome, the step's statistics) until all requests have ended."""
-        while self.open_ids or not self.arrivals.empty():
-            async with self._in_time():
-                part = await self.arrivals.get()
-            if isinstance(part, Exception):
-                raise part
-            outcome, stats = part
-            yield self.index_of[outcome.request_id], outcome, stats
-
-    @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                yield
-        except TimeoutError as error:
-            raise DeadlineExceeded(_TOO_LATE) from error
+    AWAKE = "awake"
+    """Also while it loads for the first time, when requests are refused."""
+    FALLING_ASLEEP = "falling asleep"
+    """The process has been asked to end."""
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    """A new process loads."""
 
 
 class EngineClient:
-    """Configures an engine process that `cli.py` has started, exchanges messages with it, and ends it."""
+    """Exchanges messages with an engine process, and ends it; `cli.py` has started the first one."""
 
     def __init__(
         self,
@@ -133,7 +92,15 @@ class EngineClient:
         self.on_step: Callable[[StepResults], None] = lambda _: None
         self.ended = asyncio.Event()
         self.is_draining = False
+        self.state = EngineState.AWAKE
+        self.is_wanted = asyncio.Event()
+        """Set while requests are held."""
         self._tickets: dict[str, Ticket] = {}
+        self._held: dict[Ticket, Sequence[Request]] = {}
+        """Calls that wait for the engine to wake. While it is not awake, all open calls are here."""
+        self._has_woken = asyncio.Event()
+        """Set when a process has loaded, and when the last one has ended."""
+        self._idle_since_s = time.monotonic()
         self._stall_timeout_s = stall_timeout_s
         self._request_timeout_s = request_timeout_s
         self._max_queued_tokens = max_queued_tokens
@@ -145,20 +112,25 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine process runs, also while it loads."""
+        """Whether the engine process runs, also while it loads, or sleeps."""
         return not self.ended.is_set()
 
     @property
     def is_stalled(self) -> bool:
         """Whether the engine has work and has been silent for too long, also if its clients have left meanwhile."""
-        if self.facts is None or self._waiting_since_s is None:
+        if self.facts is None or not self.is_awake or self._waiting_since_s is None:
             return False
         silence_s = time.monotonic() - self._waiting_since_s
         return 0 < self._stall_timeout_s < silence_s
 
     @property
+    def is_awake(self) -> bool:
+        """Whether requests are sent to the engine, and not held."""
+        return self.state is EngineState.AWAKE
+
+    @property
     def is_ready(self) -> bool:
-        """Whether new requests are served."""
+        """Whether new requests are served; those that come while the engine sleeps are, too."""
         return self.is_alive and self.facts is not None and not self.is_draining
 
     @property
@@ -170,10 +142,33 @@ class EngineClient:
         """Return the number of open requests that are served before a priority."""
         return sum(ticket.priority < priority for ticket in self._tickets.values())
 
+    @property
+    def num_held(self) -> int | None:
+        """Number of requests that wait for the engine to wake; None while it is awake."""
+        return None if self.is_awake else self.num_open
+
+    @property
+    def idle_s(self) -> float:
+        """Time since the last request ended, or since the engine woke; 0 while requests are open or it is not awake."""
+        if self.num_open or self.facts is None or not self.is_awake:
+            return 0.0
+        return time.monotonic() - self._idle_since_s
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine; 0 if there is no process."""
+        process = self._connection.process
+        return 0 if process.poll() is not None else process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status of the engine process; None while it runs."""
+        return self._connection.process.poll()
+
     def ready_facts(self) -> EngineFacts:
         """Return the engine's facts; raises EngineStopped while no request can be served."""
         if self.failure is not None or not self.is_alive:
-            raise EngineStopped("the engine has stopped; the daemon is about to exit", "engine_stopped")
+            raise EngineStopped(_STOPPED, "engine_stopped")
         if self.is_draining:
             raise EngineStopped("the server is shutting down and accepts no new requests", "draining")
         if self.facts is None:
@@ -181,60 +176,74 @@ class EngineClient:
         return self.facts
 
     def connect(self, process: subprocess.Popen[bytes]) -> None:
-        """Bind the sockets, and send a new engine process its configuration; `start` or `kill` must follow."""
+        """Send a new engine process its configuration; `start` or `kill` must follow."""
         log.info("starting the engine")
-        self.process = process
-        self._folder = SocketFolder()
-        inbox = f"ipc://{self._folder.name}/{INBOX}"
-        outbox = f"ipc://{self._folder.name}/{OUTBOX}"
-        self._context = zmq.Context()
-        self._bound_inbox = self._bind(zmq.PUSH, inbox)
-        self._bound_outbox = self._bind(zmq.PULL, outbox)
-        try:
-            launch(process, self.config, inbox, outbox)
-        except BaseException:  # also a signal that ends this process
-            self._context.destroy(linger=0)
-            self._folder.cleanup()
-            raise
-
-    def _bind(self, socket_type: int, address: str) -> zmq.Socket[bytes]:
-        """Return a socket with an unlimited queue, bound to an address."""
-        socket = self._context.socket(socket_type)
-        socket.set_hwm(0)
-        socket.bind(address)
-        return socket
+        self._connection = EngineConnection(process, self.config)
 
     def kill(self) -> None:
         """Kill the process before anything is read from it."""
-        self.process.kill()
-        self.process.wait()
-        self._context.destroy(linger=0)
-        self._folder.cleanup()
+        self._connection.kill()
 
     async def start(self) -> None:
         """Start the task that reads from the process."""
-        # Asynchronous wrappers of sockets that were bound before the event loop existed.
-        self._to_engine = zmq.asyncio.Socket.from_socket(self._bound_inbox)
-        self._from_engine = zmq.asyncio.Socket.from_socket(self._bound_outbox)
-        self._reader = asyncio.create_task(self._read())
+        self._connection.open()
+        self._reader = asyncio.create_task(self._read(self._connection))
+
+    async def put_to_sleep(self) -> None:
+        """End the process, and return when it has ended; from now on requests are held. No request may be open."""
+        assert self.is_awake
+        assert not self.num_open
+        self._send(Stop())
+        self.state = EngineState.FALLING_ASLEEP
+        self.last_stats = None
+        self._waiting_since_s = None
+        await asyncio.wait({self._reader}, timeout=_STOP_S)
+        if not self._connection.process_has_ended:
+            log.warning("the engine process has not ended in %d s and is killed", _STOP_S)
+            self._connection.process.kill()
+        await asyncio.wait({self._reader})
+        self._connection.close()
+
+    async def wake(self) -> None:
+        """Start another process, and return when it serves, or when it has failed and `is_alive` is false.
+
+        Held requests are sent to it, or get the error.
+        """
+        assert self.state is EngineState.ASLEEP
+        self.state = EngineState.WAKING
+        try:
+            process = start_process()
+            try:
+                # The hub may have other weights by now, and the network may be down.
+                self._connection = EngineConnection(process, self.config, is_offline=True)
+            except ConfigError:
+                process.kill()
+                process.communicate()
+                raise
+        except (OSError, ConfigError) as error:
+            self.failure = Failed(f"the engine process cannot be started again: {error}", 1)
+            self._end()
+            return
+        self._has_woken.clear()
+        await self.start()
+        await self._has_woken.wait()
 
     async def close(self) -> None:
         """Stop the process and release everything."""
-        if self.process.poll() is None:
+        # A loading engine does not read its messages.
+        is_loading = self.facts is None or self.state is EngineState.WAKING
+        if not is_loading and not self._connection.process_has_ended:
             self._send(Stop())
-            # A loading engine does not read its messages.
-            timeout_s = 0 if self.facts is None else _STOP_S
-            try:
-                await asyncio.wait_for(self.ended.wait(), timeout_s)
-            except TimeoutError:
-                self.process.kill()
+            await asyncio.wait({self._reader}, timeout=_STOP_S)
+        if not self._connection.process_has_ended:
+            self._connection.process.kill()
+            await asyncio.wait({self._reader}, timeout=_KILL_S)
         self._reader.cancel()
-        self._context.destroy(linger=0)
-        self._folder.cleanup()
+        self._connection.close()
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
-        """Submit requests; leaving the block aborts the requests that still run.
+        """Submit requests, or hold them while the engine is not awake; leaving the block aborts those still open.
 
         Raises EngineBusy if the queue has no room for all of them, RequestError if it never will, and EngineStopped
         while the engine serves none.
@@ -247,18 +256,32 @@ class EngineClient:
                 "--max-num-queued-reqs); try again soon"
             )
         self._check_queued_tokens(requests)
-        if self._waiting_since_s is None:
-            self._waiting_since_s = time.monotonic()
         ticket = Ticket(requests, self._request_timeout_s)
         for request in requests:
             self._tickets[request.request_id] = ticket
             self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
-        self._send(Submit.of(requests))
+        if self.is_awake:
+            self._submit(requests)
+        else:
+            self._held[ticket] = requests
+            self.is_wanted.set()
         try:
             yield ticket
         finally:
+            self._release(ticket)
             for request_id in ticket.open_ids:
                 self.abort(request_id)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        if self._waiting_since_s is None:
+            self._waiting_since_s = time.monotonic()
+        self._send(Submit.of(requests))
+
+    def _release(self, ticket: Ticket) -> None:
+        """Hold the requests of a call no longer, if they are held."""
+        self._held.pop(ticket, None)
+        if not self._held:
+            self.is_wanted.clear()
 
     def check_count(self, num_answers: int) -> None:
         """Raise RequestError for a call with more requests than may ever be open."""
@@ -282,7 +305,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Abort one request; no more results arrive for it."""
-        if self._forget(request_id) is not None:
+        if self._forget(request_id) is not None and self.is_awake:
             self._send(Abort(request_id))
 
     def _forget(self, request_id: str) -> Ticket | None:
@@ -290,6 +313,7 @@ class EngineClient:
         self._queued_tokens.pop(request_id, None)
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
+            self._idle_since_s = time.monotonic()
             ticket.open_ids = ticket.open_ids - {request_id}
         return ticket
 
@@ -297,20 +321,21 @@ class EngineClient:
         """End every open request with an `EngineStopped`."""
         for ticket in set(self._tickets.values()):
             ticket.fail(EngineStopped(message))
+            self._release(ticket)
         self._tickets.clear()
         self._queued_tokens.clear()
 
     def _send(self, message: ToEngine) -> None:
         if self.is_alive:
-            # The socket's queue is unlimited, so the send completes at once.
-            self._to_engine.send(encode(message))
+            self._connection.send(message)
 
-    async def _read(self) -> None:
+    async def _read(self, connection: EngineConnection) -> None:
         try:
             while True:
-                if await self._from_engine.poll(_POLL_S * 1000):
-                    self._receive(await self._from_engine.recv())
-                elif self.process.poll() is not None:
+                message = await connection.receive(_POLL_S)
+                if message is not None:
+                    self._receive(message)
+                elif connection.process_has_ended:
                     break
                 self._note_stall()
         except asyncio.CancelledError:
@@ -318,7 +343,10 @@ class EngineClient:
         except Exception:
             log.exception("the engine's messages cannot be read")
         finally:
-            self._end()
+            if self.state is EngineState.FALLING_ASLEEP and self.failure is None:
+                self.state = EngineState.ASLEEP
+            else:
+                self._end()
 
     def _note_stall(self) -> None:
         """Log once that steps no longer complete, or that they complete again."""
@@ -332,21 +360,23 @@ class EngineClient:
             log.warning("engine recovered: steps complete again")
         self._is_stalled = self.is_stalled
 
-    def _receive(self, data: bytes) -> None:
-        self._take(decode_from_engine(data))
+    def _receive(self, message: FromEngine) -> None:
+        self._take(message)
         self._waiting_since_s = time.monotonic() if self.num_open else None
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepResults):
             self._deliver(message)
         elif isinstance(message, Loading):
-            self._leave_nothing()
+            self._connection.leave_nothing()
             self.loading = message.text
             log.info("engine: %s", message.text)
         elif isinstance(message, Ready):
-            self._leave_nothing()
+            self._connection.leave_nothing()
             self.on_ready(message.facts)
             self.facts = message.facts
+            self._idle_since_s = time.monotonic()
+            self._send_held()
         elif isinstance(message, Accepted):
             if (ticket := self._tickets.get(message.request_id)) is not None:
                 ticket.accept(message.request_id)
@@ -355,10 +385,14 @@ class EngineClient:
         else:
             self.failure = message
 
-    def _leave_nothing(self) -> None:
-        """Remove the folder of the sockets if both are connected, so that a killed process does not leave it."""
-        if self._bound_inbox.poll(0, zmq.POLLOUT):
-            self._folder.cleanup()
+    def _send_held(self) -> None:
+        """Be awake, and submit the requests that have waited for that."""
+        self.state = EngineState.AWAKE
+        self._has_woken.set()
+        for ticket, requests in list(self._held.items()):
+            ticket.held_s = time.monotonic() - ticket.submitted_s
+            self._submit(requests)
+            self._release(ticket)
 
     def _deliver(self, step: StepResults) -> None:
         self.last_stats = step.stats
@@ -368,13 +402,18 @@ class EngineClient:
             ticket = self._tickets.get(outcome.request_id)
             if outcome.finish_reason is not None:
                 self._forget(outcome.request_id)
-            if ticket is not None:
-                ticket.arrivals.put_nowait((outcome, step.stats))
+            if ticket is None:
+                continue
+            if ticket.held_s:
+                outcome = msgspec.structs.replace(outcome, queue_s=outcome.queue_s + ticket.held_s)
+            ticket.arrivals.put_nowait((outcome, step.stats))
 
     def _refuse(self, message: Refused) -> None:
         if (ticket := self._forget(message.request_id)) is not None:
             ticket.fail(RequestError(message.message, message.param, message.code))
 
     def _end(self) -> None:
+        """Note that there is no engine any more, and that none will be started."""
         self.ended.set()
-        self.end_all("the engine has stopped; the daemon is about to exit")
+        self._has_woken.set()
+        self.end_all(_NOT_AWAKE if self.state is EngineState.WAKING else _STOPPED)

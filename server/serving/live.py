@@ -48,10 +48,16 @@ class Live:
         """Show a generation no longer."""
         self._running.pop(key, None)
 
-    def state(self, num_blocks: int) -> dict[str, Any]:
-        """Return the state that a page polls; num_blocks: of the K/V cache, 0 while the model loads."""
+    def state(self, num_blocks: int, num_held: int | None = None) -> dict[str, Any]:
+        """Return the state that a page polls.
+
+        num_blocks: of the K/V cache, 0 while the model loads. num_held: requests that wait for the engine to wake; None
+        while it is awake.
+        """
         num_running = num_waiting = num_blocks_used = 0
-        if self._stats is not None:
+        if num_held is not None:
+            num_waiting = num_held
+        elif self._stats is not None:
             num_running = self._stats.num_running
             num_waiting = self._stats.num_waiting
             num_blocks_used = self._stats.num_blocks_used

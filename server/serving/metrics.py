@@ -6,6 +6,7 @@ change with every step are looked up once, so that a step costs the HTTP process
 
 from __future__ import annotations
 
+import resource
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -100,6 +101,17 @@ class ServerMetrics:
         self._running = self._gauge("num_requests_running", "Requests that hold cache blocks.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = self._gauge("kv_cache_usage_ratio", "Share of cache blocks in use.")
+        self._sleeping = self._gauge("engine_sleeping", "1 while an idle engine has no process (--sleep-idle-seconds).")
+        self._sleeps = self._counter("engine_sleeps", "Times that an idle engine fell asleep.")()
+        self._wakes = self._counter("engine_wakes", "Times that a request woke the engine.")()
+        self._wake_seconds = self._counter("engine_wake_seconds", "Time that the engine took to wake.")()
+        self._facts = {
+            name: Gauge(f"polydraft_{name}", text, [*self._common, *labels], registry=self.registry)
+            for name, text, labels in (
+                ("build_info", "What is running.", ("version", "architecture", "device", "dtype")),
+                ("cache_config_info", "The K/V cache.", ("num_blocks", "block_size")),
+            )
+        }
         self._totals = {
             name: self._counter(name, text)()
             for name, text in (
@@ -172,22 +184,18 @@ class ServerMetrics:
         )
 
     def watch_engine(self, pid: Callable[[], int]) -> None:
-        """Publish CPU time, memory and files of the engine process, too."""
-        ProcessCollector(namespace="polydraft_engine", pid=pid, registry=self.registry)
+        """Publish CPU time, memory and files of the engine process, too; pid: 0 while there is none."""
+        self.registry.register(EngineProcesses(pid))
 
     def watch_batches(self, num_lines_left: Callable[[], int]) -> None:
         """Publish the number of lines of open batches without an answer."""
         self._gauge("batch_lines_left", "Lines of open batches without an answer.").set_function(num_lines_left)
 
     def ready(self, facts: EngineFacts) -> None:
-        """Publish facts about the model."""
-        build = {"version": VERSION, "architecture": facts.architecture, "device": facts.device, "dtype": facts.dtype}
-        cache_config = {"num_blocks": str(facts.num_blocks), "block_size": str(facts.block_size)}
-        for name, text, labels in (
-            ("build_info", "What is running.", build),
-            ("cache_config_info", "The K/V cache.", cache_config),
-        ):
-            self._add(Gauge, name, text, *labels)(*labels.values()).set(1)
+        """Publish facts about the model of a new engine process, whose counts begin at 0."""
+        self._seen.clear()
+        self._publish_facts("build_info", VERSION, facts.architecture, facts.device, facts.dtype)
+        self._publish_facts("cache_config_info", str(facts.num_blocks), str(facts.block_size))
         self._num_blocks = facts.num_blocks
         # Rates need a series that exists before its first count.
         series: list[tuple[Callable[..., Any], Sequence[str]]] = [
@@ -199,6 +207,25 @@ class ServerMetrics:
         for metric, values in series:
             for value in values:
                 metric(value)
+
+    def _publish_facts(self, name: str, *values: str) -> None:
+        """Publish facts as the labels of a metric, in place of earlier facts."""
+        self._facts[name].clear()
+        self._facts[name].labels(*self._common.values(), *values).set(1)
+
+    def fall_asleep(self) -> None:
+        """Note that the engine process has ended because it was idle."""
+        self._sleeping.set(1)
+        self._sleeps.inc()
+
+    def begin_waking(self) -> None:
+        """Note that another engine process is started."""
+        self._sleeping.set(0)
+
+    def wake(self, duration_s: float) -> None:
+        """Count a sleep that is over; duration_s: time from the first request to an engine that serves."""
+        self._wakes.inc()
+        self._wake_seconds.inc(duration_s)
 
     def step(self, step: StepResults) -> None:
         """Take the engine's counts of a step."""
@@ -327,9 +354,16 @@ class ServerMetrics:
         if rejection is not None:
             self._rejections(rejection).inc()
 
-    def render(self, is_healthy: bool = True) -> bytes:
-        """Return the metrics in Prometheus' text format; is_healthy: whether /health is 200."""
+    def render(self, is_healthy: bool = True, num_held: int | None = None) -> bytes:
+        """Return the metrics in Prometheus' text format.
+
+        is_healthy: whether /health is 200. num_held: requests that wait for the engine to wake; None while it is awake.
+        """
         self._count_taken()
+        if num_held is not None:
+            self._running.set(0)
+            self._waiting.set(num_held)
+            self._usage.set(0)
         self._up.set(is_healthy)
         return generate_latest(self.registry)
 
@@ -345,6 +379,35 @@ def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
     if drawn[0]:
         counts[MODEL] = (drawn[0], drawn[1], drawn[2])
     return Counts({(name, kind): count for name, numbers in counts.items() for kind, count in enumerate(numbers)})
+
+
+class EngineProcesses(ProcessCollector):
+    """Collector of the engine process: memory and files of the one that runs, and CPU time of those that ended, too."""
+
+    def __init__(self, pid: Callable[[], int]) -> None:
+        """pid: of the process that runs, 0 for none."""
+        super().__init__(namespace="polydraft_engine", pid=pid, registry=None)
+        self._other_s = _ended_children_s()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics; while no process runs, only its CPU time so far and a memory of 0."""
+        families = {family.name: family for family in super().collect()}
+        cpu_name = "polydraft_engine_process_cpu_seconds"
+        memory_name = "polydraft_engine_process_resident_memory_bytes"
+        running_s = 0.0
+        if cpu_name in families:
+            running_s = families[cpu_name].samples[0].value
+        ended_s = _ended_children_s() - self._other_s
+        families[cpu_name] = CounterMetricFamily(cpu_name, "CPU time of engine processes.", value=running_s + ended_s)
+        if memory_name not in families:
+            families[memory_name] = GaugeMetricFamily(memory_name, "Resident memory size in bytes.", value=0)
+        return families.values()
+
+
+def _ended_children_s() -> float:
+    """Return the CPU time of child processes that have ended; they were engines, and processes of engines."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 _RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc"}

@@ -33,10 +33,17 @@ class SocketFolder(tempfile.TemporaryDirectory[str]):
             for folder in Path(parent).glob(f"{_PREFIX}*"):
                 _remove_if_left(folder)
             super().__init__(prefix=_PREFIX, dir=parent)
-            self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
+            self._lock: int | None = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:
             raise ConfigError(f"no folder for the engine's sockets ({error}); set TMPDIR to another") from error
+
+    def cleanup(self) -> None:
+        """Remove the folder and release its lock; no effect the second time."""
+        super().cleanup()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def _remove_if_left(folder: Path) -> None:

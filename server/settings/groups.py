@@ -69,6 +69,11 @@ def _automatic(value: Any) -> Any:
     return 0 if value in ("auto", "-1", -1) else value
 
 
+def _never(value: Any) -> Any:
+    """Return 0 for llama.cpp's spelling of "never"."""
+    return 0 if value in ("-1", -1) else value
+
+
 def _readable(value: str) -> str:
     if not Path(value).is_file():
         raise ValueError("no such file")
@@ -317,6 +322,9 @@ class MemorySettings(_Group):
     """tokens in a K/V block"""
     num_gpu_blocks_override: Rare[NotNegative] = 0
     """K/V blocks; 0 sizes the pool from memory"""
+    sleep_idle_seconds: Annotated[Seconds, BeforeValidator(_never)] = 0.0
+    """seconds without a request after which weights and K/V are released; the next request waits until they are loaded
+    again; 0: never"""
 
 
 class HttpSettings(_Group):

@@ -15,8 +15,8 @@ import pytest
 from engine.api import DeadlineExceeded, Limits, Request, Sampling
 from server.http.middleware import RateLimit, RequestEnvelope
 from server.serving.answering import EventStream
-from server.serving.engine_client import Ticket
 from server.serving.metrics import ServerMetrics
+from server.serving.ticket import Ticket
 from server.settings.groups import rates_of
 from server.settings.settings import Serve
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until

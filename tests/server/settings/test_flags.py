@@ -106,6 +106,7 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         ("m --max-model-len 4K --max-num-batched-tokens=2.5k", "m --max-model-len 4096 --max-num-batched-tokens 2500"),
         ("m --max-model-len auto", "m"),
         ("m --max-model-len -1", "m"),
+        ("m --sleep-idle-seconds -1", "m"),
         (
             "m --enforce-eager --enable-auto-tool-choice --tool-call-parser hermes --disable-log-requests --seed 7 "
             "--swap-space 4 -O3 --pipeline-parallel-size 1 --kv-cache-dtype auto --load-format safetensors",
