@@ -43,6 +43,8 @@ _ATTENTION = {
 }
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
+_STACK_BYTES = 16
+"""Most bytes of a thread's stack: two numbers of the prologue, each stored once and loaded once after the loops."""
 _INTEGERS = ("shares", "node_positions", "limits", "positions", "pages")
 _ALIGNED = (
     *("query", "keys", "values", "output", "lse", "query_head_stride", "query_token_stride", "num_heads"),
@@ -69,7 +71,8 @@ def compiled(
     assert code.asm["cubin"]
     assert code.metadata.shared <= _SHARED_BYTES
     usage = resources(code)
-    assert usage["STACK"] == usage["LOCAL"] == 0, f"{kernel.fn.__name__} spills registers: {usage}"
+    is_held = usage["LOCAL"] == 0 and usage["STACK"] <= _STACK_BYTES
+    assert is_held, f"{kernel.fn.__name__} spills registers: {usage}"
     # In one call, so that lines of several threads do not mix.
     sys.stdout.write(f"{kernel.fn.__name__}: {usage['REG']} registers, {code.metadata.shared >> 10} KiB shared\n")
     return code

@@ -265,4 +265,4 @@ def test_a_layer_of_few_rows_is_ten_kernels() -> None:
     of_layer = counts[1] - counts[0]
     assert of_layer == Counter(_rotate_and_write=1, _attend=1, _merge=1, _norm=2, _gate=1, linear=2, addmm_=2)
     assert of_layer.total() == PRODUCTS + KERNELS == 10
-    assert counts[0] - of_layer - of_layer == Counter(embedding=1, _norm=1, index=1, linear=1)
+    assert counts[0] - of_layer - of_layer == Counter(embedding=1, _divide=1, _norm=1, index=1, linear=1)
