@@ -133,9 +133,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     packages = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
-    (packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n" + "\n".join(shared_folders()))
     install = "-m pip --python bin/python install --quiet --disable-pip-version-check --no-deps --no-index".split()
-    subprocess.run([sys.executable, *install, str(wheel)], cwd=folder, check=True)
+    command = [sys.executable, *install, str(wheel)]
+    subprocess.run(command, cwd=folder, env=clean_environment(), check=True)
+    # Only now, because pip installs nothing if it finds this version in a shared folder.
+    (packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n" + "\n".join(shared_folders()))
     return folder
 
 
