@@ -70,18 +70,23 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def run(settings: Serve, config: EngineConfig, listener: socket.socket, process: subprocess.Popen[bytes]) -> int:
-    """Serve until a signal stops the daemon, and return the exit code; process: a new one for the engine.
-
-    Raises ConfigError for a tokenizer or a chat template that cannot be used.
-    """
-    client = EngineClient(
+def engine_client(settings: Serve, config: EngineConfig) -> EngineClient:
+    """Return a client with the limits of the settings, which has no process yet."""
+    return EngineClient(
         config,
         settings.max_num_seqs + settings.max_num_queued_reqs,
         settings.stall_timeout,
         settings.request_timeout,
         settings.max_num_queued_tokens,
     )
+
+
+def run(settings: Serve, config: EngineConfig, listener: socket.socket, process: subprocess.Popen[bytes]) -> int:
+    """Serve until a signal stops the daemon, and return the exit code; process: a new one for the engine.
+
+    Raises ConfigError for a tokenizer or a chat template that cannot be used.
+    """
+    client = engine_client(settings, config)
     # The engine takes longest to load, so it starts before the tokenizer is read.
     client.connect(process)
     try:

@@ -20,8 +20,7 @@ from engine.api import ConfigError, EngineConfig, EngineStopped
 from server.batches.endpoint import NOT_NOW, LineEndpoint
 from server.batches.lines import InputLine, read_lines, request_of
 from server.batches.objects import ENDPOINTS, LineResponse, OutputLine
-from server.daemon import EXIT_FAILURE, EXIT_OK, build_server
-from server.serving.engine_client import EngineClient
+from server.daemon import EXIT_FAILURE, EXIT_OK, build_server, engine_client
 from server.settings.flags import BatchCommand
 from server.state import Server
 
@@ -38,22 +37,15 @@ def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.P
 
     process: a new one for the engine. Raises ConfigError for files that cannot be used.
     """
-    settings = command.settings
     lines = _lines_of(command.input_file)
     num_done, lines = _lines_left(command, lines)
     if not lines:
         print(f"polydraft run-batch: all {num_done} lines are in {command.output_file} already", file=sys.stderr)
         return EXIT_OK
-    client = EngineClient(
-        config,
-        settings.max_num_seqs + settings.max_num_queued_reqs,
-        settings.stall_timeout,
-        settings.request_timeout,
-        settings.max_num_queued_tokens,
-    )
+    client = engine_client(command.settings, config)
     client.connect(process)
     try:
-        server = build_server(settings, client)
+        server = build_server(command.settings, client)
     except BaseException:
         client.kill()
         raise

@@ -1,4 +1,4 @@
-"""Passes of any plan that are replayed as CUDA graphs: those of prompts, of many trees, of drafted levels.
+"""Passes of any plan that are replayed as CUDA graphs: passes over prompts, many trees or drafted levels.
 
 A recorded step holds drafting, pass and verdict, and has one token of the text in each row. Other
 steps launch their operations one by one; their passes, which are nearly all of these operations, are
@@ -69,7 +69,7 @@ class _Buffers(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """Return the number of sequences with that of padding."""
+        """Return the number of sequences, with the sequence of padding."""
         return len(self.pages)
 
 
