@@ -1,1 +1,3 @@
-"""`polydraft analyze`: what drafts are worth, without serving anything. A module per command, joined in `__main__`."""
+"""`polydraft analyze`: what drafts are worth, without serving anything. A module per command,
+joined in `__main__`.
+"""

@@ -70,8 +70,8 @@ def _add_file(entry: str) -> Callable[[argparse.ArgumentParser], None]:
 
 
 def _analysis(module: Any, question: str) -> Analysis:
-    """Return the command of a module with the functions `add_arguments`, which adds its own to a parser, `analyze`,
-    which returns the document, and, for most, `markdown`.
+    """Return the command of a module with the functions `add_arguments`, which adds its own to a
+    parser, `analyze`, which returns the document, and, for most, `markdown`.
     """
     return Analysis(question, module.add_arguments, module.analyze, getattr(module, "markdown", None))
 
@@ -145,7 +145,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one analysis; return 0, 1 if a self-check failed or a model cannot be loaded, 2 for bad input."""
+    """Run one analysis; return 0, 1 if a self-check failed or a model cannot be loaded, 2 for bad
+    input.
+    """
     options = parser().parse_args(arguments)
     analysis = ANALYSES[options.command]
     try:

@@ -1,10 +1,12 @@
-"""`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in turns of a few steps.
+"""`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in
+turns of a few steps.
 
-The speed of a shared machine changes by a fifth from one second to the next; arms that take turns run under the same
-conditions. In a turn each arm does the work of about a quarter of a second of plain decoding, prompts and answers, so
-that all are at the same point of the same work. Every arm is a separate engine (scheduler, controller, blocks) around
-the same models. It serves a closed loop of the same requests, whose answers differ in length so that they do not all
-end at once. Times are those of the engine's steps, including prompts; HTTP is not included (`polydraft bench`).
+The speed of a shared machine changes by a fifth from one second to the next; arms that take turns
+run under the same conditions. In a turn each arm does the work of about a quarter of a second of
+plain decoding, prompts and answers, so that all are at the same point of the same work. Every arm
+is a separate engine (scheduler, controller, blocks) around the same models. It serves a closed loop
+of the same requests, whose answers differ in length so that they do not all end at once. Times are
+those of the engine's steps, including prompts; HTTP is not included (`polydraft bench`).
 """
 
 from __future__ import annotations
@@ -118,8 +120,8 @@ class Arm:
         return self.timing.speedup
 
     def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Answer some requests to their end and return the tokens by request; no other request may run. Steps are
-        turns.
+        """Answer some requests to their end and return the tokens by request; no other request may
+        run. Steps are turns.
         """
         tokens: dict[str, list[int]] = {}
         for request in requests:
@@ -148,8 +150,9 @@ def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
 
 
 def speculation_of(name: str) -> Speculation:
-    """Return the speculation of an arm's requests: `adaptive`, `seeded` and `seed_stable` (the same with a seed,
-    fixed by either method), `off`, `again` (off once more, for the noise), or `rule:KxL`.
+    """Return the speculation of an arm's requests: `adaptive`, `seeded` and `seed_stable` (the same
+    with a seed, fixed by either method), `off`, `again` (off once more, for the noise), or
+    `rule:KxL`.
     """
     if name in (OFF, AGAIN):
         return Speculation()
@@ -162,8 +165,8 @@ def speculation_of(name: str) -> Speculation:
 def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], load: Load) -> dict[str, Arm]:
     """Return engines around the models of one engine, each with its part of the blocks."""
     arms = {}
-    # Fixed shapes also report the measurements of the plain arm's steps, as they would with other requests; adaptive
-    # reports its own.
+    # Fixed shapes also report the measurements of the plain arm's steps, as they would with other
+    # requests; adaptive reports its own.
     recorded = engine.recorded
     shared = StepTimes(points, is_eager=recorded.is_eager)
     for number, name in enumerate(names):
@@ -181,7 +184,9 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
 
 
 class Durations(NamedTuple):
-    """Seconds of plain decoding in a cell, before its measured turns, and in a turn; other arms do the same work."""
+    """Seconds of plain decoding in a cell, before its measured turns, and in a turn; other arms do
+    the same work.
+    """
 
     cell_s: float
     warm_up_s: float
@@ -220,7 +225,8 @@ def measure(
     """
     # The warm-up uses other arms, because the measured ones would learn from another temperature.
     others = make()
-    if others[OFF].engine.works_meanwhile:  # a device computes in 16 bits, where equal answers prove nothing
+    # A device computes in 16 bits, where equal answers prove nothing.
+    if others[OFF].engine.works_meanwhile:
         others = {OFF: others[OFF]}
     equal = same_greedy_answers(others, load, concurrency)
     if not all(equal.values()):
@@ -253,8 +259,8 @@ def measure(
 
 
 def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:
-    """Raise ConfigError if the models cannot take the longest text, or an arm's blocks cannot hold all of its
-    requests.
+    """Raise ConfigError if the models cannot take the longest text, or an arm's blocks cannot hold
+    all of its requests.
     """
     if load.longest_text > facts.max_model_len:
         raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
@@ -284,7 +290,9 @@ def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> d
 
 
 def compared(arms: dict[str, Arm], prompt_weight: float) -> dict[str, Any]:
-    """Compare every arm with plain decoding, and adaptive with the best fixed shape (`turns.price`: the weight)."""
+    """Compare every arm with plain decoding, and adaptive with the best fixed shape (`turns.price`:
+    the weight).
+    """
     turns = {name: works(arm.turns, prompt_weight) for name, arm in arms.items()}
     result: dict[str, Any] = {
         "prompt_token_in_plain_tokens": prompt_weight,

@@ -1,10 +1,12 @@
-"""`analyze plan`: estimated speed of a pair on a device that is not available, from counts, bandwidth and rates.
+"""`analyze plan`: estimated speed of a pair on a device that is not available, from counts,
+bandwidth and rates.
 
-A pass reads the weights and the K/V of its texts once, does two operations per weight and row, and launches a number of
-kernels that each take a minimum time. A step consists of the passes of the draft model, one of the target, launches for
-distributions and verdicts, two reads, and the time in which the device waits for the host. The tokens per step follow
-from the acceptance of a single draft (`tokens_per_step`). `--measured` shows the figures of a session on the device
-(`make gpu-check`) next to the estimates. Not for: measurements; nothing is run here.
+A pass reads the weights and the K/V of its texts once, does two operations per weight and row, and
+launches a number of kernels that each take a minimum time. A step consists of the passes of the
+draft model, one of the target, launches for distributions and verdicts, two reads, and the time in
+which the device waits for the host. The tokens per step follow from the acceptance of a single
+draft (`tokens_per_step`). `--measured` shows the figures of a session on the device (`make
+gpu-check`) next to the estimates. Not for: measurements; nothing is run here.
 """
 
 from __future__ import annotations
@@ -29,20 +31,25 @@ from loadtest.arguments import integers
 from loadtest.results import table
 
 PRODUCTS, KERNELS = 4, 6
-"""Counts of a layer: matrix products, and kernels between them (`tests/cuda/test_launches.py` checks them)."""
+"""Counts of a layer: matrix products, and kernels between them (`tests/cuda/test_launches.py`
+checks them).
+"""
 LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
-"""Launches of a step outside its passes, if it is not recorded: per drafted level, per verdict over drafts, per
-plain step.
+"""Launches of a step outside its passes, if it is not recorded: per drafted level, per verdict over
+drafts, per plain step.
 """
 RECORDED_LAUNCHES = 10
 """Launches of a whole recorded step: its copies, its replays, and the moves of accepted K/V."""
 _READ_SHARE, _COMPUTE_SHARE = 0.85, 0.75
 """Shares of a device's bandwidth and operations that matrix products reach."""
 _KERNEL_S, _LAUNCH_S, _HOST_READ_S = 6.0e-6, 4.5e-6, 20e-6
-"""Minimum times of a recorded kernel with the gap before it, of a launch from the host, and of a read to the host."""
+"""Minimum times of a recorded kernel with the gap before it, of a launch from the host, and of a
+read to the host.
+"""
 _IDLE_S, _IDLE_PER_ROW_S, _IDLE_PER_DRAFTING_S = 0.5e-3, 0.02e-3, 0.15e-3
-"""Time in which the device waits for the host in a step, for each request, and for each that drafts. These and
-`_KERNEL_S` fit the steps of an H100 (docs/results/gpu/part-1-h100.json) within 6 %; the last is an estimate.
+"""Time in which the device waits for the host in a step, for each request, and for each that
+drafts. These and `_KERNEL_S` fit the steps of an H100 (docs/results/gpu/part-1-h100.json) within 6
+%; the last is an estimate.
 """
 _BYTES = 2
 """Size of a bfloat16 number."""
@@ -98,7 +105,9 @@ class DecoderShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
     def pass_s(self, device: Device, rows: int, texts_tokens: int) -> float:
-        """Return the time of a recorded pass over `rows` tokens, after texts with this total length."""
+        """Return the time of a recorded pass over `rows` tokens, after texts with this total
+        length.
+        """
         read_s = self.weights * _BYTES / (device.bytes_per_s * _READ_SHARE)
         computed_s = 2 * self.weights * rows / (device.operations_per_s * _COMPUTE_SHARE)
         attention_s = texts_tokens * self.token_bytes / (device.bytes_per_s * _READ_SHARE)
@@ -108,7 +117,9 @@ class DecoderShape:
 
 
 def model_of(name: str, vocabulary: int) -> DecoderShape:
-    """Return a size of `demo.bench_pair`, or the shape in the config.json of a Llama, Qwen or Mistral folder."""
+    """Return a size of `demo.bench_pair`, or the shape in the config.json of a Llama, Qwen or
+    Mistral folder.
+    """
     try:
         if name in SIZES:
             config = {**vars(SIZES[name]), "vocab_size": vocabulary}
@@ -135,9 +146,10 @@ def model_of(name: str, vocabulary: int) -> DecoderShape:
 def tokens_per_step(num_drafts: int, length: int, acceptance: float, missed: float) -> float:
     """Return the mean tokens of a step of the race of `num_drafts` chains of `length` tokens.
 
-    acceptance: of a single draft, sum min(p, q); missed: the part of the rest (1 - acceptance) on tokens that the draft
-    model nearly excludes. The ratio q/p of the other tokens is modelled as lognormal, and positions as independent; the
-    result is then sampled as in `docs/speculation.md`. The embedded pair, of acceptance 0.75, has 2.81, 3.45, 3.70 and
+    acceptance: of a single draft, sum min(p, q); missed: the part of the rest (1 - acceptance) on
+    tokens that the draft model nearly excludes. The ratio q/p of the other tokens is modelled as
+    lognormal, and positions as independent; the result is then sampled as in `docs/speculation.md`.
+    The embedded pair, of acceptance 0.75, has 2.81, 3.45, 3.70 and
     4.09 tokens at 1x3, 1x5, 2x5 and 4x5; with 0.6 this model returns 2.83, 3.53, 3.86 and 4.06.
     """
     if not num_drafts:
@@ -147,7 +159,9 @@ def tokens_per_step(num_drafts: int, length: int, acceptance: float, missed: flo
     normal_NL, is_missed_NL = chance.normal(size=(_NUM_DRAWN, length)), chance.random((_NUM_DRAWN, length)) < never
 
     def accepted(spread: float) -> float:
-        """Return the acceptance of a single draft: the ratios that are not missed have the mean 1 / (1 - never)."""
+        """Return the acceptance of a single draft: the ratios that are not missed have the mean 1 /
+        (1 - never).
+        """
         middle = -(spread**2) / 2 - math.log(1 - never)
         return (1 - never) * float(norm.cdf(middle / spread) + norm.cdf(-middle / spread - spread) / (1 - never))
 
@@ -201,19 +215,21 @@ class ModelPair:
         return needed / self.device.bytes_per_s / self.step_s(0, 0, requests, context)
 
     def most_requests(self, length: int, num_nodes: int = 21) -> int:
-        """Return the number of requests with texts of `length` tokens that fit on the device together with the
-        weights.
+        """Return the number of requests with texts of `length` tokens that fit on the device
+        together with the weights.
         """
         weights = sum(m.weights + m.hidden * m.vocabulary for m in (self.target, self.draft)) * _BYTES
-        # Recorded passes share logits of 256 MiB per model; a step's probabilities and sums take 16 bytes per token and
-        # node.
+        # Recorded passes share logits of 256 MiB per model; a step's probabilities and sums take 16
+        # bytes per token and node.
         room = self.device.memory_bytes - weights - 2 * (256 << 20)
         request_bytes = length * (self.target.token_bytes + self.draft.token_bytes) / _POOL_SHARE
         return max(0, math.floor(room / (request_bytes + 16 * num_nodes * self.target.vocabulary)))
 
 
 def foretell(pair: ModelPair, requests: Sequence[int], contexts: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row for every load: plain decoding, the speedup of every shape, and the best shape."""
+    """Return a row for every load: plain decoding, the speedup of every shape, and the best
+    shape.
+    """
     rows = []
     for count in requests:
         for context in contexts:
@@ -248,7 +264,9 @@ def beside_measured(pair: ModelPair, file: Path) -> dict[str, dict[str, float]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return a table with a row per number of requests and length of text, and the other estimates."""
+    """Return a table with a row per number of requests and length of text, and the other
+    estimates.
+    """
     shapes = list(result["rows"][0]["speedup"])
     head = ["requests", "context", "plain, ms", "of the bandwidth", *shapes, "run"]
     rows = []

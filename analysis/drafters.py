@@ -1,7 +1,9 @@
-"""`analyze drafters`: several drafters of one target in turns of the same work: small models and heads.
+"""`analyze drafters`: several drafters of one target in turns of the same work: small models and
+heads.
 
-Every drafter has its own engine and target, because a target that a head reads stores its states. `off` is plain
-decoding without any drafter, and `NAME off` plain decoding of the engine that the drafter NAME needs.
+Every drafter has its own engine and target, because a target that a head reads stores its states.
+`off` is plain decoding without any drafter, and `NAME off` plain decoding of the engine that the
+drafter NAME needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Exact laws of one step by enumeration: every drafted path, every outcome, no sampling. Small vocabularies.
+"""Exact laws of one step by enumeration: every drafted path, every outcome, no sampling. Small
+vocabularies.
 
-Built on the quantities that the rules themselves compute (acceptance, residual, score interval, weights), so that an
-error in them shows as a wrong law. Used by the exactness tests and by `polydraft analyze blocks`. Not for: a serving
-engine.
+Built on the quantities that the rules themselves compute (acceptance, residual, score interval,
+weights), so that an error in them shows as a wrong law. Used by the exactness tests and by
+`polydraft analyze blocks`. Not for: a serving engine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ Rows = Mapping[Path, npt.ArrayLike]
 
 @dataclass(frozen=True)
 class RuleOutcome:
-    """One possible result of a step: the accepted tokens, the token after them, and its probability."""
+    """One possible result of a step: the accepted tokens, the token after them, and its
+    probability.
+    """
 
     accepted: Path
     next_token: int
@@ -157,8 +160,8 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None) -> list[RuleOutcome]:
-    """Enumerate block verification of one chain; `residual_weight_CL1` replaces the residual's weights (for wrong
-    variants).
+    """Enumerate block verification of one chain; `residual_weight_CL1` replaces the residual's
+    weights (for wrong variants).
     """
     chains, target, model = every.chains, every.target, every.model
     known = blocks(chains, target)
@@ -198,8 +201,8 @@ def token_outcomes(every: EveryChain) -> list[RuleOutcome]:
 def race(outcomes_by_chain: Sequence[Sequence[RuleOutcome]]) -> list[RuleOutcome]:
     """Return the winner's outcomes if independent chains race for the smallest score.
 
-    The other chains' scores have piecewise linear distribution functions, so the integrand is a polynomial between
-    breakpoints and Gauss-Legendre quadrature is exact.
+    The other chains' scores have piecewise linear distribution functions, so the integrand is a
+    polynomial between breakpoints and Gauss-Legendre quadrature is exact.
     """
     bounds = {0.0, 1.0}
     for outcomes in outcomes_by_chain:
@@ -234,7 +237,9 @@ def _distribution(outcomes: Sequence[RuleOutcome], at: Law) -> Law:
 
 
 def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[RuleOutcome]:
-    """Enumerate greedy block verification of one chain, or of the one the score race selects among several."""
+    """Enumerate greedy block verification of one chain, or of the one the score race selects among
+    several.
+    """
     selected: dict[Path, float] = {path: joint(every.model.draft, path) for path in every.paths}
     if num_chains > 1:
         selected = dict.fromkeys(selected, 0.0)
@@ -256,7 +261,9 @@ def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[RuleOu
 def _greedy_ends(
     every: EveryChain, known: GreedyBlocks, count_C: Tensor, tau: int
 ) -> Iterator[tuple[int, Tensor, list[tuple[TargetShift, ...]]]]:
-    """Return (next token, its law by chain, the resulting shifts by chain) after `tau` accepted tokens."""
+    """Return (next token, its law by chain, the resulting shifts by chain) after `tau` accepted
+    tokens.
+    """
     tau_C = every.depth(tau)
     selection = selection_at(every.chains, every.target, known, count_C, tau_C)
     law = _normalised(next_token_weights(every.chains, selection, tau_C))
@@ -271,8 +278,8 @@ def _greedy_ends(
 def top_down_outcomes(model: TabularModel, rule: NodeRule, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """Compose a node rule down a tree of drafts.
 
-    The continuation of a node depends only on its text and on the number of drafts above it that still agree, so all
-    paths with the same two are one node.
+    The continuation of a node depends only on its text and on the number of drafts above it that
+    still agree, so all paths with the same two are one node.
     """
     ends: dict[tuple[Path, int], float] = defaultdict(float)
     level: dict[tuple[Path, int], float] = {((), 1): 1.0}
@@ -314,8 +321,8 @@ def drafted_trees(model: TabularModel, fanout: Sequence[int], method: str) -> li
 
 
 def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
-    """Enumerate traversal verification of every tree; all trees are walked at once to the root, and nothing is
-    drawn.
+    """Enumerate traversal verification of every tree; all trees are walked at once to the root, and
+    nothing is drawn.
     """
     trees = drafted_trees(model, fanout, method)
     leaves = [leaf for _, tree in trees for leaf in tree]
@@ -339,8 +346,8 @@ def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) 
 
 
 def rule_outcomes(name: str, model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
-    """Enumerate one step of a rule of RULES on a tree (or chains) drawn by a method; includes the changes of later
-    laws by shifts.
+    """Enumerate one step of a rule of RULES on a tree (or chains) drawn by a method; includes the
+    changes of later laws by shifts.
     """
     verify = RULES[name].verify
     if isinstance(verify, TopDown):

@@ -1,7 +1,9 @@
-"""Lines on which tokenizers are compared: texts of this repository, and synthetic lines from ranges of Unicode.
+"""Lines on which tokenizers are compared: texts of this repository, and synthetic lines from ranges
+of Unicode.
 
-The repository's texts are English and code. Synthetic lines have the characters at which splits of texts differ: white
-space of all kinds, numbers, marks, cases, controls, emoji, and special tokens inside text. Not for: measuring speed.
+The repository's texts are English and code. Synthetic lines have the characters at which splits of
+texts differ: white space of all kinds, numbers, marks, cases, controls, emoji, and special tokens
+inside text. Not for: measuring speed.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def lines(
 ) -> list[Line]:
     """Return `count` lines of all kinds.
 
-    special: texts of the special tokens, which are put into text. render: the file's chat template, if it has one.
+    special: texts of the special tokens, which are put into text. render: the file's chat template,
+    if it has one.
     """
     source = random.Random(seed)
     english, code = _excerpts(_ENGLISH, source), _excerpts(_CODE, source)
@@ -103,7 +106,9 @@ def lines(
 
 
 def small_texts(seed: int) -> list[str]:
-    """Return texts of the characters at which splits differ, of which small vocabularies are made."""
+    """Return texts of the characters at which splits differ, of which small vocabularies are
+    made.
+    """
     source = random.Random(seed)
     mixtures = ["".join(source.choices(ALPHABET, k=16)) for _ in range(_SMALL_TEXTS)]
     return [*mixtures, *source.sample(_excerpts(_ENGLISH, source), _SMALL_TEXTS // 10)]
@@ -144,7 +149,9 @@ def _script(draw: random.Random) -> str:
 
 
 def _any_characters(draw: random.Random) -> str:
-    """Return characters of all of Unicode, also unassigned ones, between letters, digits and spaces."""
+    """Return characters of all of Unicode, also unassigned ones, between letters, digits and
+    spaces.
+    """
     ends = (0x2FFF, 0x2FFF, 0xFFFF, 0x1FFFF, 0x323AF, 0x10FFFF)
     found = [_character(draw, 0x80, draw.choice(ends)) for _ in range(12)]
     return "".join(character + draw.choice(("a", "Z", "1", "!", " ", "", "")) for character in found)

@@ -1,9 +1,11 @@
-"""`analyze gguf-numbers`: a GGUF file's answers and perplexity next to transformers' and llama.cpp's.
+"""`analyze gguf-numbers`: a GGUF file's answers and perplexity next to transformers' and
+llama.cpp's.
 
-Greedy answers of the dequantised file in float32 must be those that transformers generates from the same file, which it
-reads by itself. The perplexity of the file as it is served, with its blocks and with rows rounded to 8 bits, may differ
-by half a per cent from that of float32 numbers, and may be half a per cent above llama.cpp's. All arms read the same
-tokens, llama.cpp without flash attention; without llama-cpp-python that comparison is left out.
+Greedy answers of the dequantised file in float32 must be those that transformers generates from the
+same file, which it reads by itself. The perplexity of the file as it is served, with its blocks and
+with rows rounded to 8 bits, may differ by half a per cent from that of float32 numbers, and may be
+half a per cent above llama.cpp's. All arms read the same tokens, llama.cpp without flash attention;
+without llama-cpp-python that comparison is left out.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def answer(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def by_transformers(file: Path) -> Any:
-    """Return the model that transformers reads from a file, dequantised, whose answers have no end."""
+    """Return the model that transformers reads from a file, dequantised, whose answers have no
+    end.
+    """
     load = import_transformers().AutoModelForCausalLM.from_pretrained
     model = load(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
@@ -73,7 +77,9 @@ def by_transformers(file: Path) -> Any:
 
 @torch.inference_mode()
 def greedy(engine: Engine, model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
-    """Compare greedy answers, and report where and by how much the logits of the first different tokens differ."""
+    """Compare greedy answers, and report where and by how much the logits of the first different
+    tokens differ.
+    """
     differences = []
     for number, prompt in enumerate(tqdm(prompts, desc="greedy answers", unit="prompt")):
         found = answer(engine, prompt, num_tokens)

@@ -1,7 +1,8 @@
 """`analyze gguf-tokens`: compares the tokens of a GGUF file with llama.cpp's on thousands of lines.
 
-Each line is encoded with special tokens read and as plain text, and its tokens are decoded again. Small vocabularies of
-every known pre-tokenizer are compared, too. Needs llama-cpp-python. Not for: speed, and answers of models.
+Each line is encoded with special tokens read and as plain text, and its tokens are decoded again.
+Small vocabularies of every known pre-tokenizer are compared, too. Needs llama-cpp-python. Not for:
+speed, and answers of models.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _NEWER = (
     "10ec2-10ec4 10efc 11380-113e2 116d0-116e3 11bc0-11bf9 11f5a 13460-143fa 16100-16139 16d40-16d79 18cff 1cc00-1ceb3 "
     "1e5d0-1e5ff 1f8b2-1f8c1 1fa89 1fa8f 1fabe 1fac6 1fadc 1fadf 1fae9 1fbcb-1fbef"
 )
-"""Characters of Unicode 16, which llama.cpp's tables do not have (0.3.36 of llama-cpp-python), in hexadecimal."""
+"""Characters of Unicode 16, which llama.cpp's tables do not have (0.3.36 of llama-cpp-python), in
+hexadecimal.
+"""
 GOLDEN_LINES = (
     "Hello world, it's 12345 o'clock: I'LL pay $1,234.50!",
     "def  f(x):\n\treturn x**2  # two\n\n\n\nif a != b:\r\n    pass",
@@ -147,7 +150,9 @@ def compare(files: TokenizerFiles, reference: TokenReference, compared: Sequence
 
 
 def _encoded(files: TokenizerFiles, batch: Sequence[Line], reads_special: bool) -> list[list[int]]:
-    """Return the tokens of lines, with the tokens that each text begins with if special tokens are read."""
+    """Return the tokens of lines, with the tokens that each text begins with if special tokens are
+    read.
+    """
     tokenizer = files.tokenizer
     tokenizer.encode_special_tokens = not reads_special
     encoded = tokenizer.encode_batch([line.text for line in batch], add_special_tokens=reads_special)
@@ -162,7 +167,9 @@ def _without_prefix(files: TokenizerFiles, text: str) -> str:
 
 
 def compare_roles(files: TokenizerFiles, reference: LlamaCppVocabulary) -> dict[str, Any]:
-    """Compare end tokens, added tokens, and the bytes of every token; `differences` names what differs."""
+    """Compare end tokens, added tokens, and the bytes of every token; `differences` names what
+    differs.
+    """
     theirs = reference.facts()
     ours = {
         "ends": list(files.end_ids),
@@ -210,7 +217,8 @@ def compare_file(path: Path, count: int, seed: int, name: str) -> dict[str, Any]
 
 
 def small_vocabularies(texts: Sequence[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a small vocabulary for each known pre-tokenizer, and for each variant of tokens merged by scores.
+    """Yield a small vocabulary for each known pre-tokenizer, and for each variant of tokens merged
+    by scores.
 
     texts: whose characters, and strings of characters, are tokens.
     """
@@ -223,7 +231,8 @@ def small_vocabularies(texts: Sequence[str], seed: int) -> Iterator[tuple[str, d
 
 
 def golden(seed: int) -> dict[str, Any]:
-    """Return llama.cpp's tokens of a few lines, by small vocabulary, and its end tokens of vocabularies with many.
+    """Return llama.cpp's tokens of a few lines, by small vocabulary, and its end tokens of
+    vocabularies with many.
 
     Vocabularies with the same tokens are joined.
     """
@@ -262,7 +271,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare a file, and small vocabularies of all pre-tokenizers; raise ConfigError if llama.cpp is missing."""
+    """Compare a file, and small vocabularies of all pre-tokenizers; raise ConfigError if llama.cpp
+    is missing.
+    """
     if options.lines < 1 or options.small_lines < 1:
         raise ConfigError("--lines and --small-lines must be at least 1")
     if options.golden is not None:

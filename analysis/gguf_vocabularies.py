@@ -1,7 +1,9 @@
-"""Writes small vocabularies as GGUF files without weights, to compare splits of texts with llama.cpp's.
+"""Writes small vocabularies as GGUF files without weights, to compare splits of texts with
+llama.cpp's.
 
-A small vocabulary shows each place at which a text is split: bytes are joined to pairs and pairs to longer tokens at
-random, also across words and white space, so a wrong piece has other tokens. Not for: models.
+A small vocabulary shows each place at which a text is split: bytes are joined to pairs and pairs to
+longer tokens at random, also across words and white space, so a wrong piece has other tokens. Not
+for: models.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _WITHOUT_TOKENS = "\x7f"
 def byte_level(pre: str, alphabet: Sequence[str], seed: int, num_longer: int = 2000) -> dict[str, Any]:
     """Return the metadata of a byte-level vocabulary.
 
-    alphabet: texts whose bytes are joined with each other. num_longer: number of merges of two tokens, of which one is
-    a pair.
+    alphabet: texts whose bytes are joined with each other. num_longer: number of merges of two
+    tokens, of which one is a pair.
     """
     draw = random.Random(seed)
     characters = sorted(set(ByteLevel.alphabet()) - set(_spelled(_WITHOUT_TOKENS)))
@@ -53,10 +55,11 @@ def byte_level(pre: str, alphabet: Sequence[str], seed: int, num_longer: int = 2
 
 
 def sentence_piece(texts: Sequence[str], seed: int, **stated: Any) -> dict[str, Any]:
-    """Return the metadata of a vocabulary whose tokens are merged by their scores, no two of which are equal.
+    """Return the metadata of a vocabulary whose tokens are merged by their scores, no two of which
+    are equal.
 
-    texts: of which a part of all strings of two to four characters are tokens. stated: further statements of the file,
-    such as `add_space_prefix`.
+    texts: of which a part of all strings of two to four characters are tokens. stated: further
+    statements of the file, such as `add_space_prefix`.
     """
     draw = random.Random(seed)
     marked = [_SPACE + text.replace(" ", _SPACE).replace("\0", "") for text in texts]

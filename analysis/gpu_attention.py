@@ -1,7 +1,8 @@
-"""Attention of a device at the shapes of Qwen3-8B, compared with plain operations and timed, for `gpu_kernels.py`.
+"""Attention of a device at the shapes of Qwen3-8B, compared with plain operations and timed, for
+`gpu_kernels.py`.
 
-Texts lie in pages of 16 tokens in arbitrary order. Single tokens and trees are read as recorded steps read them, with
-room for the longest text; prompts as eager steps do.
+Texts lie in pages of 16 tokens in arbitrary order. Single tokens and trees are read as recorded
+steps read them, with room for the longest text; prompts as eager steps do.
 """
 
 from __future__ import annotations

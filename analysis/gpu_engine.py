@@ -35,14 +35,16 @@ from engine.start.loading import adopt
 from engine.step.engine import Engine
 
 _LEAST_RECORDED = 0.5
-"""Least share of a lone request's steps that are recorded; the others read its prompt, or a plan that has no room."""
+"""Least share of a lone request's steps that are recorded; the others read its prompt, or a plan
+that has no room.
+"""
 QWEN3_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """Sampling of Qwen3's generation_config."""
 
 
 class NotRecorded(Exception):
-    """An engine with recorded steps cannot be built. A failed recording can leave torch's allocator unusable, so that
-    an engine without recorded steps needs another process.
+    """An engine with recorded steps cannot be built. A failed recording can leave torch's allocator
+    unusable, so that an engine without recorded steps needs another process.
     """
 
 
@@ -86,7 +88,8 @@ def build(
 
     try:
         engine = assemble(config, adopt(target, "target"), adopt(draft, "draft"), tell)
-    except Exception as error:  # of the first engine that a device builds: all else can still be measured
+    # Of the first engine that a device builds: all else can still be measured.
+    except Exception as error:
         if enforce_eager:
             raise
         traceback.print_exc()
@@ -104,7 +107,9 @@ def build(
 
 
 def require_recorded(findings: SectionResults, engine: Engine, config: EngineConfig) -> None:
-    """Require a recording of every shape: without one, steps of this shape would run unnoticed as they are."""
+    """Require a recording of every shape: without one, steps of this shape would run unnoticed as
+    they are.
+    """
     drafts = recorded_drafts(config, adopt(engine.draft_runner.model, "draft") if engine.draft_runner else None)
     kernels = engine.target.kernels
     asked = menu(drafts, config.scheduler.max_num_seqs, distributions_on(engine.target.device, kernels))
@@ -120,8 +125,8 @@ def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) ->
 
 
 def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine, copied_bytes_per_s: float) -> None:
-    """Measure steps of one request, and plain steps of more with their shares of two rooflines: by the bandwidth of the
-    data sheet (the measured one if it is not known), and by that of a copy.
+    """Measure steps of one request, and plain steps of more with their shares of two rooflines: by
+    the bandwidth of the data sheet (the measured one if it is not known), and by that of a copy.
     """
     on_cuda = options.device == "cuda"
     bandwidth = bytes_per_s(torch.cuda.get_device_name() if on_cuda else "", copied_bytes_per_s)
@@ -146,7 +151,9 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
 
 
 def _unrecorded_steps(engine: Engine, seconds: float) -> dict[str, float]:
-    """Return median times of steps that are not recorded as a whole: with prompts, and with many drafts."""
+    """Return median times of steps that are not recorded as a whole: with prompts, and with many
+    drafts.
+    """
     plans = {
         "1 prompt of 300": synthetic_plan(engine, 0, 0, num_prompt=300),
         "63 requests, prompt of 300": synthetic_plan(engine, 63, 300, num_prompt=300),
@@ -173,13 +180,17 @@ def _named(plan: Plan) -> str:
 
 
 def bytes_per_s(device: str, copied_bytes_per_s: float) -> float:
-    """Return the bandwidth on the data sheet of a device of this name, or what was measured if it is not known."""
+    """Return the bandwidth on the data sheet of a device of this name, or what was measured if it
+    is not known.
+    """
     known = [one for name, one in DEVICES.items() if name in device.lower().replace(" ", "")]
     return known[0].bytes_per_s if known else copied_bytes_per_s
 
 
 def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
-    """Return the 25 operations of a step that take longest, and the share of its time in which the device is idle."""
+    """Return the 25 operations of a step that take longest, and the share of its time in which the
+    device is idle.
+    """
     from torch.profiler import ProfilerActivity
 
     on_cuda = engine.target.device.type == "cuda"
@@ -215,12 +226,13 @@ def check_output(
     cases: Sequence[tuple[str, Mapping[str, Any]]],
     num_answers: int,
 ) -> None:
-    """Compare the first tokens of answers of recorded steps with the target's distribution, by a G-test.
+    """Compare the first tokens of answers of recorded steps with the target's distribution, by a
+    G-test.
 
     cases: (shape, fields of `Sampling`).
     """
-    # All but one token of the prompt fill blocks, which the answers share. So their first steps compute one token, as
-    # all recorded steps do.
+    # All but one token of the prompt fill blocks, which the answers share. So their first steps
+    # compute one token, as all recorded steps do.
     prompt = load_of(options, 1, 2 * engine.facts.block_size + 1, seed=7).prompts[0]
     for name, sampling in cases:
         with steps_of(engine) as served:

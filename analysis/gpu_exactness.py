@@ -1,9 +1,11 @@
-"""Exactness of an engine's steps: logprobs of its answers, compared with transformers' logprobs for the same texts.
+"""Exactness of an engine's steps: logprobs of its answers, compared with transformers' logprobs for
+the same texts.
 
-The models have four random layers of full strength, because the pair for speeds damps its layers: there wrong attention
-changes logits by less than rounding does. A copy of the target drafts, so that nearly all drafts of all chains are
-accepted. The compared tokens then come from nodes of every depth, every step moves K/V, and a draft model that reads
-wrong K/V shows in the share of accepted drafts.
+The models have four random layers of full strength, because the pair for speeds damps its layers:
+there wrong attention changes logits by less than rounding does. A copy of the target drafts, so
+that nearly all drafts of all chains are accepted. The compared tokens then come from nodes of every
+depth, every step moves K/V, and a draft model that reads wrong K/V shows in the share of accepted
+drafts.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _SPREAD = 3.0
 
 
 def check_exactness(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Compare engines around models of the target's size in float32 and, on a device, of both sizes in bfloat16."""
+    """Compare engines around models of the target's size in float32 and, on a device, of both sizes
+    in bfloat16.
+    """
     register()
     on_cuda = options.device == "cuda"
     cases = [(options.target, torch.float32)]
@@ -61,8 +65,8 @@ def check_exactness(options: argparse.Namespace, findings: SectionResults) -> No
 
 
 def make_model(size: str, num_layers: int, vocabulary: int, device: str) -> Any:
-    """Return a random model whose logits have the spread of a trained model's, so that it is rarely sure but its
-    drafts are seldom right by chance.
+    """Return a random model whose logits have the spread of a trained model's, so that it is rarely
+    sure but its drafts are seldom right by chance.
     """
     shape = replace(bench_pair.SIZES[size], num_hidden_layers=num_layers)
     model = bench_pair.random_model(shape, vocabulary, 512, 7, device)
@@ -94,7 +98,9 @@ def engine_of(model: Any, cache_bytes: int) -> Engine:
 
 
 def check_engine(findings: SectionResults, name: str, engine: Engine, model: Any) -> None:
-    """Compare the logprobs of an engine's answers with a model's logprobs; the engine serves copies of the model."""
+    """Compare the logprobs of an engine's answers with a model's logprobs; the engine serves copies
+    of the model.
+    """
     model.set_attn_implementation("eager")
     exact = model if model.dtype == torch.float32 else deepcopy(model).float()
     for shape, is_recorded in _CASES:
@@ -137,7 +143,9 @@ def _requests(shape: str, vocabulary: int) -> Sequence[Request]:
 
 
 def _logprobs(model: Any, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Return [N, V] logprobs of the tokens of all answers, one after the other; texts: prompts and answers."""
+    """Return [N, V] logprobs of the tokens of all answers, one after the other; texts: prompts and
+    answers.
+    """
     found = []
     for prompt, answer in texts:
         ids = torch.tensor([[*prompt, *answer]], device=model.device)

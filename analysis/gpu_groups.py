@@ -1,7 +1,7 @@
 """Groups of kernels that are compared and timed in forked processes, for `gpu_kernels.py`.
 
-A kernel that hangs, or that ends its process's use of the device, loses its group alone. A time is that of a replayed
-CUDA graph, divided by its runs.
+A kernel that hangs, or that ends its process's use of the device, loses its group alone. A time is
+that of a replayed CUDA graph, divided by its runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class KernelGroup:
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
 
     def case(self, name: str, work: Callable[[], object]) -> None:
-        """Do the work of an item; an exception is a failure. Raise it if the device cannot be used after it."""
+        """Do the work of an item; an exception is a failure. Raise it if the device cannot be used
+        after it.
+        """
         try:
             work()
         except Exception as error:
@@ -58,10 +60,11 @@ class KernelGroup:
         bound: float | None = None,
         operations: float = 0,
     ) -> None:
-        """Report a kernel: its time, bytes and operations per second, and error, which must be at most `bound`.
+        """Report a kernel: its time, bytes and operations per second, and error, which must be at
+        most `bound`.
 
-        runs: do the same on different data; num_bytes, operations: that one of them takes at least; bound: that of
-        kernels that compute in `dtype` by default.
+        runs: do the same on different data; num_bytes, operations: that one of them takes at least;
+        bound: that of kernels that compute in `dtype` by default.
         """
         bound = self.bound if bound is None else bound
         self.require(error <= bound, f"{name}: differs from plain operations by {error:.2g} (at most {bound:.2g})")
@@ -85,7 +88,9 @@ def rotations(num_bytes: int) -> int:
 
 
 def device_us(runs: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Return the microseconds of a run, in a replayed graph of all runs in turn; on a CPU, of the first run alone."""
+    """Return the microseconds of a run, in a replayed graph of all runs in turn; on a CPU, of the
+    first run alone.
+    """
     if device.type != "cuda":
         began = time.perf_counter()
         runs[0]()
@@ -122,7 +127,9 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 def run_group(
     name: str, work: Callable[[KernelGroup], None], device: torch.device, findings: SectionResults, limit_s: float
 ) -> None:
-    """Run a group in a forked process, to its end or its time limit. This process must not have used CUDA."""
+    """Run a group in a forked process, to its end or its time limit. This process must not have
+    used CUDA.
+    """
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_in_process, args=(name, work, sender, device), daemon=True)

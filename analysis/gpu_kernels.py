@@ -1,7 +1,9 @@
-"""`kernels`: every Triton kernel at the shapes of Qwen3-8B and Qwen3-0.6B, compared with plain operations and timed.
+"""`kernels`: every Triton kernel at the shapes of Qwen3-8B and Qwen3-0.6B, compared with plain
+operations and timed.
 
-A time is that of a replayed CUDA graph, whose runs rotate over more data than the device's cache holds. `error` is the
-norm of the difference over the norm of the plain result. On a CPU small shapes are a dry run in Triton's interpreter.
+A time is that of a replayed CUDA graph, whose runs rotate over more data than the device's cache
+holds. `error` is the norm of the difference over the norm of the plain result. On a CPU small
+shapes are a dry run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ def _rotation(group: KernelGroup, count: int, num_heads: int, num_kv_heads: int,
 
 
 def products(group: KernelGroup) -> None:
-    """Measure torch's largest product of each model, which reads its weights, for the share of the bandwidth."""
+    """Measure torch's largest product of each model, which reads its weights, for the share of the
+    bandwidth.
+    """
     for width, depth in ((24_576, 4096), (6144, 1024)) if group.on_cuda else ((48, 40),):
         num_bytes = width * depth * group.dtype.itemsize
         weights = [group.randn(width, depth) for _ in range(rotations(num_bytes))]
@@ -227,7 +231,9 @@ GROUPS: Sequence[tuple[Callable[[KernelGroup], None], float]] = (
     (gpu_attention.prompts, 25),
     (products, 25),
 )
-"""Groups and their time limits in seconds, most telling first; together they take less than their limits."""
+"""Groups and their time limits in seconds, most telling first; together they take less than their
+limits.
+"""
 _DRY_LIMIT_S = 300
 
 
@@ -239,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-    # What is imported before a fork need not be imported after it. No module uses the device when it is imported.
+    # What is imported before a fork need not be imported after it. No module uses the device when
+    # it is imported.
     for name in ("cuda.attention_kernel", "cuda.layer_kernels", "cuda.kernels"):
         importlib.import_module(f"engine.{name}")
     gc.collect()

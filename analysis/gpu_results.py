@@ -1,4 +1,5 @@
-"""Common parts of the sections of a session on a device (`gpu_session.py`): results, options, times of work.
+"""Common parts of the sections of a session on a device (`gpu_session.py`): results, options, times
+of work.
 
 Times are those of the device, synchronised.
 """
@@ -25,7 +26,9 @@ _LONGEST_ERROR, _LONGEST_LINE = 600, 300
 
 
 class SectionResults:
-    """Results of a section: written to disk after every item, and printed as soon as they are known."""
+    """Results of a section: written to disk after every item, and printed as soon as they are
+    known.
+    """
 
     def __init__(self, file: Path, continues: bool = False) -> None:
         """continues: whether the file has results of an earlier process, which stay."""
@@ -51,7 +54,9 @@ class SectionResults:
             self.show(f"FAILED: {otherwise}")
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Do some work, and return whether it raised nothing; an exception is a failure, and the section goes on."""
+        """Do some work, and return whether it raised nothing; an exception is a failure, and the
+        section goes on.
+        """
         try:
             work()
         except Exception as error:
@@ -81,7 +86,9 @@ def _rounded(value: Any) -> Any:
 
 
 def write_stacks() -> None:
-    """Let this process, and those that it forks, write the stacks of all threads when they are asked to end."""
+    """Let this process, and those that it forks, write the stacks of all threads when they are
+    asked to end.
+    """
     faulthandler.register(signal.SIGTERM)
 
 

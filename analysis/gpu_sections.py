@@ -1,4 +1,5 @@
-"""Sections of a session on a device (`gpu_session.py`) that run an engine, each in a separate process.
+"""Sections of a session on a device (`gpu_session.py`) that run an engine, each in a separate
+process.
 
 A section writes its results after every item.
 """
@@ -55,8 +56,8 @@ _DRY_LOADS = ((1, 40), (2, 40))
 
 
 def engine(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Check that steps are exact; measure steps, distributions of the output, and speeds, each shortly; profile a
-    step.
+    """Check that steps are exact; measure steps, distributions of the output, and speeds, each
+    shortly; profile a step.
     """
     device = torch.device(options.device)
     on_cuda = options.device == "cuda"
@@ -97,8 +98,8 @@ def _free(options: argparse.Namespace) -> None:
 
 
 def generate(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Measure decoded tokens per second of transformers' `generate` on the same pair: plain, and assisted by the draft
-    model.
+    """Measure decoded tokens per second of transformers' `generate` on the same pair: plain, and
+    assisted by the draft model.
     """
     target, draft = make_pair(options, findings)
     on_cuda = options.device == "cuda"
@@ -149,7 +150,9 @@ def _batch(options: argparse.Namespace, count: int) -> Load:
 def batches(
     options: argparse.Namespace, findings: SectionResults, built: Engine, points: Sequence[Point], counts: Sequence[int]
 ) -> None:
-    """Measure tokens per second of batches that start and end together, as `continuous` measures transformers."""
+    """Measure tokens per second of batches that start and end together, as `continuous` measures
+    transformers.
+    """
     result: dict[str, dict[str, float]] = {}
     for count in counts:
         made = arms.make_arms(built, ("off", "adaptive"), points, _batch(options, count))
@@ -163,7 +166,9 @@ def _num_answered(arm: arms.Arm, count: int) -> int:
 
 
 def continuous(options: argparse.Namespace, findings: SectionResults, target: Any, counts: Sequence[int]) -> None:
-    """Measure tokens per second of transformers' continuous batching on the same weights and prompts."""
+    """Measure tokens per second of transformers' continuous batching on the same weights and
+    prompts.
+    """
     from transformers import ContinuousBatchingConfig
 
     target.set_attn_implementation("sdpa")
@@ -204,8 +209,8 @@ def _rate(work: Callable[[], int], num_runs: int = 3) -> float:
 
 
 def weights(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Serve a pair with its own weights, fp8 and int4, from files as a daemon does; report the probe's distance, the
-    output's distribution and times.
+    """Serve a pair with its own weights, fp8 and int4, from files as a daemon does; report the
+    probe's distance, the output's distribution and times.
     """
     on_cuda = options.device == "cuda"
     speculation = SpeculationConfig(rule="block", num_drafts=1, draft_length=5, observed_share=0.0)
@@ -233,7 +238,9 @@ def _measure_weights(options: argparse.Namespace, config: EngineConfig, found: d
 
 
 def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """Return what is known of an engine's weights: their size, the probe's distance, times, and a G-test."""
+    """Return what is known of an engine's weights: their size, the probe's distance, times, and a
+    G-test.
+    """
     device, target = engine.target.device, adopt(engine.target.model, "target")
     distance = probe(target, find_kv_shape(target), engine.target.backend, engine.target.paged_kernel)
     times = {

@@ -1,11 +1,12 @@
-"""`make gpu-check`: 23 minutes on a CUDA device, in three parts. The first finds the most in at most ten minutes: an
-engine (does it run, is it exact, tokens per second), every kernel, transformers' `generate`, tests. The others: speeds
-for the record, and quantised weights (which need torchao).
+"""`make gpu-check`: 23 minutes on a CUDA device, in three parts. The first finds the most in at
+most ten minutes: an engine (does it run, is it exact, tokens per second), every kernel,
+transformers' `generate`, tests. The others: speeds for the record, and quantised weights (which
+need torchao).
 
-Every section runs in a separate process with a time limit. Facts are printed and written as soon as they are known, so
-a section that hangs, crashes or exceeds its limit leaves its results so far. A fall-back (plain operations instead of
-kernels, steps that are not recorded) is a failure. Needs no git, no network and no checkpoint: the models are created
-on the device.
+Every section runs in a separate process with a time limit. Facts are printed and written as soon as
+they are known, so a section that hangs, crashes or exceeds its limit leaves its results so far. A
+fall-back (plain operations instead of kernels, steps that are not recorded) is a failure. Needs no
+git, no network and no checkpoint: the models are created on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NEEDED = (
     *("gguf", "msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "yaml"),
     *("pytest", "pytest_timeout"),
 )
-"""Modules that a machine with a device must have; all other packages that Polydraft depends on are not imported."""
+"""Modules that a machine with a device must have; all other packages that Polydraft depends on are
+not imported.
+"""
 _LONGEST_LINE = 200
 _LAST_LINES = 15
 """Lines of output that are kept of a section that failed or was stopped."""
@@ -66,7 +69,8 @@ PARTS: dict[int, Sequence[Section]] = {
 
 
 def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Path) -> dict[str, Any]:
-    """Run a section to its end or its time limit; its errors are appended to the log, its results are returned.
+    """Run a section to its end or its time limit; its errors are appended to the log, its results
+    are returned.
 
     setting: values of the arguments of all sections (`gpu_results.add_setting`), by name.
     """
@@ -99,7 +103,8 @@ def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Pa
         except subprocess.TimeoutExpired:
             ended = f"stopped after {section.limit_s:g} s"
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGTERM)  # they write where they are (`gpu_results.write_stacks`)
+                # They write where they are (`gpu_results.write_stacks`)
+                os.killpg(process.pid, signal.SIGTERM)
                 process.wait(_STACK_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -114,8 +119,8 @@ def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Pa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; return 0 if every section succeeded without a fall-back, 1 if not, 2 without the device or the
-    modules.
+    """Run the parts; return 0 if every section succeeded without a fall-back, 1 if not, 2 without
+    the device or the modules.
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         print(f"gpu-check: {sys.executable} has no {', '.join(missing)}; install them first", file=sys.stderr)

@@ -1,7 +1,9 @@
-"""Tests of a session on a device (`gpu_session.py`): a pytest process for each file, several at once.
+"""Tests of a session on a device (`gpu_session.py`): a pytest process for each file, several at
+once.
 
-One test may take the whole process with it (a CUDA context does not survive an illegal access), so that no file depends
-on another. Results are written after every file: which tests failed, and which ones were running when time was up.
+One test may take the whole process with it (a CUDA context does not survive an illegal access), so
+that no file depends on another. Results are written after every file: which tests failed, and which
+ones were running when time was up.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def run_file(name: str, limit_s: float, root: Path = _ROOT) -> dict[str, Any]:
 
 
 def outcomes(output: str) -> dict[str, Any]:
-    """Return the number of passed tests, the failed ones, and the one without a result, from the output of `-v`."""
+    """Return the number of passed tests, the failed ones, and the one without a result, from the
+    output of `-v`.
+    """
     found = re.findall(r"^(\S+::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b.*)? *$", output, re.MULTILINE)
     failed = {name for name, outcome in found if outcome in ("FAILED", "ERROR")}
     running = {name for name, outcome in found if not outcome} - {name for name, outcome in found if outcome}
@@ -66,7 +70,9 @@ def outcomes(output: str) -> dict[str, Any]:
 
 
 def run_files(files: Sequence[str], findings: SectionResults, limit_s: float, root: Path = _ROOT) -> None:
-    """Run the tests of files of a checkout; a test that fails, and a file without passed tests, are failures."""
+    """Run the tests of files of a checkout; a test that fails, and a file without passed tests, are
+    failures.
+    """
     deadline = time.monotonic() + limit_s
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:

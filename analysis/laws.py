@@ -24,7 +24,9 @@ _MOST_TUPLES = 50_000
 
 
 def read_law(entry: Any, name: str, where: str) -> theory.Law:
-    """Return a probability vector of an entry, normalised; raise ConfigError with the place of the fault."""
+    """Return a probability vector of an entry, normalised; raise ConfigError with the place of the
+    fault.
+    """
     try:
         law = np.array(entry[name], dtype=np.float64)
     except (KeyError, TypeError, ValueError) as error:
@@ -38,7 +40,9 @@ def read_law(entry: Any, name: str, where: str) -> theory.Law:
 
 
 def analyze_law(entry: Any, where: str) -> dict[str, Any]:
-    """Return optima and acceptances of one entry; None if there is neither a closed form nor a feasible enumeration."""
+    """Return optima and acceptances of one entry; None if there is neither a closed form nor a
+    feasible enumeration.
+    """
     p, q = read_law(entry, "p", where), read_law(entry, "q", where)
     n = entry.get("n", 1)
     if len(p) != len(q):
@@ -124,10 +128,11 @@ def _unreachable(prefix: tuple[int, ...], target: Rows, draft: Rows) -> bool:
 
 
 def analyze_block(entry: Any, where: str) -> dict[str, Any]:
-    """Return E[tau] and the distribution of "accepted|next" of every rule on K chains of L tokens, by enumeration.
+    """Return E[tau] and the distribution of "accepted|next" of every rule on K chains of L tokens,
+    by enumeration.
 
-    Chains are i.i.d. for the rules that support them; `greedy` and `spechub` draw the first tokens by their own
-    methods. Rules for fewer chains use as many as they can.
+    Chains are i.i.d. for the rules that support them; `greedy` and `spechub` draw the first tokens
+    by their own methods. Rules for fewer chains use as many as they can.
     """
     model, num_chains = read_model(entry, where)
     expected: dict[str, float | None] = {}

@@ -1,7 +1,7 @@
 """llama.cpp as a peer of the bench: a GGUF file is decoded by llama.cpp's library.
 
-A Llama checkpoint in transformers format is written as GGUF first. Optional: needs llama-cpp-python, which nothing else
-uses. Not for: serving.
+A Llama checkpoint in transformers format is written as GGUF first. Optional: needs
+llama-cpp-python, which nothing else uses. Not for: serving.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from engine.models.gguf.folder import file_of
 AS_IT_IS = "file"
 """Type of the weights of a GGUF file, which is not converted."""
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-"""Types of all matrices; vectors are float32. llama.cpp's own tool stores the head of a q4_0 model in more bits."""
+"""Types of all matrices; vectors are float32. llama.cpp's own tool stores the head of a q4_0 model
+in more bits.
+"""
 _ERROR = 3
 """Level of llama.cpp's log."""
 NUM_CHECKED = 3
@@ -47,7 +49,8 @@ _NAMES = {
 def gguf_of(folder: Path, kind: str) -> Iterator[Path]:
     """Yield the GGUF file of a model's folder.
 
-    kind: `AS_IT_IS` for a file's folder, else one of `TYPES`, as which the checkpoint is written. Raises ConfigError.
+    kind: `AS_IT_IS` for a file's folder, else one of `TYPES`, as which the checkpoint is written.
+    Raises ConfigError.
     """
     file = file_of(folder)
     known = TYPES if file is None else (AS_IT_IS,)
@@ -69,7 +72,9 @@ def check_library() -> None:
 
 
 def write_gguf(folder: Path, file: Path, kind: str) -> None:
-    """Write a Llama checkpoint of one safetensors file as GGUF without a vocabulary; kind: one of `TYPES`."""
+    """Write a Llama checkpoint of one safetensors file as GGUF without a vocabulary; kind: one of
+    `TYPES`.
+    """
     import gguf
     from safetensors.torch import load_file
 
@@ -139,8 +144,8 @@ class Context:
     def __init__(
         self, file: Path, num_sequences: int, num_tokens: int, num_threads: int, is_precise: bool = False
     ) -> None:
-        """file: GGUF; num_tokens: most tokens of one sequence; is_precise: with K/V in float32, and without flash
-        attention, which on a CPU adds more than a per cent to perplexities.
+        """file: GGUF; num_tokens: most tokens of one sequence; is_precise: with K/V in float32, and
+        without flash attention, which on a CPU adds more than a per cent to perplexities.
         """
         import llama_cpp
 
@@ -244,8 +249,8 @@ class LlamaCpp:
         return answers
 
     def drafted(self, prompts: Sequence[Sequence[int]], temperature: float, num_drafts: int = 3) -> list[list[int]]:
-        """Decode one prompt after the other, with the draft model's likeliest tokens as drafts; a draft is accepted
-        if it is the sampled token.
+        """Decode one prompt after the other, with the draft model's likeliest tokens as drafts; a
+        draft is accepted if it is the sampled token.
         """
         return [self._drafted(prompt, temperature, num_drafts) for prompt in prompts]
 

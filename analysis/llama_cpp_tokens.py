@@ -1,4 +1,6 @@
-"""llama.cpp's own tokenizer of a GGUF file, as the reference. Optional: needs llama-cpp-python. Not for: decoding."""
+"""llama.cpp's own tokenizer of a GGUF file, as the reference. Optional: needs llama-cpp-python. Not
+for: decoding.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ class LlamaCppVocabulary:
     """Vocabulary of a file, loaded without weights."""
 
     def __init__(self, path: Path) -> None:
-        """Load a vocabulary; raises ConfigError if llama-cpp-python is missing, or does not load it."""
+        """Load a vocabulary; raises ConfigError if llama-cpp-python is missing, or does not load
+        it.
+        """
         try:
             import llama_cpp
         except ImportError as error:
@@ -40,8 +44,8 @@ class LlamaCppVocabulary:
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Return the tokens of a text.
 
-        add_special: with the tokens that each text begins or ends with. parse_special: control tokens that the text
-        spells become tokens.
+        add_special: with the tokens that each text begins or ends with. parse_special: control
+        tokens that the text spells become tokens.
         """
         content = text.encode()
         room = len(content) + 4

@@ -56,7 +56,9 @@ def names_of(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def models_of(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return (target, draft), GGUF files as folders; the draft is None if only a target is named."""
+    """Return (target, draft), GGUF files as folders; the draft is None if only a target is
+    named.
+    """
     if options.target is None and options.draft is not None:
         raise ConfigError(_BOTH)
     if options.target is None:
@@ -78,10 +80,11 @@ def config_of(
     cache_bytes: int = 0,
     needs_draft: bool = True,
 ) -> EngineConfig:
-    """Return the configuration of the pair that the command line names, and set `options.threads` to the number in use.
+    """Return the configuration of the pair that the command line names, and set `options.threads`
+    to the number in use.
 
-    cache_bytes: size of the K/V cache on a CPU; 0 is the engine's own choice, as always on a CUDA device. needs_draft:
-    raise ConfigError for a target without a draft model.
+    cache_bytes: size of the K/V cache on a CPU; 0 is the engine's own choice, as always on a CUDA
+    device. needs_draft: raise ConfigError for a target without a draft model.
     """
     target, draft = names_of(options) if needs_draft else models_of(options)
     options.threads = options.threads or max(1, usable_cores() - 1)
@@ -109,7 +112,9 @@ def load_engine(config: EngineConfig) -> Engine:
 
 
 def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, draft_length: int) -> Engine:
-    """Return an idle engine for `max_num_seqs` requests at once, of `num_drafts` chains of `draft_length` tokens."""
+    """Return an idle engine for `max_num_seqs` requests at once, of `num_drafts` chains of
+    `draft_length` tokens.
+    """
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=1 << 14)
     speculation = SpeculationConfig(
         num_drafts=1, draft_length=1, max_num_drafts=num_drafts, max_draft_length=draft_length, observed_share=0.0
@@ -118,7 +123,9 @@ def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, d
 
 
 def read_prompts(task: str | Path, target: str, most: int, room: int) -> list[tuple[int, ...]]:
-    """Return token ids of the prompts of a task or a file (`loadtest.workload.load`), cut to their last `room`."""
+    """Return token ids of the prompts of a task or a file (`loadtest.workload.load`), cut to their
+    last `room`.
+    """
     from transformers import PreTrainedTokenizerFast
 
     try:

@@ -1,8 +1,11 @@
-"""`analyze pair`: quality of a draft model for a target, the optimum of any rule, and recommended settings.
+"""`analyze pair`: quality of a draft model for a target, the optimum of any rule, and recommended
+settings.
 
-Three measurements per pair, each cell of the grid saved as it is done, so that an interrupted run goes on:
-- laws: on text that the target wrote, at every position both laws; the optimum alpha* of every draft method, the
-  acceptance of every rule at one position, rejections, and the expected length in closed form where there is one;
+Three measurements per pair, each cell of the grid saved as it is done, so that an interrupted run
+goes on:
+- laws: on text that the target wrote, at every position both laws; the optimum alpha* of every
+  draft method, the acceptance of every rule at one position, rejections, and the expected length in
+  closed form where there is one;
 - runs: the engine itself on the prompts: tokens per target pass of every rule, chains and length;
 - times: a step of every shape on this machine at several numbers of requests, and plain decoding's.
 Expected speedup = tokens per pass x time of a plain step / time of the step.
@@ -56,7 +59,8 @@ _DRAWS = 32
 # Largest shape: chains, and tokens in a chain.
 _LIMITS = (64, 32)
 _EPSILONS = (0.05, 0.1, 0.2, 0.4)
-# Rules whose expected length in any step follows from the laws along the target's own text, with their ratios.
+# Rules whose expected length in any step follows from the laws along the target's own text, with
+# their ratios.
 _CLOSED_FORM: dict[str, Verification] = {"token": "token", "block": "block", "bv_race": "block"}
 
 
@@ -208,7 +212,8 @@ def _measure_laws(
         front: list[list[tuple[float, float]]] = []
         for number, (prompt, tokens) in enumerate(tqdm(pairs, desc=f"laws, T = {temperature}", unit="answer")):
             target_NV, draft_NV = laws_along(engine, prompt, tokens, temperature)
-            if not drafts_by_head(engine):  # after drafted tokens, a head drafts from its own states
+            # After drafted tokens, a head drafts from its own states.
+            if not drafts_by_head(engine):
                 add_closed_forms(target_NV, draft_NV, tokens, shapes, lengths)
             step = max(1, len(tokens) // wanted)
             for position in range(number % step, len(tokens), step):
@@ -287,7 +292,9 @@ def add_closed_forms(
     shapes: list[SpeculationSetup],
     lengths: dict[str, list[float]],
 ) -> None:
-    """Add the expected accepted length of the block rules, from every position that a whole block follows."""
+    """Add the expected accepted length of the block rules, from every position that a whole block
+    follows.
+    """
     log_p, log_q = (log_probs(rows, tokens) for rows in (target_NV, draft_NV))
     for shape in shapes:
         if shape.rule in _CLOSED_FORM and shape.method == "iid" and len(tokens) >= shape.draft_length:
@@ -343,7 +350,9 @@ def _measure_runs(
 def _measure_times(
     engine: Engine, options: argparse.Namespace, shapes: list[SpeculationSetup], results: Results
 ) -> None:
-    """Measure the duration of a step of every shape, and of a plain one, by the number of requests."""
+    """Measure the duration of a step of every shape, and of a plain one, by the number of
+    requests.
+    """
     context = min(options.prompt_length + options.tokens // 2, engine.facts.max_model_len // 2)
     cells: list[tuple[int, SpeculationSetup | None]] = [(count, None) for count in options.concurrency]
     cells += [(count, shape) for count in options.concurrency for shape in shapes]

@@ -4,10 +4,11 @@ Same weights, same prompts, same number of tokens and of threads, no end token. 
 by llama.cpp as it is, and dequantised by transformers. Arms take turns, in reversed order each
 time. Writes one JSON document; ratios compare paired runs. Three kinds of prompts:
 
-- random tokens (the default). At temperature 0 every arm's answers are first compared with answers of `generate`.
+- random tokens (the default). At temperature 0 every arm's answers are first compared with answers
+  of `generate`.
 - `--prompt-tokens` measures prompts of random tokens: the time to an answer's only token.
-- `--task-prompts FILE` has the prompts of several tasks, in the model's chat template. Times include the prompts. Text
-  drafts are used, and the tokens that a pass emits are reported by task.
+- `--task-prompts FILE` has the prompts of several tasks, in the model's chat template. Times
+  include the prompts. Text drafts are used, and the tokens that a pass emits are reported by task.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def warm_up(arms: Mapping[str, Arm], batch: Prompts, temperature: float, seconds
 
 
 def compared(seconds: Mapping[str, list[float]], rates: Mapping[str, float], ratios: Mapping[str, str]) -> Any:
-    """Return each arm's rate, seconds, and ratios with intervals to the arms that `ratios` names."""
+    """Return each arm's rate, seconds, and ratios with intervals to the arms that `ratios`
+    names.
+    """
     return {
         name: {
             "tokens_per_second": rates[name],
@@ -168,8 +171,8 @@ def tokens_per_pass(own: Own, prompts: Sequence[TaskPrompt]) -> dict[str, float]
 
 
 def markdown(result: dict[str, Any], own: str = OWN) -> str:
-    """Return a table with a row per concurrency and arm; own: the arm of this engine that is compared with the
-    others.
+    """Return a table with a row per concurrency and arm; own: the arm of this engine that is
+    compared with the others.
     """
     is_of_prompts = result["options"].get("prompt_tokens") not in (None, "None")
     rows = []

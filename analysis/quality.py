@@ -1,9 +1,9 @@
 """`analyze quality`: loss of target and draft model in other number formats, on held-out text.
 
-All formats read the same tokens, one text after the other, with the passes that serve; the first one multiplies float32
-rows with the checkpoint's weights, or with those of a GGUF file, dequantised. The perplexity is over all tokens after
-the first of each text. The interval of the difference is of texts drawn again in pairs, so it says how far other texts
-of this kind may differ.
+All formats read the same tokens, one text after the other, with the passes that serve; the first
+one multiplies float32 rows with the checkpoint's weights, or with those of a GGUF file,
+dequantised. The perplexity is over all tokens after the first of each text. The interval of the
+difference is of texts drawn again in pairs, so it says how far other texts of this kind may differ.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def _nats(logits_NV: Tensor, following_N: Tensor) -> float:
 
 
 def compared(before: Sequence[float], after: Sequence[float], num_tokens: Sequence[int]) -> dict[str, Any]:
-    """Return both perplexities, and the relative difference with its 95 % interval; nats and tokens of each text."""
+    """Return both perplexities, and the relative difference with its 95 % interval; nats and tokens
+    of each text.
+    """
 
     def difference(before_N: Any, after_N: Any, tokens_N: Any, axis: int) -> Any:
         return np.expm1((after_N.sum(axis) - before_N.sum(axis)) / tokens_N.sum(axis))
@@ -141,7 +143,9 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def texts_of(options: argparse.Namespace) -> dict[str, Texts]:
-    """Return the texts of each kind that the command line names; raise ConfigError for a kind without any."""
+    """Return the texts of each kind that the command line names; raise ConfigError for a kind
+    without any.
+    """
     options.texts = options.texts or ["dialogues", "gutenberg"]
     options.prompt_length = options.length
     texts: dict[str, Texts] = {

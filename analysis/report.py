@@ -44,7 +44,9 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
 
 
 def recommend(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> list[str]:
-    """Return flags for each number of requests: the shape that is best over the temperatures, or none."""
+    """Return flags for each number of requests: the shape that is best over the temperatures, or
+    none.
+    """
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in report:
         shape = tuple(cell[name] for name in ("rule", "draft_method", "size"))
@@ -84,7 +86,9 @@ def print_report(report: Sequence[dict[str, Any]], content: dict[str, Any], conc
 
 
 def save_plots(report: Sequence[dict[str, Any]], content: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw acceptance by drafts, tokens per pass by drafts, and expected speedup by requests; return the PNG files."""
+    """Draw acceptance by drafts, tokens per pass by drafts, and expected speedup by requests;
+    return the PNG files.
+    """
     if not can_draw():
         return []
     temperature = report[0]["temperature"]

@@ -1,8 +1,9 @@
 """`analyze reports`: compare the speedup that an answer reports with the measured one, in turns.
 
-The speed of a shared machine changes within seconds, so two plain answers to one prompt, one after the other, differ by
-more than the error of interest. Here all arms answer each request together, a few tokens at a time, two of them
-plainly. The reported speedup is compared with the time of the plain answers over its own.
+The speed of a shared machine changes within seconds, so two plain answers to one prompt, one after
+the other, differ by more than the error of interest. Here all arms answer each request together, a
+few tokens at a time, two of them plainly. The reported speedup is compared with the time of the
+plain answers over its own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import document, table
 
 _TURN_TOKENS = 64
-"""Tokens of a turn: few, because the machine's speed must be the same during a round of all arms; but more than those
-after which the caches hold the arm's weights. Of twelve plain steps eight were cold, and took a tenth longer.
+"""Tokens of a turn: few, because the machine's speed must be the same during a round of all arms;
+but more than those after which the caches hold the arm's weights. Of twelve plain steps eight were
+cold, and took a tenth longer.
 """
 _WARM_UP = 4
 """Answers at the beginning that are discarded: the engine must have seen the sizes of steps."""
@@ -33,7 +35,9 @@ _LEAST_ANSWERS = 3
 
 
 def answer_in_turns(arms: Mapping[str, Arm], order: random.Random) -> dict[str, float]:
-    """Answer the next request of each arm, the same for all, and return the seconds that each took."""
+    """Answer the next request of each arm, the same for all, and return the seconds that each
+    took.
+    """
     seconds, num_tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
     open_arms, aim = list(arms), 0
     for arm in arms.values():

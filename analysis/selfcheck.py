@@ -18,7 +18,9 @@ from loadtest.results import table
 
 
 def settings_of(num_drafts: int, draft_length: int, facts: EngineFacts) -> dict[str, Speculation]:
-    """Return the settings to check: every rule that the pair can be served with, and trees for rules that take them."""
+    """Return the settings to check: every rule that the pair can be served with, and trees for
+    rules that take them.
+    """
     found = {}
     for name in served_rules(facts):
         rule = RULES[name]
@@ -41,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
-    """Check every rule, and the power of the test; `passed`: every rule passed and the biased one was detected."""
+    """Check every rule, and the power of the test; `passed`: every rule passed and the biased one
+    was detected.
+    """
     engine = load_pair(options, options.concurrency, max(4, options.num_drafts), max(2, options.draft_length))
     settings = settings_of(options.num_drafts, options.draft_length, engine.facts)
     if options.rules:

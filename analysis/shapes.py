@@ -1,10 +1,12 @@
-"""`analyze shapes`: tokens a pass of every shape of drafts, and the shape that pays at a given price of rows.
+"""`analyze shapes`: tokens a pass of every shape of drafts, and the shape that pays at a given
+price of rows.
 
-Nothing is drafted. The target writes texts, and the draft model's distributions along them say how many tokens the
-score race accepts of any tree (`bounds.race_acceptance`): in closed form above temperature 0, and by the rank of the
-target's token at temperature 0. Trees that branch after a stem, or at several depths, are compared although
-`bv_race` is served for chains that part at the root. A text is followed step by step: a step that accepts i tokens
-begins the next one i + 1 tokens later.
+Nothing is drafted. The target writes texts, and the draft model's distributions along them say how
+many tokens the score race accepts of any tree (`bounds.race_acceptance`): in closed form above
+temperature 0, and by the rank of the target's token at temperature 0. Trees that branch after a
+stem, or at several depths, are compared although `bv_race` is served for chains that part at the
+root. A text is followed step by step: a step that accepts i tokens begins the next one i + 1 tokens
+later.
 
 Not for: heads, whose distributions below drafted tokens depend on where a step began.
 """
@@ -59,7 +61,8 @@ def kind_of(fanout: Fanout) -> str:
 def expected_passes(accepted_NL: Law) -> float:
     """Return the expected number of passes over a text.
 
-    accepted_NL: the probability that a step which begins at each position accepts the first 1, ..., L tokens.
+    accepted_NL: the probability that a step which begins at each position accepts the first 1, ...,
+    L tokens.
     """
     num_tokens, length = accepted_NL.shape
     at_least = np.concatenate([np.ones((num_tokens, 1)), accepted_NL, np.zeros((num_tokens, 1))], axis=1)
@@ -72,7 +75,9 @@ def expected_passes(accepted_NL: Law) -> float:
 
 
 def windows_of(along_N: Law, beyond: float) -> Law:
-    """Return [N, L] the numbers from every position on; beyond: number of positions after the text."""
+    """Return [N, L] the numbers from every position on; beyond: number of positions after the
+    text.
+    """
     padded = np.concatenate([along_N, np.full(_LONGEST - 1, beyond)])
     return np.lib.stride_tricks.sliding_window_view(padded, _LONGEST)
 
@@ -83,13 +88,17 @@ def accepted_by_race(ratio_NL: Law, fanout: Fanout) -> Law:
 
 
 def accepted_by_match(rank_NL: Law, fanout: Fanout) -> Law:
-    """Return [N, L] whether the first tokens are accepted, from windows of the ranks of the target's tokens."""
+    """Return [N, L] whether the first tokens are accepted, from windows of the ranks of the
+    target's tokens.
+    """
     matches: Law = np.cumprod(rank_NL[:, : len(fanout)] < np.array(fanout), axis=1).astype(np.float64)
     return matches
 
 
 def _texts(engine: Engine, options: argparse.Namespace, temperature: float) -> list[Law]:
-    """Return windows of q/p along each answer of the target; at temperature 0 of ranks in the draft's logits."""
+    """Return windows of q/p along each answer of the target; at temperature 0 of ranks in the
+    draft's logits.
+    """
     room = engine.facts.max_model_len - options.tokens - 1
     prompts = [prompt[-room:] for prompt in prompts_of(options.prompts, options)[: options.most_prompts]]
     answers = answers_of(engine, prompts, Speculation(), temperature, options.tokens)

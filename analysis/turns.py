@@ -1,7 +1,8 @@
 """Rates of arms that took turns (`analysis.arms`), and tables of them.
 
-Work is counted in tokens of plain decoding: a token of a prompt counts for the ratio of its time to that of a decoded
-token. Counting only tokens of answers would make a run's rate depend on how many prompts it happened to read.
+Work is counted in tokens of plain decoding: a token of a prompt counts for the ratio of its time to
+that of a decoded token. Counting only tokens of answers would make a run's rate depend on how many
+prompts it happened to read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from loadtest.statistics import interval
 
 SEEDED, SEED_STABLE = "seeded", "seed_stable"
 _NUM_PARTS = 20
-"""Number of parts of consecutive turns for the interval, because prompts of one turn are decoded in the next."""
+"""Number of parts of consecutive turns for the interval, because prompts of one turn are decoded in
+the next.
+"""
 
 
 class Turn(NamedTuple):
@@ -41,7 +44,8 @@ class Turn(NamedTuple):
 
 
 def price(plain: Sequence[Turn]) -> float:
-    """Return how many tokens plain decoding emits in the time of one prompt token, by least squares over steps.
+    """Return how many tokens plain decoding emits in the time of one prompt token, by least squares
+    over steps.
 
     0 if it cannot be estimated.
     """
@@ -59,11 +63,12 @@ def works(turns: Sequence[Turn], prompt_weight: float) -> Any:
 
 
 def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare adaptive with the fastest fixed shape (or plain decoding); [turns, 2] of every arm (`works`).
+    """Compare adaptive with the fastest fixed shape (or plain decoding); [turns, 2] of every arm
+    (`works`).
 
-    The fastest shape of each half of the time is determined in the other half. This removes the bias of choosing the
-    largest of several noisy rates; if several are close, another one than the best may be compared. `after_the_fact`
-    compares with the largest rate.
+    The fastest shape of each half of the time is determined in the other half. This removes the
+    bias of choosing the largest of several noisy rates; if several are close, another one than the
+    best may be compared. `after_the_fact` compares with the largest rate.
     """
     fixed = {
         name: np.array_split(turns, 2) for name, turns in arms.items() if name not in (ADAPTIVE, AGAIN, SEED_STABLE)
@@ -118,7 +123,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def summary_markdown(result: dict[str, Any]) -> str:
-    """Return a row per number of requests: plain rate and adaptive's ratio, by prompts; the README's table."""
+    """Return a row per number of requests: plain rate and adaptive's ratio, by prompts; the
+    README's table.
+    """
     cells = {(cell["concurrency"], cell["prompts"]): cell["arms"] for cell in result["cells"]}
     prompts = list(dict.fromkeys(name for _, name in cells))
     head = ["requests at once", *(text for name in prompts for text in (f"{name}, plain", "with drafts"))]
@@ -168,6 +175,8 @@ def reported_markdown(result: dict[str, Any]) -> str:
 
 
 def _reported(arm: dict[str, Any]) -> str:
-    """Return what an arm's answers report; empty if no step had an estimate of a plain step's time."""
+    """Return what an arm's answers report; empty if no step had an estimate of a plain step's
+    time.
+    """
     speedup = arm["reported_speedup"]
     return "-" if speedup is None else f"{speedup:.2f}x"

@@ -1,10 +1,12 @@
 """A pair with realistic cost and known distributions: `python -m demo.bench_pair FOLDER`.
 
-The models are real Llama and Qwen3 classes with random weights, and every layer is computed. The layers' output
-projections are so small that the residual stream stays the token's embedding, and the output head is built so that the
-logits after a token are a chosen table: a few likely successors with given weights. The draft model gets a table that
-agrees with the target's to a chosen degree, which sets the acceptance of a single draft. Used for tables of speed at
-any size, and for checks of whole answers: the distribution of the next token is a function of the last token alone.
+The models are real Llama and Qwen3 classes with random weights, and every layer is computed. The
+layers' output projections are so small that the residual stream stays the token's embedding, and
+the output head is built so that the logits after a token are a chosen table: a few likely
+successors with given weights. The draft model gets a table that agrees with the target's to a
+chosen degree, which sets the acceptance of a single draft. Used for tables of speed at any size,
+and for checks of whole answers: the distribution of the next token is a function of the last token
+alone.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ SIZES = {
 
 
 def successors(vocabulary: int, seed: int, count: int = 6) -> tuple[Tensor, Tensor]:
-    """Return [V, count] likely next tokens of every token, and the differences of their logits from the likeliest
-    one's.
+    """Return [V, count] likely next tokens of every token, and the differences of their logits from
+    the likeliest one's.
     """
     generator = torch.Generator().manual_seed(seed)
     # Every column is a permutation, so that no token is likely everywhere.
@@ -104,7 +106,9 @@ def build(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return a model whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
+    """Return a model whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near
+    0 elsewhere.
+    """
     model = random_model(size, vocabulary, positions, seed, device, dtype)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight *= _SMALL
@@ -122,8 +126,9 @@ def write_head(model: Any, tokens_VS: Tensor, below_VS: Tensor) -> None:
     device = model.lm_head.weight.device
     tokens_VS, below_VS = tokens_VS.to(device), below_VS.to(device)
     embedding_VD = model.model.embed_tokens.weight.float() / width**0.5
-    # The final norm returns a vector of length sqrt(D): a row of the head is a sum over the tokens it follows. They are
-    # not quite orthogonal, so the error at the successors is added until it vanishes.
+    # The final norm returns a vector of length sqrt(D): a row of the head is a sum over the tokens
+    # it follows. They are not quite orthogonal, so the error at the successors is added until it
+    # vanishes.
     head_VD = torch.zeros_like(embedding_VD)
     wanted_VS = (_LIKELIHOOD + below_VS) / width**0.5
     for column in list(range(tokens_VS.shape[1])) * _ROUNDS:
@@ -177,7 +182,9 @@ def write(
     positions: int,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Write target and draft with tokenizers into `folder`; return their description, as written to pair.json."""
+    """Write target and draft with tokenizers into `folder`; return their description, as written to
+    pair.json.
+    """
     target, draft, about = make(size, draft_size, vocabulary, agreement, positions, dtype=dtype)
     for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(folder / name)

@@ -1,12 +1,12 @@
 """Training data of the embedded model pair: reading, splitting, tokenizing and packing.
 
-This module turns the public text listed in ``MODEL_CARD.md`` into one tokenizer, one packed training
-corpus and one held-out corpus. It is used by ``train.py`` and ``evaluate.py`` only; the serving daemon
-never imports it.
+This module turns the public text listed in ``MODEL_CARD.md`` into one tokenizer, one packed
+training corpus and one held-out corpus. It is used by ``train.py`` and ``evaluate.py`` only; the
+serving daemon never imports it.
 
-Held-out rule: a record is held out when its ``split`` field is ``test`` or when
-``int(md5(text), 16) % 50 == 0``, where ``text`` is the record's turns joined by newlines (question and
-answer for GSM8K, the ``text`` field for Gutenberg). Everything else is training text.
+Held-out rule: a record is held out when its ``split`` field is ``test`` or when ``int(md5(text),
+16) % 50 == 0``, where ``text`` is the record's turns joined by newlines (question and answer for
+GSM8K, the ``text`` field for Gutenberg). Everything else is training text.
 """
 
 import hashlib
@@ -94,7 +94,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized documents, one after another; document ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    """Tokenized documents, one after another; document ``i`` is ``tokens[offsets[i]:offsets[i +
+    1]]``.
+    """
 
     tokens: npt.NDArray[np.uint16]
     offsets: npt.NDArray[np.int64]
@@ -125,7 +127,9 @@ class Corpus:
     def pack(
         self, repeats: Mapping[str, int], row_length: int, generator: np.random.Generator
     ) -> npt.NDArray[np.uint16]:
-        """One shuffled pass over the documents, cut into rows; a source appears ``repeats[source]`` times."""
+        """One shuffled pass over the documents, cut into rows; a source appears ``repeats[source]``
+        times.
+        """
         order = np.concatenate([np.tile(self.indices(source), count) for source, count in repeats.items()])
         generator.shuffle(order)
         stream = np.concatenate([self.document(index) for index in order])
@@ -181,7 +185,9 @@ def gsm8k_messages(record: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def merge_turns(turns: Sequence[Sequence[str]]) -> tuple[Message, ...]:
-    """Turns as messages that start with the user and alternate; neighbours of one role are merged."""
+    """Turns as messages that start with the user and alternate; neighbours of one role are
+    merged.
+    """
     messages: list[Message] = []
     for role, content in turns:
         if messages and messages[-1]["role"] == role:
@@ -192,7 +198,9 @@ def merge_turns(turns: Sequence[Sequence[str]]) -> tuple[Message, ...]:
 
 
 def story_messages(document: Document) -> tuple[Message, ...]:
-    """A piece of prose as a conversation in which the user asks for a story and keeps asking for more."""
+    """A piece of prose as a conversation in which the user asks for a story and keeps asking for
+    more.
+    """
     replies: list[str] = []
     for paragraph in document.text.split("\n"):
         if replies and len(replies[-1]) + len(paragraph) <= STORY_REPLY_CHARACTERS:
@@ -278,7 +286,9 @@ def encode(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, au
 
 
 def write_heldout_prompts(documents: Sequence[Document], out_dir: Path) -> None:
-    """Small samples of held-out text for benchmarks: conversations ending with a user turn, and prose."""
+    """Small samples of held-out text for benchmarks: conversations ending with a user turn, and
+    prose.
+    """
     per_source = {"sgd": 90, "persona": 50, "taskmaster": 30, "gsm8k": 30}
     held_out = sorted((d for d in documents if d.held_out), key=lambda d: d.digest)
     with (out_dir / "heldout_dialogues.jsonl").open("w", encoding="utf-8") as file:

@@ -1,8 +1,10 @@
-"""Prompts from which the draft for SmolLM2-135M-Instruct is trained: `python -m demo.draft_prompts DATA PROMPTS`.
+"""Prompts from which the draft for SmolLM2-135M-Instruct is trained: `python -m demo.draft_prompts
+DATA PROMPTS`.
 
-Questions of GSM8K, passages of children's books with a question about them, first turns of dialogues, Alpaca's seed
-tasks and HumanEval, and requests that are put together here from lists of topics. No record that is held out
-(`data.py`), and no prompt of Spec-Bench, which measures the draft.
+Questions of GSM8K, passages of children's books with a question about them, first turns of
+dialogues, Alpaca's seed tasks and HumanEval, and requests that are put together here from lists of
+topics. No record that is held out (`data.py`), and no prompt of Spec-Bench, which measures the
+draft.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Measure the embedded model pair on held-out text and write ``evaluation.json`` and the model card.
+"""Measure the embedded model pair on held-out text and write ``evaluation.json`` and the model
+card.
 
 Reports, per source and over all dialogues: loss of both models, and the single-draft acceptance at
-temperature 1, which is the mean over positions of ``sum_x min(p(x), q(x))`` for target distribution p and
-draft distribution q. This measures the models, not the serving engine: no time is taken and no drafted
-token is verified here.
+temperature 1, which is the mean over positions of ``sum_x min(p(x), q(x))`` for target distribution
+p and draft distribution q. This measures the models, not the serving engine: no time is taken and
+no drafted token is verified here.
 """
 
 import json
@@ -98,8 +99,8 @@ class Evaluator:
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(models_dir / "target")
 
     def assistant_mask(self, ids: Sequence[int]) -> list[bool]:
-        """Return for every token after the first whether it belongs to an assistant turn, including the closing
-        token.
+        """Return for every token after the first whether it belongs to an assistant turn, including
+        the closing token.
         """
         start = self.tokenizer.convert_tokens_to_ids(ROLE_TOKENS["assistant"])
         end = self.tokenizer.convert_tokens_to_ids(END)
@@ -139,7 +140,9 @@ class Evaluator:
         return everything, assistant
 
     def heldout_report(self, heldout: Corpus) -> dict[str, Any]:
-        """All measurements by source, and the dialogue sources together, each weighted by its tokens."""
+        """All measurements by source, and the dialogue sources together, each weighted by its
+        tokens.
+        """
         report: dict[str, Any] = {}
         all_tokens, assistant_turns = Sums(), Sums()
         for source in SOURCE_FILES:

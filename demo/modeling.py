@@ -1,7 +1,7 @@
 """Shapes, initialisation, loading and saving of the two models of the embedded pair.
 
-Both are plain ``transformers`` Llama models. This module has the parts that training and evaluation share; it is not
-part of the serving path, which reads the saved folders like any other model.
+Both are plain ``transformers`` Llama models. This module has the parts that training and evaluation
+share; it is not part of the serving path, which reads the saved folders like any other model.
 """
 
 import json
@@ -54,7 +54,9 @@ def causal_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention without a materialised mask, for packed training rows (no cache, no padding)."""
+    """Causal attention without a materialised mask, for packed training rows (no cache, no
+    padding).
+    """
     output = functional.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
     )

@@ -2,15 +2,15 @@
 
 Four stages, each of which can be run alone with ``--stages``:
 
-prepare   train the tokenizer, tokenize the text, set the held-out part aside
-target    train the target model on the training text
-draft     distil the draft model from the target, on training text and on text sampled from the target
-evaluate  measure both on held-out text; write ``evaluation.json`` and ``MODEL_CARD.md``
+prepare   train the tokenizer, tokenize the text, set the held-out part aside target    train the
+target model on the training text draft     distil the draft model from the target, on training text
+and on text sampled from the target evaluate  measure both on held-out text; write
+``evaluation.json`` and ``MODEL_CARD.md``
 
-This exists so that the weights next to it can be rebuilt and checked. It is not a general trainer: the
-model shapes are fixed in ``modeling.py`` and the sources in ``data.py``. The lengths of the two training
-stages are given in steps and, as an upper limit, in minutes; whichever comes first ends the
-learning-rate schedule.
+This exists so that the weights next to it can be rebuilt and checked. It is not a general trainer:
+the model shapes are fixed in ``modeling.py`` and the sources in ``data.py``. The lengths of the two
+training stages are given in steps and, as an upper limit, in minutes; whichever comes first ends
+the learning-rate schedule.
 """
 
 import argparse
@@ -85,7 +85,8 @@ class Progress:
 
 
 def packed_batches(corpus: Corpus, schedule: Schedule, device: torch.device) -> Iterator[Tensor]:
-    """Endless batches of packed rows, reshuffled on every pass; dialogues come ``dialogue_repeats`` times.
+    """Endless batches of packed rows, reshuffled on every pass; dialogues come ``dialogue_repeats``
+    times.
 
     Raises ValueError where the text does not fill one batch.
     """
@@ -223,9 +224,11 @@ def sample_corpus(
 def continued(
     logits_of: Callable[[Tensor], Tensor], prompts: Sequence[Sequence[int]], length: int, generator: torch.Generator
 ) -> Tensor:
-    """Sample texts at temperature 1: [B, length] tokens, through end tokens (a new turn or text follows one).
+    """Sample texts at temperature 1: [B, length] tokens, through end tokens (a new turn or text
+    follows one).
 
-    logits_of: takes the next tokens [B, N] of all texts, each once, and returns logits [B, V] after the last of them.
+    logits_of: takes the next tokens [B, N] of all texts, each once, and returns logits [B, V] after
+    the last of them.
     """
     known_BT = torch.full((len(prompts), length), -1)
     for row, prompt in enumerate(prompts):
@@ -246,10 +249,11 @@ def continued(
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor, tv_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 - TV.
+    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 -
+    TV.
 
-    The total variation is one minus the probability that speculative sampling accepts a drafted token.
-    The share of KL that always stays keeps some mass on the target's less likely tokens.
+    The total variation is one minus the probability that speculative sampling accepts a drafted
+    token. The share of KL that always stays keeps some mass on the target's less likely tokens.
     """
     log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
     p = log_p.exp()
@@ -262,7 +266,8 @@ def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor, tv_weig
 def position_weights(inputs: Tensor, tokenizer: PreTrainedTokenizerFast, prompt_weight: float) -> Tensor:
     """1 where the next token belongs to an assistant turn or to prose, ``prompt_weight`` elsewhere.
 
-    User and system turns are prompts when serving: the draft conditions on them but never drafts them.
+    User and system turns are prompts when serving: the draft conditions on them but never drafts
+    them.
     """
     starts = tokenizer.convert_tokens_to_ids([BOS, *ROLE_TOKENS.values()])
     prompts = tokenizer.convert_tokens_to_ids([ROLE_TOKENS["system"], ROLE_TOKENS["user"]])

@@ -1,10 +1,11 @@
-"""Polydraft on Ray Serve: several daemons at one address, with prefix affinity, autoscaling and a graceful drain.
+"""Polydraft on Ray Serve: several daemons at one address, with prefix affinity, autoscaling and a
+graceful drain.
 
     serve run deploy.ray_app:build arguments="MODEL --draft-model DRAFT" max_replicas=4
 
-`Front` receives HTTP requests and `PrefixRouter` chooses a replica. Each `Replica` runs one `polydraft serve` and
-forwards requests to it over a unix socket, so that it behaves like a daemon. For KubeRay there is
-`deploy/kubernetes/rayservice.yaml`.
+`Front` receives HTTP requests and `PrefixRouter` chooses a replica. Each `Replica` runs one
+`polydraft serve` and forwards requests to it over a unix socket, so that it behaves like a daemon.
+For KubeRay there is `deploy/kubernetes/rayservice.yaml`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ _REPLICA = "x-polydraft-replica"
 _TRIES = 3
 # A daemon reports its state at once; whole answers have no time limit.
 _PROBE_S = 5.0
-# A busy replica is left out of the metrics page, so that the page is ready before Prometheus' timeout (10 s).
+# A busy replica is left out of the metrics page, so that the page is ready before Prometheus'
+# timeout (10 s).
 _SCRAPE_S = 1.0
-# With this command the daemon drains when the replica, which holds its standard input, has ended in any way.
+# With this command the daemon drains when the replica, which holds its standard input, has ended in
+# any way.
 SUPERVISED = [
     *("sh", "-c"),
     'exec 3<&0; "$@" </dev/null & child=$!; (cat <&3 >/dev/null; kill -TERM $child) & watch=$!; '
@@ -86,11 +89,15 @@ class Replica:
         raise RuntimeError(f"polydraft serve is not ready after {timeout_s:.0f} s")
 
     async def check_health(self) -> None:
-        """Raise if the daemon has ended or its engine completes no more steps; Ray then starts another replica."""
+        """Raise if the daemon has ended or its engine completes no more steps; Ray then starts
+        another replica.
+        """
         (await self._client.get("/health", timeout=_PROBE_S)).raise_for_status()
 
     async def answer(self, call: ReplicaCall) -> AsyncIterator[tuple[int, list[tuple[str, str]]] | bytes]:
-        """Yield status and headers, then the body in pieces. If the caller leaves, the daemon aborts the request."""
+        """Yield status and headers, then the body in pieces. If the caller leaves, the daemon
+        aborts the request.
+        """
         request = self._client.build_request(call.method, call.target, headers=call.headers, content=call.body)
         response = await self._client.send(request, stream=True)
         try:
@@ -111,7 +118,9 @@ class Replica:
 
 
 class Front:
-    """Forwards HTTP requests to replicas. If a replica dies before its answer begins, another one gets the request."""
+    """Forwards HTTP requests to replicas. If a replica dies before its answer begins, another one
+    gets the request.
+    """
 
     def __init__(self, replicas: DeploymentHandle[Replica], max_request_bytes: int) -> None:
         self._replicas = replicas.options(stream=True)
@@ -149,10 +158,13 @@ class Front:
         return _refusal(call, 503, "service_unavailable", "engine_unavailable", "the replica ended; try again")
 
     async def _metrics(self) -> Response:
-        """Return the metrics of all replicas. If there are none, none is asked, because Ray would start one."""
+        """Return the metrics of all replicas. If there are none, none is asked, because Ray would
+        start one.
+        """
         pages: dict[str, str] = {}
 
-        # In sequence: the router identifies a waiting call by its HTTP request, so two calls would hide each other.
+        # In sequence: the router identifies a waiting call by its HTTP request, so two calls would
+        # hide each other.
         for name in await asyncio.to_thread(replica_names):
             call = ReplicaCall("GET", "/metrics", [], b"", replica=name)
             answer = self._replicas.answer.remote(call)
@@ -168,7 +180,9 @@ class Front:
         return Response(merged(pages), media_type=CONTENT_TYPE)
 
     async def _respond(self, call: ReplicaCall, answer: Any) -> Response:
-        """Return the response of a replica: a stream in pieces, other responses when they are complete."""
+        """Return the response of a replica: a stream in pieces, other responses when they are
+        complete.
+        """
         status, headers = await anext(answer)
         kind = dict(headers).get("content-type", "")
         if kind.startswith("text/event-stream"):
@@ -178,7 +192,9 @@ class Front:
 
 
 def replica_names() -> list[str]:
-    """Return the ids of this application's replicas, also of starting ones; Ray's actor names end with them."""
+    """Return the ids of this application's replicas, also of starting ones; Ray's actor names end
+    with them.
+    """
     ours = f"::{serve.get_replica_context().app_name}#Replica#"
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [one["name"].rpartition("#")[2] for one in actors if ours in one["name"]]
@@ -208,7 +224,9 @@ def _events_in(chunk: bytes) -> int:
 
 
 def _last_event(call: ReplicaCall, num_events: int) -> bytes:
-    """Return the error event of a stream that broke after `num_events` events, in the format of its endpoint."""
+    """Return the error event of a stream that broke after `num_events` events, in the format of its
+    endpoint.
+    """
     if "/v1/messages" in call.target:
         data = {"type": "error", "error": {"type": "api_error", "message": _ENDED}}
         return f"event: error\ndata: {json.dumps(data)}\n\n".encode()
@@ -239,13 +257,15 @@ def _words(value: Any) -> Any:
 
 
 class Options(BaseModel):
-    """Options of `build`, from the command line (`serve run ... name=value`) or from `serveConfigV2`."""
+    """Options of `build`, from the command line (`serve run ... name=value`) or from
+    `serveConfigV2`.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     arguments: Annotated[list[str], BeforeValidator(_words)] = []
-    """Arguments of `polydraft serve` in every replica, as a list or as in a shell; without any, the embedded pair is
-    served.
+    """Arguments of `polydraft serve` in every replica, as a list or as in a shell; without any, the
+    embedded pair is served.
     """
     min_replicas: int = Field(1, ge=0)
     max_replicas: int = Field(4, ge=1)
@@ -256,14 +276,18 @@ class Options(BaseModel):
     downscale_delay_s: float = Field(600, ge=0)
     """Time with too few open requests after which a replica is removed."""
     max_ongoing_requests: int = Field(64, ge=1)
-    """Maximum number of open requests per replica, including the daemon's queue beyond `--max-num-seqs`."""
+    """Maximum number of open requests per replica, including the daemon's queue beyond
+    `--max-num-seqs`.
+    """
     max_queued_requests: int = Field(1024, ge=-1)
     """Maximum number of requests that wait for a replica; further ones get 429."""
     num_cpus: float = Field(2, ge=0)
     num_gpus: float = Field(0, ge=0)
     """Resources that a replica reserves."""
     most_ahead: int = Field(8, ge=0)
-    """Number of requests by which a prefix's replica may exceed the idlest one before others take over."""
+    """Number of requests by which a prefix's replica may exceed the idlest one before others take
+    over.
+    """
     drain_timeout_s: float = Field(60, ge=0)
     start_timeout_s: float = Field(600, gt=0)
     max_request_bytes: int = Field(4 << 20, ge=1)

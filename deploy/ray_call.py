@@ -20,15 +20,19 @@ class ReplicaCall:
     headers: list[tuple[str, str]]
     body: bytes
     prefix: str = field(default="")
-    """Key of the prefix: requests with the same one share a replica's prefix cache; empty for any replica."""
+    """Key of the prefix: requests with the same one share a replica's prefix cache; empty for any
+    replica.
+    """
     replica: str = ""
     """Name of the replica; empty for any."""
 
 
 def prefix_of(body: bytes) -> str:
-    """Return the key of requests that should share a cache: `prompt_cache_key` or the beginning of the prompt.
+    """Return the key of requests that should share a cache: `prompt_cache_key` or the beginning of
+    the prompt.
 
-    For a conversation it covers everything up to the first user message, so that later turns reach the same replica.
+    For a conversation it covers everything up to the first user message, so that later turns reach
+    the same replica.
     """
     try:
         fields = json.loads(body)

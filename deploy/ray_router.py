@@ -1,7 +1,7 @@
 """Chooses the replica of a request.
 
-The router needs a separate module. Ray Serve sends it to the replicas by value, so each of its classes exists twice
-there, and `isinstance` would reject objects from the front.
+The router needs a separate module. Ray Serve sends it to the replicas by value, so each of its
+classes exists twice there, and `isinstance` would reject objects from the front.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from deploy.ray_call import ReplicaCall
 
 
 class PrefixRouter(RequestRouter):
-    """Router that sends requests with one prefix to one replica, unless it is much busier than another one."""
+    """Router that sends requests with one prefix to one replica, unless it is much busier than
+    another one.
+    """
 
     def initialize_state(self, most_ahead: int = 8) -> None:  # type: ignore[override]
-        """most_ahead: number of requests by which the preferred replica may exceed the idlest one."""
+        """most_ahead: number of requests by which the preferred replica may exceed the idlest
+        one.
+        """
         self._most_ahead = most_ahead
         self._open: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in order of preference. Rendezvous hashing moves few prefixes when replicas change."""
+        """Return the replicas in order of preference. Rendezvous hashing moves few prefixes when
+        replicas change.
+        """
         if not candidate_replicas:
             return []
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None

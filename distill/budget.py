@@ -1,4 +1,6 @@
-"""Budget of a run: measured speeds, the texts and epochs that fit some hours, and the estimate of the time."""
+"""Budget of a run: measured speeds, the texts and epochs that fit some hours, and the estimate of
+the time.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def estimate(amount: Amount, speeds: Speeds, present: Present, num_checkpoints: 
 def fitting(seconds: float, speeds: Speeds, present: Present, num_checkpoints: int) -> Amount:
     """Return the texts and epochs that take this long.
 
-    There are as many epochs as a new token costs steps of training, so that at least half of the time is training.
+    There are as many epochs as a new token costs steps of training, so that at least half of the
+    time is training.
     """
     ratio = (1 / speeds.sampling + 1 / speeds.states) * speeds.training
     epochs = max(1, min(_MOST_EPOCHS, round(ratio)))
@@ -92,6 +95,8 @@ def fitting(seconds: float, speeds: Speeds, present: Present, num_checkpoints: i
 
 
 def to_dict(speeds: Speeds, estimated: Estimate) -> dict[str, Any]:
-    """Return speeds and estimate as they are reported; the speed of a part that is not needed is left out."""
+    """Return speeds and estimate as they are reported; the speed of a part that is not needed is
+    left out.
+    """
     rounded = {name: round(value, 1) for name, value in asdict(speeds).items() if isfinite(value)}
     return {"speeds": rounded, "estimate": {name: round(value) for name, value in asdict(estimated).items()}}

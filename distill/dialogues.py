@@ -1,7 +1,8 @@
 """Prompts and whole conversations of files, in the target's tokens.
 
-A file has JSON lines. A line is a conversation (`messages`, or `turns` as texts or as pairs of role and text), one
-message (`prompt`), a question with or without its `answer`, or plain `text`, which is continued without a template.
+A file has JSON lines. A line is a conversation (`messages`, or `turns` as texts or as pairs of role
+and text), one message (`prompt`), a question with or without its `answer`, or plain `text`, which
+is continued without a template.
 """
 
 from __future__ import annotations
@@ -40,12 +41,16 @@ class FileDialogue(NamedTuple):
 
 
 def read_dialogues(file: Path) -> list[FileDialogue]:
-    """Return the conversations of a file; raise ConfigError if it cannot be read, or if a line has none."""
+    """Return the conversations of a file; raise ConfigError if it cannot be read, or if a line has
+    none.
+    """
     return [dialogue for _, dialogue in read_records(file)]
 
 
 def read_records(file: Path) -> list[tuple[dict[str, Any], FileDialogue]]:
-    """Return the lines of a file with their conversations; raise ConfigError as `read_dialogues` does."""
+    """Return the lines of a file with their conversations; raise ConfigError as `read_dialogues`
+    does.
+    """
     try:
         lines = file.read_text(encoding="utf8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +102,9 @@ class ChatTokens:
         return ids
 
     def message_tokens(self, messages: Sequence[Message], begins_answer: bool = False) -> list[int]:
-        """Return the tokens of a conversation, with those that begin an answer or without; raise ConfigError."""
+        """Return the tokens of a conversation, with those that begin an answer or without; raise
+        ConfigError.
+        """
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self._folder}: has no chat template; give texts as `text`, without roles")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins_answer)
@@ -110,7 +117,9 @@ class ChatTokens:
         return text
 
     def marked(self, messages: Sequence[Message], length: int) -> LearnedText:
-        """Return at most `length` tokens of a conversation, in which the distributions of all answers count."""
+        """Return at most `length` tokens of a conversation, in which the distributions of all
+        answers count.
+        """
         token_ids = self.message_tokens(messages)
         counts = [False] * len(token_ids)
         for number, message in enumerate(messages):

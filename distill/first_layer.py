@@ -1,9 +1,11 @@
-"""First weights of an EAGLE-3 head, in closed form: the best linear prediction of the target's next state.
+"""First weights of an EAGLE-3 head, in closed form: the best linear prediction of the target's next
+state.
 
-The target's state y at token t, after its last layer and normalised, is predicted from y at t - 1 and the embedding e
-of token t: y' = A y + B e + c, by least squares. One layer computes this if each row attends to itself: its values
-are (A - I) y + B e, to which the residual stream adds y. The MLP adds nothing at first. Steps of training start from
-there, so that a few thousand texts are enough for a useful head.
+The target's state y at token t, after its last layer and normalised, is predicted from y at t - 1
+and the embedding e of token t: y' = A y + B e + c, by least squares. One layer computes this if
+each row attends to itself: its values are (A - I) y + B e, to which the residual stream adds y. The
+MLP adds nothing at first. Steps of training start from there, so that a few thousand texts are
+enough for a useful head.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class StateFit(NamedTuple):
 
 
 def fit_states(rows: TextRows, embedding_VD: Tensor) -> StateFit:
-    """Fit the prediction on texts. The last tap of the rows is the state that leaves the target's last layer."""
+    """Fit the prediction on texts. The last tap of the rows is the state that leaves the target's
+    last layer.
+    """
     width = embedding_VD.shape[1]
     is_token = torch.arange(rows.token_ids_RL.shape[1]) < rows.lengths_R[:, None]
     state_RLD = _normalised(rows.taps_RLX[..., -width:].float())
@@ -60,7 +64,9 @@ def _normalised(state: Tensor) -> Tensor:
 
 
 def first_eagle_layer(weights: dict[str, Tensor], fit: StateFit, layers: Any) -> dict[str, Tensor]:
-    """Return the weights of a head of one layer that predicts by a fit. layers: transformers config of the head's."""
+    """Return the weights of a head of one layer that predicts by a fit. layers: transformers config
+    of the head's.
+    """
     attention, width = "layers.0.self_attn.", len(fit.constant_D)
     change_DX = torch.cat([fit.embedding_weight_DD, fit.state_weight_DD - torch.eye(width)], 1)
     left_DR, sizes_R, right_RX = torch.linalg.svd(change_DX, full_matrices=False)

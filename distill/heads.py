@@ -56,8 +56,8 @@ def draft_vocab_size(wanted: int, vocab_size: int) -> int:
 def choose_tokens(counts_V: npt.NDArray[np.int64], size: int) -> Tensor | None:
     """Return [size] the most frequent tokens in ascending order, None for all of them.
 
-    Of tokens that are equally frequent the first ones of the vocabulary are chosen: merges of tokenizers are sorted by
-    their frequency.
+    Of tokens that are equally frequent the first ones of the vocabulary are chosen: merges of
+    tokenizers are sorted by their frequency.
     """
     if size == len(counts_V):
         return None
@@ -75,7 +75,8 @@ def write_config(shape: HeadShape, target: Target) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": config.num_attention_heads,
-        # As many as heads: the embedding of a row's token reaches an EAGLE-3 head's states through its values alone.
+        # As many as heads: the embedding of a row's token reaches an EAGLE-3 head's states through
+        # its values alone.
         "num_key_value_heads": config.num_attention_heads if is_eagle else config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
@@ -118,7 +119,9 @@ def write_config(shape: HeadShape, target: Target) -> dict[str, Any]:
 
 
 def checked_config(shape: HeadShape, target: Target) -> HeadConfig:
-    """Return the configuration of a new head; raise ConfigError for targets that no head is trained for."""
+    """Return the configuration of a new head; raise ConfigError for targets that no head is trained
+    for.
+    """
     if shape.kind not in KINDS:
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, not {shape.kind}")
     if not hasattr(target.config, "intermediate_size"):
@@ -134,8 +137,8 @@ def new_head(
 ) -> Head:
     """A head with first weights; raises ConfigError.
 
-    It shares the target's embeddings, and its output head has the target's rows, which are not trained. tokens: of its
-    smaller vocabulary; fit: an EAGLE-3 head begins from it.
+    It shares the target's embeddings, and its output head has the target's rows, which are not
+    trained. tokens: of its smaller vocabulary; fit: an EAGLE-3 head begins from it.
     """
     config = checked_config(shape, target)
     generator = torch.Generator().manual_seed(seed)
@@ -168,7 +171,9 @@ def _first(name: str, size: torch.Size, num_layers: int, generator: torch.Genera
 
 
 def _main_directions(target: Target, rank: int) -> Tensor:
-    """Return [V, rank] the embeddings in the directions in which they differ most, with mean squares of 1."""
+    """Return [V, rank] the embeddings in the directions in which they differ most, with mean
+    squares of 1.
+    """
     embedding_VD = target.weights.embedding_VD.cpu().double()
     _, directions_DD = torch.linalg.eigh(embedding_VD.T @ embedding_VD)
     projected_VR = embedding_VD @ directions_DD[:, -rank:]
@@ -187,13 +192,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def tokens_of(weights: dict[str, Tensor]) -> Tensor | None:
-    """Return [size] the tokens of a head with a smaller vocabulary, None for all of the target's."""
+    """Return [size] the tokens of a head with a smaller vocabulary, None for all of the
+    target's.
+    """
     distances = weights.get("d2t")
     return None if distances is None else distances + torch.arange(len(distances))
 
 
 def take_weights(head: Head, weights: dict[str, Tensor], folder: Path) -> None:
-    """Give a head the weights of an earlier head; raise ConfigError if the earlier one has other weights."""
+    """Give a head the weights of an earlier head; raise ConfigError if the earlier one has other
+    weights.
+    """
     try:
         head.load_state_dict(weights)
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """Losses of a head against the target's distributions, at every depth that it drafts.
 
-Depth k of a chain counts only if the drafts above it are accepted, so its weight falls by `DECAY` with each depth.
-A head with a smaller vocabulary learns the target's distribution among its own tokens. Its acceptance counts the
-target's whole distribution.
+Depth k of a chain counts only if the drafts above it are accepted, so its weight falls by `DECAY`
+with each depth. A head with a smaller vocabulary learns the target's distribution among its own
+tokens. Its acceptance counts the target's whole distribution.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class TextBatch:
     last_RLD: Tensor
     """Target's states after the final norm."""
     is_whole: bool
-    """Whether the target's distribution over all its tokens is computed: acceptance needs it, and training does not."""
+    """Whether the target's distribution over all its tokens is computed: acceptance needs it, and
+    training does not.
+    """
 
     @staticmethod
     def of(rows: TextRows, device: torch.device, is_whole: bool = False) -> TextBatch:
@@ -71,7 +73,9 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class Losses:
-    """One loss, and by depth the acceptance of one drafted token: while it is trained, that among its own tokens."""
+    """One loss, and by depth the acceptance of one drafted token: while it is trained, that among
+    its own tokens.
+    """
 
     loss: Tensor
     acceptance_L: Tensor
@@ -89,10 +93,11 @@ LossOf = Callable[[Any, TextBatch, int, float, torch.Generator], Losses]
 
 
 def distillation_loss(student_NV: Tensor, teacher: Teacher, tv_weight: float) -> tuple[Tensor, Tensor]:
-    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 - TV.
+    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 -
+    TV.
 
-    The total variation is one minus the probability that speculative sampling accepts a drafted token.
-    The share of KL that always stays keeps some mass on the target's less likely tokens.
+    The total variation is one minus the probability that speculative sampling accepts a drafted
+    token. The share of KL that always stays keeps some mass on the target's less likely tokens.
     """
     log_q_NV, p_NV = student_NV.float().log_softmax(-1), teacher.probs_NV
     q_NV, count = log_q_NV.exp(), max(1, len(p_NV))
@@ -105,9 +110,11 @@ def distillation_loss(student_NV: Tensor, teacher: Teacher, tv_weight: float) ->
 
 
 def eagle_losses(head: Any, texts: TextBatch, draft_length: int, tv_weight: float, _: torch.Generator) -> Losses:
-    """EAGLE-3's training-time test: below each token of a text a chain of the text's own tokens is drafted.
+    """EAGLE-3's training-time test: below each token of a text a chain of the text's own tokens is
+    drafted.
 
-    At the first depth a row reads the target's state before its token, at the further ones the head's own.
+    At the first depth a row reads the target's state before its token, at the further ones the
+    head's own.
     """
     num_texts, length = texts.token_ids_RL.shape
     flat_T = texts.token_ids_RL.flatten()
@@ -129,7 +136,9 @@ def eagle_losses(head: Any, texts: TextBatch, draft_length: int, tv_weight: floa
 def block_losses(
     head: Any, texts: TextBatch, draft_length: int, tv_weight: float, generator: torch.Generator
 ) -> Losses:
-    """Blocks after anchors at even distances: each slot drafts the next token, given the text's token before it."""
+    """Blocks after anchors at even distances: each slot drafts the next token, given the text's
+    token before it.
+    """
     num_texts, length = texts.token_ids_RL.shape
     device, size = texts.token_ids_RL.device, head.block_config.size
     step = -(-size // 2)
@@ -157,9 +166,11 @@ def block_losses(
 
 
 def anchors_of(counts_RL: Tensor, step: int, first: int) -> Tensor:
-    """Return [R, A] places from which blocks are drafted: of the places that count in a text every `step`-th one.
+    """Return [R, A] places from which blocks are drafted: of the places that count in a text every
+    `step`-th one.
 
-    The target has no state before a text's first token. A text with fewer places has anchors past its end.
+    The target has no state before a text's first token. A text with fewer places has anchors past
+    its end.
     """
     places = [1 + row[1:].nonzero().squeeze(1) for row in counts_RL]
     chosen = [place[min(first, len(place) // 2) :: step] for place in places]

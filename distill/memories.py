@@ -1,4 +1,5 @@
-"""Memories of whole texts, in which a head's layers can be trained: nothing is overwritten, gradients pass.
+"""Memories of whole texts, in which a head's layers can be trained: nothing is overwritten,
+gradients pass.
 
 Rows of R texts of L tokens lie one after the other, [R * L]. (`engine.heads.layers.Memory`.)
 """
@@ -16,9 +17,9 @@ _Kept = tuple[Tensor, Tensor]
 class ChainMemory:
     """The memory of EAGLE-3's training-time test.
 
-    Step k (from 0) computes the rows at drafting depth k + 1 after every token at once. The row of token i sees the
-    rows of step 0, which have read the target's states, up to token i - k, and of each later step m the one row of its
-    own chain, at token i - k + m.
+    Step k (from 0) computes the rows at drafting depth k + 1 after every token at once. The row of
+    token i sees the rows of step 0, which have read the target's states, up to token i - k, and of
+    each later step m the one row of its own chain, at token i - k + m.
     """
 
     def __init__(self, num_texts: int) -> None:
@@ -43,7 +44,8 @@ class ChainMemory:
         groups = query.shape[1] // steps[0][0].shape[1]
         keys = [_moved(key.repeat_interleave(groups, 1), step - number) for number, (key, _) in enumerate(steps)]
         values = [_moved(value.repeat_interleave(groups, 1), step - number) for number, (_, value) in enumerate(steps)]
-        # Row i of a moved step is the one that token i sees. Token 0 has no row: the target has no state before it.
+        # Row i of a moved step is the one that token i sees. Token 0 has no row: the target has no
+        # state before it.
         length = query.shape[2]
         index = torch.arange(length, device=query.device)
         seen_LL = (index[None] <= index[:, None] - step) & (index[None] > 0)
@@ -61,7 +63,9 @@ class ChainMemory:
 
 
 class BlockMemory:
-    """The memory of blocks after many anchors of each text: a block sees the context before its anchor, and itself."""
+    """The memory of blocks after many anchors of each text: a block sees the context before its
+    anchor, and itself.
+    """
 
     def __init__(self, anchors_RA: Tensor, block_size: int, is_causal: bool) -> None:
         self._anchors_RA, self._size, self._is_causal = anchors_RA, block_size, is_causal

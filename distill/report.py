@@ -25,7 +25,9 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 def read_report_prompts(file: Path, target: str, length: int) -> dict[str, Prompts]:
-    """Return the last tokens of the prompts of a file, by their `task` if lines have one; raise ConfigError."""
+    """Return the last tokens of the prompts of a file, by their `task` if lines have one; raise
+    ConfigError.
+    """
     chat = ChatTokens(target, ())
     prompts_by_task: dict[str, list[tuple[int, ...]]] = {}
     for record, dialogue in read_records(file):
@@ -44,7 +46,9 @@ def _prompt_tokens(chat: ChatTokens, dialogue: FileDialogue) -> list[int]:
 def served_acceptance(
     pair: argparse.Namespace, prompts: Mapping[str, Prompts], draft_length: int, tokens: int
 ) -> dict[str, Any]:
-    """Answer prompts of tasks with one drafted chain and without, at some temperatures. pair: as of `load_pair`."""
+    """Answer prompts of tasks with one drafted chain and without, at some temperatures. pair: as of
+    `load_pair`.
+    """
     engine = load_pair(pair, _CONCURRENCY, 1, draft_length)
     room = engine.facts.max_model_len - tokens - draft_length - 1
     speculation = Speculation(rule=RULE, num_drafts=1, draft_length=draft_length)
@@ -82,7 +86,8 @@ def _key(temperature: float) -> str:
 def acceptance(steps: Sequence[Outcome]) -> dict[str, Any]:
     """Acceptance by depth, given that the depths above were accepted, and tokens of a pass.
 
-    The first token of an answer is not drafted: a head reads the target's states, and there are none yet.
+    The first token of an answer is not drafted: a head reads the target's states, and there are
+    none yet.
     """
     drafted = [step for step in steps if step.draft_length]
     longest = max((step.draft_length for step in drafted), default=0)

@@ -1,7 +1,9 @@
-"""The target's answers, sampled by the engine itself: its compiled passes, with many requests at once.
+"""The target's answers, sampled by the engine itself: its compiled passes, with many requests at
+once.
 
-A text is a function of the seed and its number, so that an interrupted run samples what it would have sampled. Answers
-of one conversation follow each other; conversations are answered side by side.
+A text is a function of the seed and its number, so that an interrupted run samples what it would
+have sampled. Answers of one conversation follow each other; conversations are answered side by
+side.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Sampler:
         """Is called with numbers of new tokens."""
 
     def continued(self, prompts: Sequence[Sequence[int]], first_number: int) -> list[LearnedText]:
-        """Return prompts with what follows them, through end tokens (another turn or text follows one)."""
+        """Return prompts with what follows them, through end tokens (another turn or text follows
+        one).
+        """
         most = self._plan.length - 1
         questions = [
             _Question(first_number + place, list(prompt[:most]), self._plan.length - len(prompt[:most]))
@@ -60,7 +64,9 @@ class Sampler:
         ]
 
     def sampled(self, dialogues: Sequence[FileDialogue], first_number: int) -> list[LearnedText]:
-        """Return what the target writes after prompts of a file: answers to messages, or the rest of a text."""
+        """Return what the target writes after prompts of a file: answers to messages, or the rest
+        of a text.
+        """
         answered = [one for one in dialogues if one.messages]
         plain = [one for one in dialogues if not one.messages]
         assert self._chat is not None
@@ -68,7 +74,9 @@ class Sampler:
         return self._answered(answered, first_number) + self.continued(prompts, first_number + len(answered))
 
     def _answered(self, dialogues: Sequence[FileDialogue], first_number: int) -> list[LearnedText]:
-        """Return conversations with the target's answers to all questions that there is room for."""
+        """Return conversations with the target's answers to all questions that there is room
+        for.
+        """
         chat, plan = self._chat, self._plan
         assert chat is not None
         histories: list[list[Message]] = [[] for _ in dialogues]

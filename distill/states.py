@@ -1,7 +1,8 @@
 """The target's states at every token of the texts, computed once and stored with them.
 
-A file of states belongs to a file of texts: `taps` [T, X] and `last` [T, D], the states after the final norm, from
-which the target's distribution below each token follows. Training reads the files and needs no further pass.
+A file of states belongs to a file of texts: `taps` [T, X] and `last` [T, D], the states after the
+final norm, from which the target's distribution below each token follows. Training reads the files
+and needs no further pass.
 """
 
 from __future__ import annotations

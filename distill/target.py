@@ -1,6 +1,8 @@
-"""The target while a head is trained for it: its states and distributions, by passes over whole texts.
+"""The target while a head is trained for it: its states and distributions, by passes over whole
+texts.
 
-Weights of a GGUF file are dequantised to bfloat16, so the states follow from the weights in the file.
+Weights of a GGUF file are dequantised to bfloat16, so the states follow from the weights in the
+file.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Observed:
 
 
 def _short_name(name: str) -> str:
-    """Return a model's name without a folder of this machine: that of its GGUF file or folder, or on the hub."""
+    """Return a model's name without a folder of this machine: that of its GGUF file or folder, or
+    on the hub.
+    """
     folder = Path(name)
     if not folder.exists():
         return name
@@ -73,7 +77,9 @@ class Target:
 
     @torch.inference_mode()
     def observe(self, token_ids_BT: Tensor) -> Observed:
-        """One pass over whole texts; shorter ones are filled up at their ends, which no other token sees."""
+        """One pass over whole texts; shorter ones are filled up at their ends, which no other token
+        sees.
+        """
         states: dict[int, Tensor] = {}
         with observing(self.model, (*self.taps, NORMED), states.__setitem__):
             logits_BTV = self.model(token_ids_BT.to(self.device), use_cache=False, logits_to_keep=1).logits

@@ -1,8 +1,9 @@
 """Texts on disk: what the target samples, and whole texts that are given.
 
-A *batch* is a file of texts: `token_ids` and `counts` [T] of all texts one after the other, and `lengths` [N]. Sampled
-batches and batches of given texts take turns. Sampled batch n is a function of the settings and n. So an interrupted
-run samples what it would have sampled, and a longer run begins with the texts of a shorter one.
+A *batch* is a file of texts: `token_ids` and `counts` [T] of all texts one after the other, and
+`lengths` [N]. Sampled batches and batches of given texts take turns. Sampled batch n is a function
+of the settings and n. So an interrupted run samples what it would have sampled, and a longer run
+begins with the texts of a shorter one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class TextPlace(NamedTuple):
     """The same at its end."""
 
     def cropped(self, context: int) -> TextPlace:
-        """Return the place of the part in which something is learned, with some tokens before it."""
+        """Return the place of the part in which something is learned, with some tokens before
+        it.
+        """
         start = max(0, self.before - context)
         length = self.length - start - self.after
         return self._replace(first=self.first + start, length=length, before=self.before - start, after=0)
@@ -67,7 +70,9 @@ class Texts:
         return self.folder / f"{source}-{number:05d}.safetensors"
 
     def files(self, num_tokens: float) -> list[Path]:
-        """Return the files of the first batches that have this many tokens together, as far as they are there."""
+        """Return the files of the first batches that have this many tokens together, as far as they
+        are there.
+        """
         files: list[Path] = []
         total = 0
         for file in self._in_turns():
@@ -78,7 +83,9 @@ class Texts:
         return files
 
     def _in_turns(self) -> Iterator[Path]:
-        """Yield the files of sampled batches, each with a batch of given texts after it as long as there are some."""
+        """Yield the files of sampled batches, each with a batch of given texts after it as long as
+        there are some.
+        """
         for number in count():
             yield self.file(SAMPLED, number)
             if (given := self.file(GIVEN, number)).exists():
@@ -106,7 +113,9 @@ class Texts:
             self.add(GIVEN, number, batch)
 
     def sample(self, texts_of: Callable[[int], Sequence[LearnedText]], num_tokens: int, bar: tqdm[Any]) -> None:
-        """Sample the batches that are missing up to a number of tokens in all texts. texts_of: samples a batch."""
+        """Sample the batches that are missing up to a number of tokens in all texts. texts_of:
+        samples a batch.
+        """
         total = 0
         for file in self._in_turns():
             if total >= num_tokens:

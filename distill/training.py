@@ -1,7 +1,7 @@
 """The training loop: batches, learning rate, checkpoints.
 
-A step is a function of the settings, the texts and the state before it. So a run that is resumed from a checkpoint ends
-with the weights of an uninterrupted one.
+A step is a function of the settings, the texts and the state before it. So a run that is resumed
+from a checkpoint ends with the weights of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class TrainingPlan:
         return self.learning_rate * min(1.0, progress / _WARM_UP_SHARE + 0.01) * cosine
 
     def variation_share(self, progress: float) -> float:
-        """Weight of total variation: none at first, because a head that agrees nowhere learns little from it."""
+        """Weight of total variation: none at first, because a head that agrees nowhere learns
+        little from it.
+        """
         return self.tv_weight * min(1.0, max(0.0, (progress - 0.1) / 0.3))
 
 
@@ -148,7 +150,9 @@ class Training:
         self.losses.append(losses.loss.item())
 
     def _numbers(self, step: int) -> Sequence[int]:
-        """The texts of a step, which have similar lengths; an epoch has all texts that are trained on once."""
+        """The texts of a step, which have similar lengths; an epoch has all texts that are trained
+        on once.
+        """
         size, num_steps = self.schedule.batch_size, self.num_steps // self.schedule.epochs
         epoch, place = divmod(step, num_steps)
         if epoch not in self._orders:
@@ -163,7 +167,9 @@ class Training:
     def _losses(
         self, numbers: Sequence[int], share: float, generator: torch.Generator, is_whole: bool = False
     ) -> Losses:
-        """Losses of some texts; share, is_whole: see `TrainingPlan.variation_share` and `TextBatch`."""
+        """Losses of some texts; share, is_whole: see `TrainingPlan.variation_share` and
+        `TextBatch`.
+        """
         rows = self.states.rows([self._trained[number] for number in numbers])
         batch = TextBatch.of(rows, self.head.device, is_whole)
         with autocast(self.head.device):
@@ -176,8 +182,8 @@ class Training:
 
     @torch.no_grad()
     def coverage(self) -> float:
-        """Return the share of the target's probability that the head's tokens have, where answers are sampled from
-        texts that are not trained on.
+        """Return the share of the target's probability that the head's tokens have, where answers
+        are sampled from texts that are not trained on.
         """
         shares = []
         for place in self.places[:NUM_VALIDATION]:
@@ -186,7 +192,9 @@ class Training:
         return round(float(torch.cat(shares).mean()), 4)
 
     def held_out_prompts(self) -> list[tuple[int, ...]]:
-        """Return beginnings of texts that are not trained on: up to the first answer, or a quarter of a text."""
+        """Return beginnings of texts that are not trained on: up to the first answer, or a quarter
+        of a text.
+        """
         prompts = []
         for place in self.places[:NUM_VALIDATION]:
             token_ids, counts, *_ = self.states.rows([place])
@@ -196,7 +204,9 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> list[float]:
-        """Acceptance at temperature 1 of one drafted token by depth, on texts that are not trained on."""
+        """Acceptance at temperature 1 of one drafted token by depth, on texts that are not trained
+        on.
+        """
         losses = [
             self._losses(range(first, first + 4), 1.0, torch.Generator().manual_seed(0), is_whole=True)
             for first in range(0, NUM_VALIDATION, 4)

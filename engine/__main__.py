@@ -1,7 +1,7 @@
 """`python -m engine`: the engine process (`process.py`).
 
-The garbage collector is off while modules are imported and the model is loaded, and later ignores the objects that were
-created then. It would otherwise scan them repeatedly.
+The garbage collector is off while modules are imported and the model is loaded, and later ignores
+the objects that were created then. It would otherwise scan them repeatedly.
 """
 
 from __future__ import annotations

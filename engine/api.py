@@ -1,8 +1,9 @@
 """Interface of the engine: messages to and from its process, and how to start it.
 
-This is the only engine module that the server imports, also for names from other modules (`implicit_reexport` in
-`pyproject.toml`). It does not import torch, so the HTTP process never loads it.
-Messages are msgpack over two one-way sockets; there is one message per step, never one per token.
+This is the only engine module that the server imports, also for names from other modules
+(`implicit_reexport` in `pyproject.toml`). It does not import torch, so the HTTP process never loads
+it. Messages are msgpack over two one-way sockets; there is one message per step, never one per
+token.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thin
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, Timing, read_logprobs
 from engine.scheduling.request_checks import check_requests, default_speculation, unknown_rule, with_fixed_shape
 
-# Spins of an idle OpenMP thread. With the default, two threads are 8 to 36 times slower as soon as anything else runs
-# on one of their cores.
+# Spins of an idle OpenMP thread. With the default, two threads are 8 to 36 times slower as soon as
+# anything else runs on one of their cores.
 _SPIN_COUNT = "10000"
 
 
@@ -72,8 +73,8 @@ class RequestVariant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: start the requests of one call. Values that they share are sent once, and are the same objects
-    there.
+    """To the engine: start the requests of one call. Values that they share are sent once, and are
+    the same objects there.
     """
 
     first: Request
@@ -84,7 +85,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
-        """Return the message for requests that differ only in their prompts and in the fields of `RequestVariant`."""
+        """Return the message for requests that differ only in their prompts and in the fields of
+        `RequestVariant`.
+        """
         prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
         number = {name: index for index, name in enumerate(prompts)}
         variants = [
@@ -138,13 +141,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the grammar of a request can be followed; sent for requests that have one."""
+    """From the engine: the grammar of a request can be followed; sent for requests that have
+    one.
+    """
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: last message of a request that it cannot serve, or cannot continue to serve."""
+    """From the engine: last message of a request that it cannot serve, or cannot continue to
+    serve.
+    """
 
     request_id: str
     message: str
@@ -167,7 +174,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """To the engine, on its standard input: the models to load, and the zmq addresses of its messages."""
+    """To the engine, on its standard input: the models to load, and the zmq addresses of its
+    messages.
+    """
 
     config: EngineConfig
     inbox: str
@@ -199,19 +208,24 @@ def start_process() -> subprocess.Popen[bytes]:
 def launch(
     process: subprocess.Popen[bytes], config: EngineConfig, inbox: str, outbox: str, is_offline: bool = False
 ) -> None:
-    """Send a new engine process its configuration and the addresses of the sockets it reads from and writes to.
+    """Send a new engine process its configuration and the addresses of the sockets it reads from
+    and writes to.
 
-    is_offline: whether models come from the hub's cache even if the environment allows to ask the hub.
+    is_offline: whether models come from the hub's cache even if the environment allows to ask the
+    hub.
     """
     # The environment may have changed since the process was started, for instance after a download.
     is_offline = is_offline or os.environ.get("HF_HUB_OFFLINE") == "1"
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:  # a process that has ended is detected elsewhere
+    # A process that has ended is detected elsewhere.
+    with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(encode(Launch(config=config, inbox=inbox, outbox=outbox, is_offline=is_offline)))
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own seed."""
+    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own
+    seed.
+    """
     # It imports numpy (0.13 s), which `polydraft serve --help` does not need.
     from engine import noise
 

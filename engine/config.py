@@ -1,6 +1,7 @@
 """Configuration of the engine: frozen, composed, sent to the engine process unchanged.
 
-Facts found at start (vocabulary, number of blocks, ...) are a new value, `EngineFacts`; they do not change this one.
+Facts found at start (vocabulary, number of blocks, ...) are a new value, `EngineFacts`; they do not
+change this one.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """Folder (or hub name) of the target model in transformers format."""
     draft: str | None = None
-    """Folder (or hub name) of the draft model; `MTP` is the module inside the target; None serves without one."""
+    """Folder (or hub name) of the draft model; `MTP` is the module inside the target; None serves
+    without one.
+    """
     tokenizer: str = ""
     """Folder (or hub name) of the tokenizer, for grammars; empty uses the target's."""
     revision: str | None = None
     """Hub revision of the target, and of its own tokenizer."""
     draft_revision: str | None = None
     dtype: Dtype = "auto"
-    """Type of the weights; auto is the checkpoint's. A CPU computes in float32, whatever the weights' type."""
+    """Type of the weights; auto is the checkpoint's. A CPU computes in float32, whatever the
+    weights' type.
+    """
     device: Device = "auto"
     """Device of the models; auto is CUDA if there is a device."""
     num_threads: int = 0
@@ -46,22 +51,32 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     """Processes over which the target is split; the draft model stays whole."""
     weights: Weights = "auto"
-    """Number format of the weights: auto is the checkpoint's. A CPU's decoder has int8 and int4, with a scale for every
-    32 weights (`cpu/weights.py`); on other devices fp8 and int4 are quantised by torchao, except the output head
-    (`models/quantising.py`).
+    """Number format of the weights: auto is the checkpoint's. A CPU's decoder has int8 and int4,
+    with a scale for every 32 weights (`cpu/weights.py`); on other devices fp8 and int4 are
+    quantised by torchao, except the output head (`models/quantising.py`).
     """
     draft_weights: Weights = "auto"
-    """Number format of a draft model's weights; auto is that of `weights`, or the checkpoint's for a head."""
+    """Number format of a draft model's weights; auto is that of `weights`, or the checkpoint's for
+    a head.
+    """
     activations: Activations = "auto"
-    """Numbers that a CPU multiplies with weights: auto rounds them as its dot products need it, float32 never."""
+    """Numbers that a CPU multiplies with weights: auto rounds them as its dot products need it,
+    float32 never.
+    """
     kv_dtype: KVDtype = "auto"
     """Type of the K/V cache; auto is float32 if a CPU decodes in float32, else the model's type."""
     enforce_eager: bool = False
-    """Launch the operations of decode steps one by one on a CUDA device, and record no graphs of them."""
+    """Launch the operations of decode steps one by one on a CUDA device, and record no graphs of
+    them.
+    """
     adapter: str = ""
-    """Folder (or hub name) of a LoRA adapter that is merged into the target's weights; empty for none."""
+    """Folder (or hub name) of a LoRA adapter that is merged into the target's weights; empty for
+    none.
+    """
     probe: Probe = "refuse"
-    """Treatment of models whose logits differ from plain transformers by more than rounding explains."""
+    """Treatment of models whose logits differ from plain transformers by more than rounding
+    explains.
+    """
 
     given_names: dict[str, str] = {}
     """Names in the command line of models whose folders are derived from GGUF files, by folder."""
@@ -74,7 +89,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def draft_source(self) -> tuple[str, str | None] | None:
-        """Return name and revision of the model that holds the draft model; None without a draft model."""
+        """Return name and revision of the model that holds the draft model; None without a draft
+        model.
+        """
         if self.draft is None:
             return None
         if self.draft == MTP:
@@ -96,7 +113,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     """Blocks in the target's pool; 0 sizes it from `memory_bytes`."""
     device_share: float = 0.0
-    """Share of a CUDA device's memory for weights, steps and K/V together; 0 is most of the free memory."""
+    """Share of a CUDA device's memory for weights, steps and K/V together; 0 is most of the free
+    memory.
+    """
     memory_bytes: int = 0
     """Memory for the K/V of target and draft together; 0 chooses by device."""
     prefix_caching: bool = True
@@ -111,17 +130,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     """Tokens of one target pass, prompt chunks and drafted nodes together."""
     max_copied_tokens: int = 32
-    """Most tokens of the text drafts of a request in a step, from a prediction and from texts; 0 disables them."""
+    """Most tokens of the text drafts of a request in a step, from a prediction and from texts; 0
+    disables them.
+    """
     max_prompt_tokens: int = 0
-    """Prompt tokens of a step in which other requests decode; 0 is 512 on a CPU, and the rest of the step's budget
-    elsewhere.
+    """Prompt tokens of a step in which other requests decode; 0 is 512 on a CPU, and the rest of
+    the step's budget elsewhere.
     """
     max_drafted_nodes: int = 0
-    """Most nodes that a step drafts without measured step times. Adaptive requests draft smaller shapes, and requests
-    with fixed shapes take turns. 0 is 128 on a CPU, and no limit elsewhere.
+    """Most nodes that a step drafts without measured step times. Adaptive requests draft smaller
+    shapes, and requests with fixed shapes take turns. 0 is 128 on a CPU, and no limit elsewhere.
     """
     max_model_len: int = 0
-    """Longest prompt plus answer in tokens; 0 is the model's own limit, or less if the K/V pool is smaller."""
+    """Longest prompt plus answer in tokens; 0 is the model's own limit, or less if the K/V pool is
+    smaller.
+    """
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,19 +159,27 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_method: str = ""
     """Method of drawing the children of a node; empty is the rule's own method."""
     tree: tuple[int, ...] = ()
-    """Children of every node by depth, instead of `num_drafts` and `draft_length`; empty is chains."""
+    """Children of every node by depth, instead of `num_drafts` and `draft_length`; empty is
+    chains.
+    """
     adaptive: bool = False
-    """Choose the shape by load and acceptance, up to `num_drafts` and `draft_length`, for requests that set none."""
+    """Choose the shape by load and acceptance, up to `num_drafts` and `draft_length`, for requests
+    that set none.
+    """
     seed_shape: tuple[int, int] | None = None
-    """Number and length of chains for requests with a seed, whose shape must not depend on the load; None chooses by
-    device.
+    """Number and length of chains for requests with a seed, whose shape must not depend on the
+    load; None chooses by device.
     """
     draft_window: int = 0
-    """Last tokens of the text that the draft model sees, stores and, of a long prompt, computes; 0 is all."""
+    """Last tokens of the text that the draft model sees, stores and, of a long prompt, computes; 0
+    is all.
+    """
     drafters: tuple[str, ...] = (MODEL,)
     """Sources of drafts: `model`, `prompt_lookup`, or both."""
     max_over_acceptance: float = 0.0
-    """Largest lossy over-acceptance that a request may ask for; 0 allows exact verification only."""
+    """Largest lossy over-acceptance that a request may ask for; 0 allows exact verification
+    only.
+    """
     observed_share: float = 0.01
     """Share of steps in which acceptance is compared with the optimum."""
     max_num_drafts: int = 16
@@ -158,7 +189,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the process that computes a request's grammar masks. A grammar that exceeds them ends its request."""
+    """Limits of the process that computes a request's grammar masks. A grammar that exceeds them
+    ends its request.
+    """
 
     start_timeout_s: float = 5.0
     """CPU time to read the grammar and compute its first mask."""
@@ -179,13 +212,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     calibrate: bool = True
-    """Measure step times at start. Without them answers report no speedup, adaptive requests draft their maximum, and
-    no time limits the prompts of a step in which other requests decode.
+    """Measure step times at start. Without them answers report no speedup, adaptive requests draft
+    their maximum, and no time limits the prompts of a step in which other requests decode.
     """
     profile_cache: str = "off"
     """Folder for measurements that the next start can reuse; `off` stores none."""
     self_check: bool = False
-    """Check at start, on the loaded pair, that the configured rule preserves the target's distribution."""
+    """Check at start, on the loaded pair, that the configured rule preserves the target's
+    distribution.
+    """
     log_format: Literal["text", "json"] = "text"
 
 
@@ -203,7 +238,9 @@ class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of drafts from one source, or of one shape, on which the exactness of rules depends."""
+    """Properties of drafts from one source, or of one shape, on which the exactness of rules
+    depends.
+    """
 
     title: str
     """Words for it in messages."""

@@ -1,7 +1,7 @@
 """Trees of drawn nodes in which all nodes of a depth have equally many children.
 
-Nodes are numbered from 1 on, level by level; the root is node 0. Each leaf is the end of a chain, and the chains are in
-the order of the leaves, so those through one node follow each other.
+Nodes are numbered from 1 on, level by level; the root is node 0. Each leaf is the end of a chain,
+and the chains are in the order of the leaves, so those through one node follow each other.
 """
 
 from __future__ import annotations

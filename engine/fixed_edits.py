@@ -1,7 +1,7 @@
 """Edits of one request's logits that do not depend on its tokens, as arrays that are built once.
 
-A step edits the logits of hundreds of nodes. Everything whose size a client controls (65,536 allowed tokens, 1,024
-biases) is prepared here, so that a node only reads it. No torch.
+A step edits the logits of hundreds of nodes. Everything whose size a client controls (65,536
+allowed tokens, 1,024 biases) is prepared here, so that a node only reads it. No torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class FixedEdits:
         return mask
 
     def allowed(self, vocab_size: int, holds_back: bool, tokens: Sequence[int], path: Sequence[int]) -> Bools | None:
-        """Return [V] the tokens that may come after a text and a path below it; None for all. Read-only."""
+        """Return [V] the tokens that may come after a text and a path below it; None for all.
+        Read-only.
+        """
         allowed = self.mask(vocab_size, holds_back)
         if barred := self.barred_after(tokens, path):
             allowed = np.ones(vocab_size, dtype=bool) if allowed is None else allowed.copy()
@@ -68,7 +70,8 @@ class FixedEdits:
         return allowed
 
     def has_dead_end(self, tokens: Sequence[int], emitted: Sequence[int], num_held: int, vocab_size: int) -> bool:
-        """Whether one of the tokens emitted after a text is masked, which happens only if the masks allow no token.
+        """Whether one of the tokens emitted after a text is masked, which happens only if the masks
+        allow no token.
 
         num_held: number of emitted tokens before which end tokens are masked.
         """
@@ -81,7 +84,9 @@ class FixedEdits:
         return False
 
     def barred_after(self, tokens: Sequence[int], path: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a bad word of several tokens after a text and a path below it."""
+        """Return the tokens that would complete a bad word of several tokens after a text and a
+        path below it.
+        """
         if not self._words or not (path or tokens):
             return []
         words = self._words.get(path[-1] if path else tokens[-1])
@@ -98,7 +103,9 @@ class SharedEdits:
         self._known: WeakValueDictionary[tuple[object, ...], FixedEdits] = WeakValueDictionary()
 
     def of(self, sampling: Sampling, ends: tuple[int, ...]) -> FixedEdits:
-        """Return the edits of a request. They are shared by identity of the objects, not by equality of the values."""
+        """Return the edits of a request. They are shared by identity of the objects, not by
+        equality of the values.
+        """
         source = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words
         key = (*map(id, source), ends)
         edits = self._known.get(key)

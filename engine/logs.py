@@ -1,4 +1,6 @@
-"""Log lines: text for people, or one JSON object per line for machines. `log_fields` adds fields to a line."""
+"""Log lines: text for people, or one JSON object per line for machines. `log_fields` adds fields to
+a line.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: time, level, message, the line's fields, and the traceback if there is one."""
+    """One JSON object: time, level, message, the line's fields, and the traceback if there is
+    one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the object as a line."""

@@ -1,7 +1,7 @@
 """Needs of a row in a step; every fast path states which needs it meets.
 
-A row without needs has a distribution that follows from its logits, temperature and filters, and drafts independent
-chains that race, or nothing. Needs are bits of an integer.
+A row without needs has a distribution that follows from its logits, temperature and filters, and
+drafts independent chains that race, or nothing. Needs are bits of an integer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ RACES = frozenset({"block", "bv_race"})
 
 
 def needs_of_distribution(has_context: bool, has_shifts: bool, sampling: Sampling) -> int:
-    """Return the needs of a row's distribution. has_context, has_shifts: whether it has `Row.text`, `Row.shifts`."""
+    """Return the needs of a row's distribution. has_context, has_shifts: whether it has `Row.text`,
+    `Row.shifts`.
+    """
     return TEXT * has_context | SHIFTS * has_shifts | ALONE * sampling.seed_stable
 
 

@@ -1,12 +1,14 @@
 """All random numbers that draft, verify and sample tokens, as a function of their use.
 
-A number is named by (request seed, position, purpose, chain, depth) and hashed from that name. There is no generator
-and no state, so an answer does not depend on other requests, and a preempted request draws the same numbers again.
+A number is named by (request seed, position, purpose, chain, depth) and hashed from that name.
+There is no generator and no state, so an answer does not depend on other requests, and a preempted
+request draws the same numbers again.
 
-`position` is the index of the first token that a step drafts. Each step emits at least one token, so no two steps of a
-request share a position and **no number is used twice**, even if a rejected token's index is drafted again. (Its old
-number has already influenced where the last step stopped; using it again would bias the output.) The clocks of
-seed-stable rows are named by the token's own index instead, because draft and target must race the same (`stable.py`).
+`position` is the index of the first token that a step drafts. Each step emits at least one token,
+so no two steps of a request share a position and **no number is used twice**, even if a rejected
+token's index is drafted again. (Its old number has already influenced where the last step stopped;
+using it again would bias the output.) The clocks of seed-stable rows are named by the token's own
+index instead, because draft and target must race the same (`stable.py`).
 
 Not for: anything that should look random to an adversary. The hash is the 64-bit finaliser of
 splitmix64 (Steele, Lea and Flood, 2014), applied once per part of the name.
@@ -30,7 +32,9 @@ LARGEST = 1 - 2.0**-53
 
 
 class Purpose(IntEnum):
-    """Decision for which a random number is used. Rules see the numbers of five purposes as a `ChainNoise`."""
+    """Decision for which a random number is used. Rules see the numbers of five purposes as a
+    `ChainNoise`.
+    """
 
     DRAFT = 1
     ACCEPT = 2
@@ -73,7 +77,8 @@ def uniform(
     chain: npt.ArrayLike = 0,
     depth: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.float64]:
-    """Return uniform numbers strictly inside (0, 1); the arguments broadcast (at least one dimension).
+    """Return uniform numbers strictly inside (0, 1); the arguments broadcast (at least one
+    dimension).
 
     purpose: one `Purpose`, or several, to draw for them in one call.
     """
@@ -82,7 +87,9 @@ def uniform(
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own seed."""
+    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own
+    seed.
+    """
     if index == 0:
         return seed
     return int(hash_words(seed, index, int(Purpose.CHOICE)).view(np.int64)[0])

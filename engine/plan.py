@@ -2,11 +2,11 @@
 
 Values only, in pure Python.
 
-Words: a *row* is one sequence's part of a step. Its *input ids* are the tokens of its text whose target K/V is missing
-(a prompt chunk, or just the last emitted token). A row *emits* when it reaches the end of the text; drafted *nodes*
-then follow its last input id, the *root*. A *slot* is the place of one token in the K/V pool, an *index* its place in
-the sequence. A *distribution* has the probabilities of all next tokens, given the
-text before it.
+Words: a *row* is one sequence's part of a step. Its *input ids* are the tokens of its text whose
+target K/V is missing (a prompt chunk, or just the last emitted token). A row *emits* when it
+reaches the end of the text; drafted *nodes* then follow its last input id, the *root*. A *slot* is
+the place of one token in the K/V pool, an *index* its place in the sequence. A *distribution* has
+the probabilities of all next tokens, given the text before it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def num_text_nodes(drafts: Sequence[TextDraft]) -> int:
 
 
 def first_draft_key(draft_start: int, draft_first: int, end: int, window: int) -> int:
-    """Return the index of the first token that the draft model sees: at most the first that it computes now.
+    """Return the index of the first token that the draft model sees: at most the first that it
+    computes now.
 
-    draft_start, draft_first, window: as in `Row`; end: index after the last known token of the pass.
+    draft_start, draft_first, window: as in `Row`; end: index after the last known token of the
+    pass.
     """
     nearest = min(draft_first, end - window) if window else 0
     return max(draft_start, nearest)
@@ -45,7 +47,9 @@ def first_draft_key(draft_start: int, draft_first: int, end: int, window: int) -
 
 @dataclass(frozen=True, slots=True)
 class TargetShift:
-    """A change of the target distribution, caused by an earlier step of the sequence (`speculation.target_shift`)."""
+    """A change of the target distribution, caused by an earlier step of the sequence
+    (`speculation.target_shift`).
+    """
 
     remaining: int
     """Number of positions, from the next token on, for which it holds."""
@@ -54,13 +58,15 @@ class TargetShift:
 
 
 class Grammar(Protocol):
-    """Masks of an answer's next tokens: by the client's grammar, by a budget of thoughts, or by one after the other."""
+    """Masks of an answer's next tokens: by the client's grammar, by a budget of thoughts, or by one
+    after the other.
+    """
 
     def masks(
         self, answer: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Callable[[], list[npt.NDArray[np.bool_] | None]]:
-        """Ask which tokens may follow each path below an answer: [V], or None if all may, also below a path that has
-        ended. The returned function waits for the masks.
+        """Ask which tokens may follow each path below an answer: [V], or None if all may, also
+        below a path that has ended. The returned function waits for the masks.
         """
 
     def check_answer(self, emitted: Sequence[int]) -> None:
@@ -69,13 +75,17 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitContext:
-    """Inputs of a row's distribution besides its logits: the text, and the tokens that may follow it."""
+    """Inputs of a row's distribution besides its logits: the text, and the tokens that may follow
+    it.
+    """
 
     tokens: tuple[int, ...]
     """Prompt and answer so far."""
     num_prompt: int
     fixed: FixedEdits
-    """Edits of the request that are the same in every step; they mask end tokens before `min_tokens`."""
+    """Edits of the request that are the same in every step; they mask end tokens before
+    `min_tokens`.
+    """
     counts: TextCounts
     """Counts of the text, carried from step to step."""
     min_tokens: int = 0
@@ -83,23 +93,30 @@ class LogitContext:
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence's part of a step. (A msgspec struct, because one is created for every sequence in every step.)"""
+    """One sequence's part of a step. (A msgspec struct, because one is created for every sequence
+    in every step.)
+    """
 
     sequence_id: int
     input_ids: tuple[int, ...]
     """Tokens the target computes, at indices `first_index` and on."""
     first_index: int
     draft_input_ids: tuple[int, ...]
-    """Tokens the draft model computes, at `draft_first_index` and on; they end where `input_ids` end if the row draws.
+    """Tokens the draft model computes, at `draft_first_index` and on; they end where `input_ids`
+    end if the row draws.
     """
     draft_first_index: int
     draft_start: int = 0
-    """Index of the first token with draft K/V, now or later; the draft model sees no token before it."""
+    """Index of the first token with draft K/V, now or later; the draft model sees no token before
+    it.
+    """
     draft_window: int = 0
     """Tokens before its drafts that the draft model sees; 0 is all."""
     block_ids: tuple[int, ...]
     draft_block_ids: tuple[int, ...] | None = None
-    """Blocks of the draft model's K/V, valid from `first_draft_key` on; None if they are `block_ids`."""
+    """Blocks of the draft model's K/V, valid from `first_draft_key` on; None if they are
+    `block_ids`.
+    """
     emits: bool
     sampling: Sampling
     speculation: Speculation
@@ -145,7 +162,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """Return the index after the last input id, which is the index of the first drafted or emitted token."""
+        """Return the index after the last input id, which is the index of the first drafted or
+        emitted token.
+        """
         return self.first_index + len(self.input_ids)
 
     @property
@@ -170,14 +189,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_text_draft(self) -> int:
-        """Return the rank of the first text draft. Drawn chains come first; a row that draws none has one chain of
-        length 0.
+        """Return the rank of the first text draft. Drawn chains come first; a row that draws none
+        has one chain of length 0.
         """
         return max(1, self.num_drafts)
 
     @property
     def longest_chain(self) -> int:
-        """Return the length of the longest chain, drawn or text draft; 0 if the row does not speculate."""
+        """Return the length of the longest chain, drawn or text draft; 0 if the row does not
+        speculate.
+        """
         return max([len(self.fanout), *[len(draft.tokens) for draft in self.text_drafts]])
 
     @property
@@ -187,13 +208,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of drawn nodes, before equal ones are merged, and of nodes of text drafts."""
+        """Return the number of drawn nodes, before equal ones are merged, and of nodes of text
+        drafts.
+        """
         return num_nodes(self.fanout) + num_text_nodes(self.text_drafts)
 
     @property
     def num_tokens(self) -> int:
-        """Return the most tokens that the row adds to a pass of the target or the draft model, before equal prefixes
-        are merged.
+        """Return the most tokens that the row adds to a pass of the target or the draft model,
+        before equal prefixes are merged.
         """
         return max(len(self.input_ids) + self.num_nodes, len(self.draft_input_ids))
 
@@ -211,8 +234,8 @@ class Plan:
 
 
 class Emission(msgspec.Struct, frozen=True):
-    """Tokens that one sampling row emits: accepted draft tokens, then one more token (a msgspec struct, as a row
-    is).
+    """Tokens that one sampling row emits: accepted draft tokens, then one more token (a msgspec
+    struct, as a row is).
     """
 
     accepted: tuple[int, ...]
@@ -226,11 +249,15 @@ class Emission(msgspec.Struct, frozen=True):
     shifts: tuple[TargetShift, ...] = ()
     """Changes of the target distribution that hold after these tokens, oldest first."""
     gap: float | None = None
-    """Optimum acceptance minus the rule's own at the first position; None if it was not observed."""
+    """Optimum acceptance minus the rule's own at the first position; None if it was not
+    observed.
+    """
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the row asked for them."""
     bias: float = 0.0
-    """Distance from the target distribution that lossy acceptance allowed at these tokens, summed over positions."""
+    """Distance from the target distribution that lossy acceptance allowed at these tokens, summed
+    over positions.
+    """
     chains: tuple[tuple[int, ...], ...] = ()
     """Drafted chains, if the row reports them: drawn chains first, then text drafts."""
     rank: int = 0
@@ -243,6 +270,10 @@ class StepVerdict:
 
     emissions: tuple[Emission, ...]
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    """Logprobs of the tokens in `prompt_next`, one entry per row of the plan; empty if no row asks for them."""
+    """Logprobs of the tokens in `prompt_next`, one entry per row of the plan; empty if no row asks
+    for them.
+    """
     broken: frozenset[int] = frozenset()
-    """Ids of sequences whose emission is invalid, because a model computed non-finite numbers. They are ended."""
+    """Ids of sequences whose emission is invalid, because a model computed non-finite numbers. They
+    are ended.
+    """

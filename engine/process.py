@@ -1,7 +1,8 @@
 """The engine process: read the inbox, run a step, deliver the results, repeat.
 
-One thread owns all engine state and the device. A request that cannot be served is answered with a `Refused`; any other
-error ends the process with a `Failed`. The process exits when its parent has ended.
+One thread owns all engine state and the device. A request that cannot be served is answered with a
+`Refused`; any other error ends the process with a `Failed`. The process exits when its parent has
+ended.
 """
 
 from __future__ import annotations
@@ -90,8 +91,9 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
 class Loop:
     """Steps and messages of an engine.
 
-    If passes run on a device, a step's results are delivered, and requests are taken, while the next step's target pass
-    runs. An `Abort`, and all messages after it, wait until the step ends, because the device still writes its blocks.
+    If passes run on a device, a step's results are delivered, and requests are taken, while the
+    next step's target pass runs. An `Abort`, and all messages after it, wait until the step ends,
+    because the device still writes its blocks.
     """
 
     def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
@@ -165,7 +167,9 @@ def _refuse(failures: Failures, mailbox: Mailbox) -> None:
 
 
 def _wait_ms(engine: Engine) -> int:
-    """Return how long to wait for a message: 0 while there is work, and a short time while a grammar is being read."""
+    """Return how long to wait for a message: 0 while there is work, and a short time while a
+    grammar is being read.
+    """
     if engine.scheduler.has_work:
         return 0
     return _GRAMMAR_POLL_MS if engine.grammar_queue.num_waiting else _IDLE_POLL_MS
@@ -185,7 +189,9 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
 
 def main() -> int:
-    """Run the process; return 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
+    """Run the process; return 0 after a stop, 1 after an engine or load error, 2 for a bad
+    configuration.
+    """
     with contextlib.suppress(Exception):  # raised again, and reported, by `start`
         # Here, because it takes seconds, in which the other process reads its settings.
         import engine.start.starting  # noqa: F401

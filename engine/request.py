@@ -23,7 +23,9 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     between: tuple[int, ...] = ()
     """Tokens after closed thoughts, before further thoughts or the lead."""
     lead: tuple[int, ...] = ()
-    """Tokens of the mark that begins the rest of the answer. Without one, the rest follows the closing token."""
+    """Tokens of the mark that begins the rest of the answer. Without one, the rest follows the
+    closing token.
+    """
     is_begun: bool
     """Whether the prompt has opened the thoughts; otherwise the first tokens of the answer may."""
     budget: int | None = None
@@ -77,12 +79,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_certain(self) -> bool:
-        """Whether distribution and seed allow one token only: drafts are right or wrong, and no rule is needed."""
+        """Whether distribution and seed allow one token only: drafts are right or wrong, and no
+        rule is needed.
+        """
         return self.is_greedy or self.seed_stable
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token has probability 1: a smaller temperature would overflow float32."""
+        """Whether the most likely token has probability 1: a smaller temperature would overflow
+        float32.
+        """
         return self.temperature < _MIN_TEMPERATURE
 
 
@@ -101,25 +107,33 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     rule: str = "bv_race"
     num_drafts: int = 0
-    """Chains drawn per step (leaves of a tree); 0 draws none: plain decoding, unless `drafters` has text drafters."""
+    """Chains drawn per step (leaves of a tree); 0 draws none: plain decoding, unless `drafters` has
+    text drafters.
+    """
     draft_length: int = 0
     """Tokens in a chain (depth of a tree)."""
     draft_method: str = ""
     """Method of drawing the children of one node; empty is the rule's own method."""
     tree: tuple[int, ...] = ()
-    """Children of every node by depth, `draft_length` entries with product `num_drafts`; empty is chains that part at
-    the root.
+    """Children of every node by depth, `draft_length` entries with product `num_drafts`; empty is
+    chains that part at the root.
     """
     drafters: tuple[str, ...] = (MODEL,)
-    """Sources of drafts: the draft model, `prompt_lookup`, the request's `prediction`, `earlier_answers`."""
+    """Sources of drafts: the draft model, `prompt_lookup`, the request's `prediction`,
+    `earlier_answers`.
+    """
     adaptive: bool = False
-    """Whether the engine chooses the shape, and how much of text drafts, by load and acceptance (`engine.control`). The
-    two counts above are then maxima.
+    """Whether the engine chooses the shape, and how much of text drafts, by load and acceptance
+    (`engine.control`). The two counts above are then maxima.
     """
     over_acceptance: float = 0.0
-    """Lossy: drafts are accepted as if the target probabilities were larger by this amount; 0 is exact."""
+    """Lossy: drafts are accepted as if the target probabilities were larger by this amount; 0 is
+    exact.
+    """
     over_acceptance_residual: Literal["optimal", "target"] = "optimal"
-    """Lossy: distribution from which rejected drafts are replaced: `optimal` (Theorem 4 of Yin et al.) or `target`."""
+    """Lossy: distribution from which rejected drafts are replaced: `optimal` (Theorem 4 of Yin et
+    al.) or `target`.
+    """
 
     @property
     def uses_text_drafts(self) -> bool:
@@ -138,7 +152,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fanout(self) -> Fanout:
-        """Return the children of every drawn node by depth; if the engine chooses the shape, the maximum."""
+        """Return the children of every drawn node by depth; if the engine chooses the shape, the
+        maximum.
+        """
         if not self.num_drafts:
             return ()
         return self.tree or (self.num_drafts, *(1,) * (self.draft_length - 1))
@@ -147,8 +163,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log probability of an emitted token, and the likeliest tokens at its position.
 
-    They are those of the target model's distribution before temperature, filters, bias, penalties and masks (vLLM's
-    raw_logprobs).
+    They are those of the target model's distribution before temperature, filters, bias, penalties
+    and masks (vLLM's raw_logprobs).
     """
 
     logprob: float
@@ -183,9 +199,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     speculation: Speculation = Speculation()
     num_logprobs: int | None = None
-    """Report each emitted token's logprob, and this many of the likeliest tokens; None reports nothing."""
+    """Report each emitted token's logprob, and this many of the likeliest tokens; None reports
+    nothing.
+    """
     priority: int = 0
-    """Lower is served earlier and preempted later; equal priorities are served in order of arrival."""
+    """Lower is served earlier and preempted later; equal priorities are served in order of
+    arrival.
+    """
     prediction: tuple[int, ...] = ()
     """Predicted text of the answer."""
     cache_salt: str = ""
@@ -193,6 +213,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     """Opaque name of the client: clients take turns when they wait for grammars."""
     num_prompt_logprobs: int | None = None
-    """Number of likeliest tokens to report for each prompt token except the first; None reports nothing."""
+    """Number of likeliest tokens to report for each prompt token except the first; None reports
+    nothing.
+    """
     reports_drafts: bool = False
     """Report the chains of every step."""

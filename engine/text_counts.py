@@ -1,4 +1,6 @@
-"""Counts of the tokens of an answer, for penalties; a step counts only the tokens added since the last one."""
+"""Counts of the tokens of an answer, for penalties; a step counts only the tokens added since the
+last one.
+"""
 
 from __future__ import annotations
 

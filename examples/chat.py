@@ -1,6 +1,7 @@
 """OpenAI's client: a whole answer, then a conversation as a stream.
 
-OPENAI_BASE_URL and OPENAI_API_KEY name the daemon, for example http://localhost:8000/v1 and any key.
+OPENAI_BASE_URL and OPENAI_API_KEY name the daemon, for example http://localhost:8000/v1 and any
+key.
 """
 
 from openai import OpenAI

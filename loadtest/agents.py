@@ -1,6 +1,7 @@
 """Runs a task with coding agents against a daemon, without login and without flags.
 
-Their settings are those of docs/codex.md and docs/claude-code.md: the address, a key and the model's name.
+Their settings are those of docs/codex.md and docs/claude-code.md: the address, a key and the
+model's name.
 """
 
 from __future__ import annotations

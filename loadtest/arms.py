@@ -1,7 +1,7 @@
 """Notation of a measurement's arms.
 
-`bv_race:4x5` means 4 chains of 5 tokens, `traversal:2.2.1` a tree with these numbers of children by depth. A draft
-method may follow the rule, as in `block/iid:1x5`.
+`bv_race:4x5` means 4 chains of 5 tokens, `traversal:2.2.1` a tree with these numbers of children by
+depth. A draft method may follow the rule, as in `block/iid:1x5`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compares arms of speculation with plain decoding on one daemon, in one interleaved run.
 
-The arms differ only in the request's `speculation` object: they share the process, the weights, the prompts and the
-seeds. In a cell (task x temperature x context x concurrency) every repeat has separate prompts and runs the arms in
-turn, in alternating order (A B B A ...). Every ratio compares paired runs. Every arm may run on the daemon of another
-version of the project too (`before ARM`).
+The arms differ only in the request's `speculation` object: they share the process, the weights, the
+prompts and the seeds. In a cell (task x temperature x context x concurrency) every repeat has
+separate prompts and runs the arms in turn, in alternating order (A B B A ...). Every ratio compares
+paired runs. Every arm may run on the daemon of another version of the project too (`before ARM`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ _MAX_DRAFTS = {"token": 1, "block": 1, "greedy_block": 1, "spechub": 2}
 def arms_of(names: Sequence[str], num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:
     """Return plain decoding and each named arm.
 
-    `adaptive` is the server's own choice, `again` repeats plain decoding and shows the noise. A rule drafts the number
-    of chains that it can use; `rule:KxL` sets the number, `rule:2.2.1` a tree.
+    `adaptive` is the server's own choice, `again` repeats plain decoding and shows the noise. A
+    rule drafts the number of chains that it can use; `rule:KxL` sets the number, `rule:2.2.1` a
+    tree.
     """
     return {OFF: {"enabled": False}} | {name: _arm(name, num_drafts, draft_length) for name in names}
 
@@ -154,7 +155,8 @@ class _Bench:
                 count = max(4, concurrency)
                 stages.append(self.run_arm(_take(prompts, (repeat + stage) * count, count), concurrency, arm))
             samples = tuple(sample for stage_result in stages for sample in stage_result.samples)
-            # Each stage counts with its requested tokens, which are the same in every arm, at its measured rate.
+            # Each stage counts with its requested tokens, which are the same in every arm, at its
+            # measured rate.
             counts = [sum(sample.num_tokens for sample in one.samples) for one in stages]
             busy_s = sum(count / one.tokens_per_second for count, one in zip(counts, stages, strict=True))
             results[arm].append(RunResult(busy_s, sum(counts), samples))
@@ -168,7 +170,9 @@ class _Bench:
         return asyncio.run(closed_loop(*self._served(arm), prompts, concurrency, body))
 
     async def single_draft_acceptance(self, prompts: list[Prompt]) -> float:
-        """Measure the share of single drafted tokens that token verification accepts: sum min(p, q)."""
+        """Measure the share of single drafted tokens that token verification accepts: sum min(p,
+        q).
+        """
         body = self._body({"rule": "token", "num_drafts": 1, "draft_length": 1})
         result = await closed_loop(*self._served(OFF), _take(prompts, 0, 16), 8, body)
         counted = [sample.speculation for sample in result.samples if sample.speculation is not None]
@@ -204,8 +208,8 @@ class _Bench:
 
 
 def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
-    """Return every arm's rate relative to plain decoding in the same repeat and to the version before, and adaptive's
-    to the best fixed shape.
+    """Return every arm's rate relative to plain decoding in the same repeat and to the version
+    before, and adaptive's to the best fixed shape.
     """
     rates = {arm: [result.tokens_per_second for result in runs] for arm, runs in results.items()}
     compared: dict[str, Any] = {
@@ -234,7 +238,9 @@ def _prompts_per_run(concurrency: int) -> int:
 
 
 def _seeded(prompt: Prompt, seed: int) -> Prompt:
-    """Return the prompt with a seed that is the same in every arm; repeated prompts get different answers."""
+    """Return the prompt with a seed that is the same in every arm; repeated prompts get different
+    answers.
+    """
     return replace(prompt, body=prompt.body | {"seed": seed})
 
 

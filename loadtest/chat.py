@@ -1,4 +1,6 @@
-"""`polydraft chat`: a conversation with a running daemon in the terminal, colored by the origin of tokens."""
+"""`polydraft chat`: a conversation with a running daemon in the terminal, colored by the origin of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ _STYLES = {
     "bottom-toolbar": "noreverse bg:default ansibrightblack",
 }
 _COMMANDS = ("/help", "/new", "/quit", "/spec", "/system")
-# A model's text must not move the cursor. The library writes no escape; these are the other control characters.
+# A model's text must not move the cursor. The library writes no escape; these are the other control
+# characters.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 

@@ -1,4 +1,6 @@
-"""Streamed conversation with a running daemon over HTTP: the part of `polydraft chat` without a terminal."""
+"""Streamed conversation with a running daemon over HTTP: the part of `polydraft chat` without a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class Conversation:
     def ask(self, text: str) -> Generator[AnswerPart, None, None]:
         """Send a message and yield the answer while it arrives.
 
-        The received part stays in the conversation, also if the caller ends early. Raises ChatError.
+        The received part stays in the conversation, also if the caller ends early. Raises
+        ChatError.
         """
         self.messages.append({"role": "user", "content": text})
         answer, is_cut, self.cut = _Answer(), False, ""
@@ -115,7 +118,9 @@ class _Answer:
         self.text = ""
         self._origins = Origins()
         self._num_thought = 0
-        """Number of characters of thoughts that have not been returned yet; they precede the text."""
+        """Number of characters of thoughts that have not been returned yet; they precede the
+        text.
+        """
 
     def add(self, chunk: dict[str, Any]) -> Iterator[AnswerPart]:
         for choice in chunk["choices"]:

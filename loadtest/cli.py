@@ -1,6 +1,7 @@
 """`polydraft bench`: measures a running daemon, or starts one.
 
-Packages of the extra `bench` are imported only for measurements, so that `--help` works without them.
+Packages of the extra `bench` are imported only for measurements, so that `--help` works without
+them.
 """
 
 from __future__ import annotations

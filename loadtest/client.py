@@ -1,7 +1,7 @@
 """Closed-loop client: a constant number of requests is open, and each is followed by the next.
 
-A rate is measured only while all of them are open. Afterwards the load falls as answers end one by one, and more so if
-their speeds differ (plain answers of one length all end in the same step).
+A rate is measured only while all of them are open. Afterwards the load falls as answers end one by
+one, and more so if their speeds differ (plain answers of one length all end in the same step).
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ _TIMEOUT_S = 600.0
 
 
 def key_headers() -> dict[str, str]:
-    """Return the header with the API key of `POLYDRAFT_API_KEY`, if it is set (the first of several)."""
+    """Return the header with the API key of `POLYDRAFT_API_KEY`, if it is set (the first of
+    several).
+    """
     key = os.environ.get("POLYDRAFT_API_KEY", "").split(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def metric(url: str, name: str) -> float:
-    """Return a metric of the daemon, summed over its labels; raises RuntimeError if it does not exist."""
+    """Return a metric of the daemon, summed over its labels; raises RuntimeError if it does not
+    exist.
+    """
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
     values = [sample.value for family in families for sample in family.samples if sample.name == name]
     if not values:

@@ -1,9 +1,11 @@
-"""`python -m loadtest.clients --url URL`: client libraries and agent frameworks against a running daemon.
+"""`python -m loadtest.clients --url URL`: client libraries and agent frameworks against a running
+daemon.
 
-Each installed client is used as in its documentation; the table shows the result by version. The clients are not
-dependencies of the project. Install those you need (the lists are `CLIENTS` and `JAVASCRIPT_CLIENTS` below, and
-`AGENTS` in `agents.py`; `npm install` the latter two into a folder and pass `--npm FOLDER`). Agents have prompts of
-20,000 tokens and need a model that calls functions; select them with `--only program`.
+Each installed client is used as in its documentation; the table shows the result by version. The
+clients are not dependencies of the project. Install those you need (the lists are `CLIENTS` and
+`JAVASCRIPT_CLIENTS` below, and `AGENTS` in `agents.py`; `npm install` the latter two into a folder
+and pass `--npm FOLDER`). Agents have prompts of 20,000 tokens and need a model that calls
+functions; select them with `--only program`.
 """
 
 from __future__ import annotations
@@ -284,7 +286,9 @@ JAVASCRIPT_CLIENTS: dict[str, str] = {
 
 
 def _row(name: str, package: str, version: str | None, use: Callable[[], str]) -> dict[str, str]:
-    """Return the result of one client; use: returns its failure, or raises it. version: None if it is missing."""
+    """Return the result of one client; use: returns its failure, or raises it. version: None if it
+    is missing.
+    """
     if version is None:
         return {"client": name, "package": package, "result": "not installed"}
     try:

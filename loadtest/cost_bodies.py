@@ -1,6 +1,8 @@
-"""Largest bodies that a client can send, by endpoint and field: right types up to their limits, and wrong types.
+"""Largest bodies that a client can send, by endpoint and field: right types up to their limits, and
+wrong types.
 
-The fields come from the daemon's /openapi.json, so that new fields are measured without a change here.
+The fields come from the daemon's /openapi.json, so that new fields are measured without a change
+here.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ KINDS: dict[str, Callable[[int], str]] = {
     "deep objects": lambda room: '{"a":' * (room // 6) + "1" + "}" * (room // 6),
     "digits": lambda room: "1" * room,
 }
-"""Functions that return JSON of about a number of bytes, by its content; every field gets each of them."""
+"""Functions that return JSON of about a number of bytes, by its content; every field gets each of
+them.
+"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,9 @@ def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[Mea
 
 
 def limits(model: str, max_bytes: int) -> Iterator[MeasuredBody]:
-    """Yield bodies with valid values of the largest size: they are served, or refused for their sum."""
+    """Yield bodies with valid values of the largest size: they are served, or refused for their
+    sum.
+    """
     completions, chat = "/v1/completions", "/v1/chat/completions"
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "enum": ["a" * 20]} for n in range(2000)}}
     tools = [

@@ -1,8 +1,9 @@
-"""`python -m loadtest.costs`: effect of the largest bodies on another client's stream and on /health.
+"""`python -m loadtest.costs`: effect of the largest bodies on another client's stream and on
+/health.
 
-Each body is sent alone; the costliest one of each field is sent again, twenty at once. Then follow endless headers,
-silent connections under a small limit of open files, and hostile grammars. The longest gap between the stream's chunks
-and the longest response time of /health are noted for each.
+Each body is sent alone; the costliest one of each field is sent again, twenty at once. Then follow
+endless headers, silent connections under a small limit of open files, and hostile grammars. The
+longest gap between the stream's chunks and the longest response time of /health are noted for each.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Neighbour:
         self._since_s = time.perf_counter()
 
     def seen(self) -> dict[str, float]:
-        """Return the longest gap of the stream, the longest time of /health, and the pace since the last call."""
+        """Return the longest gap of the stream, the longest time of /health, and the pace since the
+        last call.
+        """
         self._connection.send(None)
         gap_s, health_s, num_chunks = self._connection.recv()
         now = time.perf_counter()
@@ -95,10 +98,13 @@ class Neighbour:
 
 
 def exchange(address: tuple[str, int], pieces: Iterable[bytes]) -> str:
-    """Send a request, read the response to its end, and return its status or the name of an error."""
+    """Send a request, read the response to its end, and return its status or the name of an
+    error.
+    """
     try:
         with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
-            with contextlib.suppress(ConnectionError):  # refused before all of it was sent; the response may be there
+            # Refused before all of it was sent; the response may be there.
+            with contextlib.suppress(ConnectionError):
                 for piece in pieces:
                     connection.sendall(piece)
             status = connection.recv(1 << 16).split(b" ", 2)[1].decode()
@@ -123,7 +129,9 @@ def measure_body(address: tuple[str, int], body: MeasuredBody, at_once: int, nei
 
 
 def notable(costs: Sequence[Cost]) -> list[Cost]:
-    """Return the bodies of each field of an endpoint with the longest time, gap, or time of /health."""
+    """Return the bodies of each field of an endpoint with the longest time, gap, or time of
+    /health.
+    """
     by_field: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     for cost in costs:
         by_field[cost.path, cost.field].append(cost)
@@ -143,7 +151,9 @@ memory_bytes = partial(metric, name="process_resident_memory_bytes")
 def measure_bodies(
     url: str, bodies: Sequence[MeasuredBody], neighbour: Neighbour, at_once: int = _AT_ONCE
 ) -> dict[str, Any]:
-    """Send every body alone, then the costliest of each field, `at_once` at the same time (1: not again)."""
+    """Send every body alone, then the costliest of each field, `at_once` at the same time (1: not
+    again).
+    """
     address, before, peak = address_of(url), memory_bytes(url), 0.0
     alone: list[Cost] = []
     costliest: dict[tuple[str, str], tuple[float, MeasuredBody]] = {}
@@ -181,7 +191,9 @@ def measure_headers(url: str, neighbour: Neighbour) -> dict[str, Any]:
 
 
 def measure_silence(arguments: Sequence[str]) -> dict[str, Any]:
-    """Open more silent connections than the daemon may have files, and measure the time until /health answers."""
+    """Open more silent connections than the daemon may have files, and measure the time until
+    /health answers.
+    """
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     limited = running_daemon(arguments, ["prlimit", f"--nofile={_OPEN_FILES}:{_OPEN_FILES}"])
     with limited as url, contextlib.ExitStack() as stack:
@@ -266,7 +278,8 @@ def measure(arguments: Sequence[str], max_bytes: int, wanted: Callable[[Measured
     with running_daemon([*words, "--max-request-bytes", str(max_bytes)]) as url, neighbour_of(url) as neighbour:
         described = httpx.get(f"{url}/openapi.json").raise_for_status().json()
         result["alone"] = quiet(neighbour)
-        # Each of these requests many answers, so twenty of them would fill the queue and measure the engine.
+        # Each of these requests many answers, so twenty of them would fill the queue and measure
+        # the engine.
         allowed = [body for body in limits(_MODEL, max_bytes) if wanted(body)]
         result["limits"] = measure_bodies(url, allowed, neighbour, at_once=1)
         bodies = [body for body in sweep(described, _MODEL, max_bytes) if wanted(body)]
@@ -279,7 +292,9 @@ def measure(arguments: Sequence[str], max_bytes: int, wanted: Callable[[Measured
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of the table: costliest fields, all other fields together, and each other attack."""
+    """Return the rows of the table: costliest fields, all other fields together, and each other
+    attack.
+    """
     alone: dict[str, list[dict[str, Any]]] = defaultdict(list)
     together: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for part in ("limits", "bodies"):

@@ -1,4 +1,5 @@
-"""`python -m loadtest.crowds`: effect of hundreds of small requests at once on a stream and on /health.
+"""`python -m loadtest.crowds`: effect of hundreds of small requests at once on a stream and on
+/health.
 
 `costs.py` sends few large bodies. Here each body is small, and its number of objects makes it dear.
 """
@@ -55,7 +56,9 @@ def bodies(model: str) -> dict[str, tuple[str, bytes]]:
 
 
 async def _exchange(address: tuple[str, int], request: bytes) -> str:
-    """Send a request on a new connection, and return the status of the response or the name of an error."""
+    """Send a request on a new connection, and return the status of the response or the name of an
+    error.
+    """
     try:
         reader, writer = await asyncio.open_connection(*address)
         try:

@@ -24,9 +24,9 @@ _SHOWN_LINES = 20
 def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iterator[str]:
     """Start `polydraft serve` on a free port and yield its URL when it is ready.
 
-    arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. prefix: command that starts it,
-    for example with other system limits. Raises RuntimeError with the last lines of the log if the daemon exits or is
-    not ready after ten minutes.
+    arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. prefix: command
+    that starts it, for example with other system limits. Raises RuntimeError with the last lines of
+    the log if the daemon exits or is not ready after ten minutes.
     """
     url = f"http://127.0.0.1:{(port := _free_port())}"
     serve = [sys.executable, "-m", "server.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]

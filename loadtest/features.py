@@ -1,8 +1,10 @@
-"""`python -m loadtest.features`: gain and cost of predictions, seed-stable sampling and the prefix cache.
+"""`python -m loadtest.features`: gain and cost of predictions, seed-stable sampling and the prefix
+cache.
 
-Uses the embedded pair, with interleaved arms in one run. Predictions: the model's answer at temperature 0 with one
-word replaced, an unrelated text (useless), none. Prefix cache: cached tokens over a conversation of 20 turns with
-speculation on and off, and unshared prompts on two daemons, one without the cache.
+Uses the embedded pair, with interleaved arms in one run. Predictions: the model's answer at
+temperature 0 with one word replaced, an unrelated text (useless), none. Prefix cache: cached tokens
+over a conversation of 20 turns with speculation on and off, and unshared prompts on two daemons,
+one without the cache.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def with_one_edit(text: str) -> str:
 
 
 def predictions(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, Any]:
-    """Measure tokens per pass and speed without a prediction, with a good one, and with a useless one."""
+    """Measure tokens per pass and speed without a prediction, with a good one, and with a useless
+    one.
+    """
     source = load("gutenberg")
     prompts = source[:num_prompts]
     common = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}

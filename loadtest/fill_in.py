@@ -1,8 +1,8 @@
 """Latency of filling gaps in source files, with drafts from the prompt and without drafts.
 
-`python -m loadtest.fill_in --url http://127.0.0.1:8000 server` cuts gaps into the files of a folder and asks a daemon
-to fill them by `/infill`, as editors do. Each prompt is cached before, as it is while one types, so that the time is
-that of the answer.
+`python -m loadtest.fill_in --url http://127.0.0.1:8000 server` cuts gaps into the files of a folder
+and asks a daemon to fill them by `/infill`, as editors do. Each prompt is cached before, as it is
+while one types, so that the time is that of the answer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def gaps_of(folder: Path, count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def measured(client: httpx.Client, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return the seconds of a request, and its answer. Raises httpx.HTTPStatusError for a refused one."""
+    """Return the seconds of a request, and its answer. Raises httpx.HTTPStatusError for a refused
+    one.
+    """
     begun = time.perf_counter()
     response = client.post("/infill", json=body)
     took_s = time.perf_counter() - begun

@@ -1,8 +1,8 @@
 """`python -m loadtest.grammar_fuzz`: fuzzes grammars on a daemon that streams to another client.
 
-Regular expressions, JSON schemas and Lark grammars are mutations of valid ones, sent as structured outputs. Each must
-end with an answer or with 400. A neighbour reads a stream; the gaps between its chunks are noted while grammars are
-sent and, for comparison, in pauses.
+Regular expressions, JSON schemas and Lark grammars are mutations of valid ones, sent as structured
+outputs. Each must end with an answer or with 400. A neighbour reads a stream; the gaps between its
+chunks are noted while grammars are sent and, for comparison, in pauses.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def strange_grammar(chance: random.Random) -> dict[str, Any]:
 async def fuzz(
     http: httpx.AsyncClient, model: str, turns: Disturbance, faults: list[dict[str, Any]], chance: random.Random
 ) -> None:
-    """Send grammars in sequence until cancelled; faults: receives those that get neither an answer nor 400."""
+    """Send grammars in sequence until cancelled; faults: receives those that get neither an answer
+    nor 400.
+    """
     while True:
         if not turns.is_on:
             await asyncio.sleep(0.05)
@@ -118,7 +120,9 @@ async def fuzz(
 
 
 async def run(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Fuzz for `minutes`, four fifths of the time; return counts, faults and the neighbour's gaps."""
+    """Fuzz for `minutes`, four fifths of the time; return counts, faults and the neighbour's
+    gaps.
+    """
     turns, model = Disturbance(), served_model(url)
     faults: list[dict[str, Any]] = []
     limits = httpx.Limits(max_connections=options.concurrency + 1)
@@ -136,7 +140,9 @@ async def run(url: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fuzz a new daemon, print and write the result; the exit code is 1 if a grammar got neither an answer nor 400."""
+    """Fuzz a new daemon, print and write the result; the exit code is 1 if a grammar got neither an
+    answer nor 400.
+    """
     parser = argparse.ArgumentParser(prog="python -m loadtest.grammar_fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to fuzz")
     parser.add_argument("--concurrency", type=int, default=2, help="grammars that are sent at once")

@@ -1,7 +1,8 @@
-"""`python -m loadtest.malformed`: effect of a thousand malformed requests per second on another client's stream.
+"""`python -m loadtest.malformed`: effect of a thousand malformed requests per second on another
+client's stream.
 
-Seconds with and without malformed requests alternate, and the gaps between the stream's chunks are noted in both.
-Every malformed request must get a 4xx response.
+Seconds with and without malformed requests alternate, and the gaps between the stream's chunks are
+noted in both. Every malformed request must get a 4xx response.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Another client of a disturbed daemon: measures gaps of a stream, and times of /health on new connections."""
+"""Another client of a disturbed daemon: measures gaps of a stream, and times of /health on new
+connections.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _STALL_MS = 100
 
 
 async def chunks(client: httpx.AsyncClient, model: str, max_tokens: int = 400) -> AsyncIterator[bytes]:
-    """Yield the chunks of one stream. Raises httpx.HTTPError if it is refused, and RuntimeError if it breaks off."""
+    """Yield the chunks of one stream. Raises httpx.HTTPError if it is refused, and RuntimeError if
+    it breaks off.
+    """
     body = {"model": model, "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
@@ -42,7 +46,9 @@ class Disturbance:
     num_streams: int = 0
 
     async def watch(self, client: httpx.AsyncClient, model: str) -> None:
-        """Read the neighbour's streams until cancelled. A gap in which the turn changes is left out."""
+        """Read the neighbour's streams until cancelled. A gap in which the turn changes is left
+        out.
+        """
         while True:
             self.num_streams += 1
             before: tuple[float, bool] | None = None
@@ -53,8 +59,8 @@ class Disturbance:
                 before = now
 
     async def alternate(self, work: Sequence[Coroutine[None, None, None]], turns_s: Sequence[float]) -> float:
-        """Run work in turns without and with the disturbance, and return the seconds of the latter; raises the error
-        that ends one of it early.
+        """Run work in turns without and with the disturbance, and return the seconds of the latter;
+        raises the error that ends one of it early.
         """
         tasks, on_s = [asyncio.create_task(one) for one in work], 0.0
         try:
@@ -72,7 +78,9 @@ class Disturbance:
         return on_s
 
     def gaps_ms(self) -> dict[str, dict[str, float]]:
-        """Return the number of chunks, and quantiles of the gaps, without (`alone`) and with (`beside`) it."""
+        """Return the number of chunks, and quantiles of the gaps, without (`alone`) and with
+        (`beside`) it.
+        """
         return {name: _quantiles(self.gaps_s[is_on]) for name, is_on in (("alone", False), ("beside", True))}
 
 
@@ -151,5 +159,7 @@ async def _watch(url: str, model: str, connection: Connection) -> None:
 
 
 def watch(url: str, model: str, connection: Connection) -> None:
-    """Watch a daemon until the process is terminated; report the longest times after each message."""
+    """Watch a daemon until the process is terminated; report the longest times after each
+    message.
+    """
     asyncio.run(_watch(url, model, connection))

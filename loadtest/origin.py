@@ -1,8 +1,9 @@
-"""Finds the origin of each part of a streamed answer: an accepted draft, or the target model's own token.
+"""Finds the origin of each part of a streamed answer: an accepted draft, or the target model's own
+token.
 
-A stream sends text, and steps if the request has `return_drafts`. The first `num_accepted` tokens of a step were
-drafted. The text is shown as it is; tokens only color it: special tokens are not in the text, and a character may span
-several tokens.
+A stream sends text, and steps if the request has `return_drafts`. The first `num_accepted` tokens
+of a step were drafted. The text is shown as it is; tokens only color it: special tokens are not in
+the text, and a character may span several tokens.
 """
 
 from __future__ import annotations

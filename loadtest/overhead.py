@@ -1,8 +1,9 @@
 """`python -m loadtest.overhead`: overhead of HTTP on top of the engine's steps.
 
-While requests are open the engine always has work. The time of a run divided by the time of its steps, from the
-daemon's metrics, is the overhead per token. Answers of one token, one at a time, show the time before the first token.
-The CPU time of the HTTP process is divided by the number of chunks.
+While requests are open the engine always has work. The time of a run divided by the time of its
+steps, from the daemon's metrics, is the overhead per token. Answers of one token, one at a time,
+show the time before the first token. The CPU time of the HTTP process is divided by the number of
+chunks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Picture of an answer, each token colored by its origin: drafted and accepted, or added by the model.
+"""Picture of an answer, each token colored by its origin: drafted and accepted, or added by the
+model.
 
-`python -m loadtest.picture --output docs/images/answer.svg` asks a daemon and draws the answer of the README.
+`python -m loadtest.picture --output docs/images/answer.svg` asks a daemon and draws the answer of
+the README.
 """
 
 from __future__ import annotations

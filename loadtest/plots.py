@@ -1,4 +1,6 @@
-"""Plots of a bench result: throughput by concurrency, tokens per pass by number of chains, gain by context."""
+"""Plots of a bench result: throughput by concurrency, tokens per pass by number of chains, gain by
+context.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def can_draw() -> bool:
 
 @contextmanager
 def drawn(path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1) -> Iterator[list[Any]]:
-    """Yield the axes of a figure, whose panels are left to right and down, and save it as a PNG; size: in inches."""
+    """Yield the axes of a figure, whose panels are left to right and down, and save it as a PNG;
+    size: in inches.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -102,7 +106,9 @@ def throughput(result: dict[str, Any], cells: list[dict[str, Any]]) -> Series:
 
 
 def tokens_by_chains(result: dict[str, Any], cell: dict[str, Any]) -> Series:
-    """Return tokens per target pass by number of chains, one line per rule and length with several numbers."""
+    """Return tokens per target pass by number of chains, one line per rule and length with several
+    numbers.
+    """
     lines: Series = {}
     for arm, shape in result["options"]["arms"].items():
         if "num_drafts" in shape:

@@ -1,8 +1,8 @@
 """`python -m loadtest.soak`: memory and cache after many short requests.
 
-A daemon on the embedded pair streams answers of a few tokens, some with several choices, predictions or a grammar; a
-tenth of the clients leave early. The resident memory of both processes is read while the daemon is idle, when no cache
-block may be held.
+A daemon on the embedded pair streams answers of a few tokens, some with several choices,
+predictions or a grammar; a tenth of the clients leave early. The resident memory of both processes
+is read while the daemon is idle, when no cache block may be held.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _EXTRAS: list[dict[str, Any]] = [
 
 
 async def one_request(http: httpx.AsyncClient, body: dict[str, Any], leaves: bool) -> None:
-    """Read a stream to its end, or leave after its first frame; raises RuntimeError if it breaks."""
+    """Read a stream to its end, or leave after its first frame; raises RuntimeError if it
+    breaks.
+    """
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         if response.status_code != 200:
             raise RuntimeError((await response.aread()).decode())
@@ -74,7 +76,9 @@ async def batch(url: str, model: str, count: int, concurrency: int, generator: r
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print and write JSON; the exit code is 1 if a request failed or blocks are held when idle."""
+    """Run, print and write JSON; the exit code is 1 if a request failed or blocks are held when
+    idle.
+    """
     parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="requests in all (default 20,000)")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once (default 32)")

@@ -1,7 +1,7 @@
 """`python -m loadtest.start`: seconds until a daemon is ready, and the memory of its processes.
 
-A daemon on the embedded pair starts with empty caches of kernels and measurements, then again with those that it left.
-`--other FOLDER` alternates with the daemon of another checkout.
+A daemon on the embedded pair starts with empty caches of kernels and measurements, then again with
+those that it left. `--other FOLDER` alternates with the daemon of another checkout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Prompts: held-out dialogues (in the embedded pair's training domain) and held-out prose (outside it)."""
+"""Prompts: held-out dialogues (in the embedded pair's training domain) and held-out prose (outside
+it).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ class Prompt:
 
 
 def load(task: str) -> list[Prompt]:
-    """Return the prompts of a task, or of a JSON-lines file with `messages`, `prompt` or `text` in each record.
+    """Return the prompts of a task, or of a JSON-lines file with `messages`, `prompt` or `text` in
+    each record.
 
-    The embedded tasks are read as package data, without importing the engine. Raises ValueError if a file cannot be
-    read or a record has no prompt.
+    The embedded tasks are read as package data, without importing the engine. Raises ValueError if
+    a file cannot be read or a record has no prompt.
     """
     resource = files("demo").joinpath(f"heldout_{task}.jsonl") if task in TASKS else Path(task)
     try:
@@ -48,7 +51,9 @@ def _prompt(line: str, place: str) -> Prompt:
 
 
 def random_prompts(length: int, count: int, seed: int = 0) -> list[Prompt]:
-    """Return prompts of `length` random token ids that the embedded pair and the bench pair both have."""
+    """Return prompts of `length` random token ids that the embedded pair and the bench pair both
+    have.
+    """
     generator = random.Random(seed)
     return [
         Prompt("/v1/completions", {"prompt": [generator.randrange(300, 4000) for _ in range(length)]})

@@ -1,4 +1,6 @@
-"""Breaks the lines of a streamed text between words, for `polydraft chat`: a terminal breaks them within words."""
+"""Breaks the lines of a streamed text between words, for `polydraft chat`: a terminal breaks them
+within words.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class WordWrap:
                 self._spaces.append((style, part))
 
     def flush(self) -> Iterator[Styled]:
-        """Yield the word that waits, on a new line if it does not fit; spaces at the end of a line are left out."""
+        """Yield the word that waits, on a new line if it does not fit; spaces at the end of a line
+        are left out.
+        """
         if not self._word:
             return
         spaces, word = self._spaces, self._word

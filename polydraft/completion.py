@@ -1,7 +1,7 @@
 """`polydraft completion SHELL`: prints a script that completes commands, flags and values of flags.
 
-shtab writes it from the parsers of all commands. The parsers of `analyze` and `distill` import torch, so printing takes
-seconds. The script itself starts no Python.
+shtab writes it from the parsers of all commands. The parsers of `analyze` and `distill` import
+torch, so printing takes seconds. The script itself starts no Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The `polydraft` command. Each subcommand imports its modules only when it is chosen, so that help is fast."""
+"""The `polydraft` command. Each subcommand imports its modules only when it is chosen, so that help
+is fast.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = words[0] if words else ""
     rest = words[1:]
     if command in _WITH_ENGINE:
-        gc.disable()  # no collection while modules are imported; the daemon enables it when it is ready
+        # No collection while modules are imported; the daemon enables it when it is ready.
+        gc.disable()
         try:
             return _with_engine(_WITH_ENGINE[command], rest)
         finally:
@@ -114,7 +117,8 @@ def _held_back() -> MemoryHandler:
 
 def _with_engine(command: Callable[[Process, list[str]], int], arguments: list[str]) -> int:
     """Run a command that needs a new engine process."""
-    # Nothing has started yet. An exception could break a library during its import (pydantic_core is one).
+    # Nothing has started yet. An exception could break a library during its import (pydantic_core
+    # is one).
     _on_signals(lambda *_: os._exit(0))
     from engine.api import start_process
 

@@ -1,7 +1,8 @@
-"""The daemon: binds the address, listens, loads the models in the background, drains, and chooses the exit code.
+"""The daemon: binds the address, listens, loads the models in the background, drains, and chooses
+the exit code.
 
-Exit codes: 0 after a drain, 1 after a failure of the engine or of loading, 2 for a bad configuration, 3 if the address
-cannot be bound.
+Exit codes: 0 after a drain, 1 after a failure of the engine or of loading, 2 for a bad
+configuration, 3 if the address cannot be bound.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ from server.wire.unsupported_fields import UnknownFields
 
 log = logging.getLogger("polydraft")
 
-# Longer than clients and proxies hold an idle connection (httpx, and so the openai client: 5 s; load balancers often
-# 60 s). A server that closes it first may cut off a request in transit.
+# Longer than clients and proxies hold an idle connection (httpx, and so the openai client: 5 s;
+# load balancers often 60 s). A server that closes it first may cut off a request in transit.
 _IDLE_CONNECTION_S = 75
 _MOST_FILES = 1 << 16
 _RESERVED_FILES = 96
-"""Open files other than connections: sockets to the engine, libraries, connections accepted in one round of the loop.
+"""Open files other than connections: sockets to the engine, libraries, connections accepted in one
+round of the loop.
 """
 _ACCEPTED_AT_ONCE = 8
 """Connections accepted in a turn of the event loop. libuv accepts one per listening descriptor."""
@@ -82,7 +84,8 @@ def engine_client(settings: Serve, config: EngineConfig) -> EngineClient:
 
 
 def run(settings: Serve, config: EngineConfig, listener: socket.socket, process: subprocess.Popen[bytes]) -> int:
-    """Serve until a signal stops the daemon, and return the exit code; process: a new one for the engine.
+    """Serve until a signal stops the daemon, and return the exit code; process: a new one for the
+    engine.
 
     Raises ConfigError for a tokenizer or a chat template that cannot be used.
     """
@@ -95,7 +98,8 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
     except BaseException:
         client.kill()
         raise
-    # Objects created so far live as long as the daemon. Scanning them for garbage would delay every stream.
+    # Objects created so far live as long as the daemon. Scanning them for garbage would delay every
+    # stream.
     gc.freeze()
     gc.enable()
     try:
@@ -105,7 +109,9 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
 
 
 def build_server(settings: Serve, client: EngineClient) -> Server:
-    """Build the state that the routes share. Raises ConfigError for a tokenizer or a template that cannot be read."""
+    """Build the state that the routes share. Raises ConfigError for a tokenizer or a template that
+    cannot be read.
+    """
     model = client.config.model
     tokenizer_source, revision = model.tokenizer_source
     tokenizer = Tokenizer(
@@ -139,7 +145,9 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
 
 
 def _chat_template(settings: Serve) -> str | None:
-    """Return the text of the chat template of `--chat-template`. Raises ConfigError if it cannot be read."""
+    """Return the text of the chat template of `--chat-template`. Raises ConfigError if it cannot be
+    read.
+    """
     source = SHIPPED.get(settings.chat_template or "", settings.chat_template)
     if not source:
         return None
@@ -281,8 +289,8 @@ class _Daemon:
 
 
 def _uvicorn_config(server: Server, batches: Batches | None = None) -> uvicorn.Config:
-    """Return the loaded settings of the HTTP server. Raises ConfigError for a TLS key or certificate that cannot be
-    used.
+    """Return the loaded settings of the HTTP server. Raises ConfigError for a TLS key or
+    certificate that cannot be used.
     """
     settings = server.settings
     if settings.ssl_keyfile and not settings.ssl_certfile:
@@ -296,7 +304,8 @@ def _uvicorn_config(server: Server, batches: Batches | None = None) -> uvicorn.C
         http=cast(type[asyncio.Protocol], functools.partial(Connection, waiting)),
         ws="none",
         log_config=None,
-        # Forwarded headers count only from the configured proxies. Otherwise any client could forge its address.
+        # Forwarded headers count only from the configured proxies. Otherwise any client could forge
+        # its address.
         proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
         log_level=max(logging.WARNING, logging.getLevelName(settings.log_level.upper())),
         access_log=False,
@@ -314,7 +323,9 @@ def _uvicorn_config(server: Server, batches: Batches | None = None) -> uvicorn.C
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files to the system's maximum, and return the number of connections that this allows."""
+    """Raise the limit of open files to the system's maximum, and return the number of connections
+    that this allows.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES
     if hard != resource.RLIM_INFINITY:

@@ -1,4 +1,6 @@
-"""`polydraft run-batch`: answers the lines of a file without a daemon, and goes on where an earlier run has ended."""
+"""`polydraft run-batch`: answers the lines of a file without a daemon, and goes on where an earlier
+run has ended.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ _WAITING = 8
 
 
 def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.Popen[bytes]) -> int:
-    """Answer the lines, and return the exit code: 0 once all are in the output, 1 after a failure or a signal.
+    """Answer the lines, and return the exit code: 0 once all are in the output, 1 after a failure
+    or a signal.
 
     process: a new one for the engine. Raises ConfigError for files that cannot be used.
     """
@@ -71,7 +74,8 @@ def _lines_of(path: Path) -> list[InputLine]:
 def _lines_left(command: BatchCommand, lines: Sequence[InputLine]) -> tuple[int, list[InputLine]]:
     """Return the number of lines that the output has already, and the other lines.
 
-    Removes the last line of the output if it is not whole. Raises ConfigError for an output of other lines.
+    Removes the last line of the output if it is not whole. Raises ConfigError for an output of
+    other lines.
     """
     path = command.output_file
     if path.exists() and path.samefile(command.input_file):
@@ -93,7 +97,9 @@ def _lines_left(command: BatchCommand, lines: Sequence[InputLine]) -> tuple[int,
 
 
 def _ids_of(output: BinaryIO) -> Iterator[str | None]:
-    """Yield the ids of the answers in a file; None for what is no answer. Cuts off a last line that is not whole."""
+    """Yield the ids of the answers in a file; None for what is no answer. Cuts off a last line that
+    is not whole.
+    """
     end = 0
     for text in output:
         if not text.endswith(b"\n"):

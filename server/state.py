@@ -27,7 +27,9 @@ class Server:
     observer: Observer
     model_name: str
     dialogue: Dialogue
-    """Format of the model's calls, and the parts of its answers that are not separated from text."""
+    """Format of the model's calls, and the parts of its answers that are not separated from
+    text.
+    """
     thoughts: ThoughtMarks | None = None
     """Marks around the thoughts in answers; None if answers have none."""
     infill: Infill | None = None

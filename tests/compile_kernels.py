@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for compute capability 9.0, where there need not be a device; prints their names.
+"""Compiles every Triton kernel for compute capability 9.0, where there need not be a device; prints
+their names.
 
 Threads compile at the same time, as they do at the first start on a device.
 """
@@ -44,13 +45,17 @@ _ATTENTION = {
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
 _STACK_BYTES = 16
-"""Most bytes of a thread's stack: two numbers of the prologue, each stored once and loaded once after the loops."""
+"""Most bytes of a thread's stack: two numbers of the prologue, each stored once and loaded once
+after the loops.
+"""
 _INTEGERS = ("shares", "node_positions", "limits", "positions", "pages")
 _ALIGNED = (
     *("query", "keys", "values", "output", "lse", "query_head_stride", "query_token_stride", "num_heads"),
     *_INTEGERS,
 )
-"""Arguments of attention that 16 divides for every model; without them its tiles would need more registers."""
+"""Arguments of attention that 16 divides for every model; without them its tiles would need more
+registers.
+"""
 
 
 def compiled(
@@ -79,7 +84,9 @@ def compiled(
 
 
 def resources(code: Any) -> dict[str, int]:
-    """Return what a compiled kernel takes of a device, as the tools that come with Triton report it."""
+    """Return what a compiled kernel takes of a device, as the tools that come with Triton report
+    it.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(code.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -88,7 +95,9 @@ def resources(code: Any) -> dict[str, int]:
 
 
 def reads_before_it_writes(code: Any) -> bool:
-    """Whether all threads have read what they move before any writes: that shows in no interpreter."""
+    """Whether all threads have read what they move before any writes: that shows in no
+    interpreter.
+    """
     ptx = code.asm["ptx"]
     last_read, first_write = ptx.rindex("ld.global"), ptx.index("st.global")
     return any(last_read < found.start() < first_write for found in re.finditer(r"bar(rier)?\.sync", ptx))
@@ -144,8 +153,8 @@ def compile_layer(dtype: str) -> None:
 
 
 def model_kernels() -> Iterator[Callable[[], object]]:
-    """Yield compilations of the kernels of layers and K/V in the kinds that are served; attention also with what some
-    models add.
+    """Yield compilations of the kernels of layers and K/V in the kinds that are served; attention
+    also with what some models add.
     """
     own = dict.fromkeys(_INTEGERS, "*i32") | {"words": "*i64", "output": "*fp32", "lse": "*fp32"}
     own |= {"scale": "fp32", "softcap": "fp32"}
@@ -154,7 +163,8 @@ def model_kernels() -> Iterator[Callable[[], object]]:
         moved = {"storage": dtype, "moves": "*i64", "layer_stride": "i64"}
         for aligned in ((), ("storage", "moves", "layer_stride", "width")):
             yield partial(compile_moves, moved, aligned)
-        # A step's first tokens, one of its chains, and a chunk of a prompt; in float32 the last two have one tile.
+        # A step's first tokens, one of its chains, and a chunk of a prompt; in float32 the last two
+        # have one tile.
         for num_queries in (1, 6, 200) if dtype == "*bf16" else (1, 200):
             yield partial(compile_wide_attention, own, dtype, num_queries)
         added = {"has_softcap": True, "has_window": True}
@@ -170,7 +180,8 @@ def model_kernels() -> Iterator[Callable[[], object]]:
         for has_window in (False, True):
             constants = {"tile_queries": tile_queries, "tile_keys": 64, "has_window": has_window}
             yield partial(compiled, _divide, text_arrays | {"positions": "*i32"}, constants, num_warps=1)
-    # Prompts in one part, and trees in parts, of models with other numbers of query heads for each K/V head.
+    # Prompts in one part, and trees in parts, of models with other numbers of query heads for each
+    # K/V head.
     for groups in (1, 2, 5, 7, 8):
         yield partial(compile_attention, own | {"output": "*bf16"}, "*bf16", 200, groups)
         yield partial(compile_attention, own, "*bf16", 6, groups)

@@ -1,4 +1,5 @@
-"""Compile the CPU kernels that most tests use, before the workers of `./check` start: each worker would compile them.
+"""Compile the CPU kernels that most tests use, before the workers of `./check` start: each worker
+would compile them.
 
 Only the first run after a kernel has changed takes long (20 seconds of a core).
 """

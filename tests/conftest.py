@@ -39,7 +39,8 @@ def attention_in_torch() -> Iterator[None]:
         yield
 
 
-# The files that take longest, in this order before all others: no long file is left for one core at the end.
+# The files that take longest, in this order before all others: no long file is left for one core at
+# the end.
 LONG = (
     "deploy/test_image",
     "deploy/test_ray",
@@ -84,7 +85,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Everything imported by now stays: Python need not look through it for garbage again and again."""
+    """Everything imported by now stays: Python need not look through it for garbage again and
+    again.
+    """
     gc.freeze()
     gc.enable()
 

@@ -1,11 +1,12 @@
 """A CUDA device that is not there: operations on it are checked, and compute nothing.
 
-Tensors of the device are torch's fake tensors, which have a device, a type, a shape and strides, but
-no numbers. Tensors of the host are real. Every operation that reaches torch's dispatcher is looked at
-before it runs, and the launch of every Triton kernel is replaced by a check of its arguments. What the
-host reads from the device is zero.
+Tensors of the device are torch's fake tensors, which have a device, a type, a shape and strides,
+but no numbers. Tensors of the host are real. Every operation that reaches torch's dispatcher is
+looked at before it runs, and the launch of every Triton kernel is replaced by a check of its
+arguments. What the host reads from the device is zero.
 
-While work is captured, whatever CUDA does not allow there raises `NotOnADevice`, with the operation's name.
+While work is captured, whatever CUDA does not allow there raises `NotOnADevice`, with the
+operation's name.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class DryDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        """`read` (the host waits), `wait` (an event), `pinned copy` and `pageable copy` to the device, `replay`, and
-        launches of kernels by name."""
+        """`read` (the host waits), `wait` (an event), `pinned copy` and `pageable copy` to the
+        device, `replay`, and launches of kernels by name.
+        """
         self.places: Counter[str] = Counter()
         """Lines at which the host has waited."""
         self.number_of: Callable[[Tensor], Tensor] = _known_or_zero
@@ -65,7 +67,7 @@ class DryDevice(TorchDispatchMode):
         self.num_captured = 0
         """Operations and kernels that were captured."""
 
-    # -- what engines use of a device ---------------------------------------------------------------------------------
+    # -- what engines use of a device --------------------------------------------------------------
 
     def free_bytes(self) -> int:
         """Return some free memory."""
@@ -114,7 +116,7 @@ class DryDevice(TorchDispatchMode):
         self.counts[kernel.fn.__name__] += 1
         self.num_captured += self.is_capturing
 
-    # -- operations ---------------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, operation: Any, types: Any, operands: Any = (), options: Any = None) -> Any:
         options = options or {}
@@ -220,7 +222,9 @@ class DryDevice(TorchDispatchMode):
         self.places[f"{name}: {_place()}"] += 1
 
     def _grouped(self, name: str, operation: Any, operands: Any, options: Any) -> Tensor:
-        """Multiply groups in a type for which the host reads where they end; fake tensors know bfloat16 alone."""
+        """Multiply groups in a type for which the host reads where they end; fake tensors know
+        bfloat16 alone.
+        """
         self._read(name)
         rows, weights, *more = operands
         with _FAKE:
@@ -228,8 +232,8 @@ class DryDevice(TorchDispatchMode):
             return product.to(rows.dtype)
 
     def _with_places(self, name: str, operands: Any) -> Any:
-        """Return the operands of an index with the places that masks name, which the host waits for. A mask that gets
-        one number of the host is filled without that.
+        """Return the operands of an index with the places that masks name, which the host waits
+        for. A mask that gets one number of the host is filled without that.
         """
         of, indices, *values = operands
         masks = [index for index in indices if index is not None and index.dtype == torch.bool]
@@ -253,7 +257,9 @@ class DryDevice(TorchDispatchMode):
 
 
 def _known_or_zero(tensor: Tensor) -> Tensor:
-    """Return the numbers that the host copied to a tensor, if nothing has been written to it; zeros for others."""
+    """Return the numbers that the host copied to a tensor, if nothing has been written to it; zeros
+    for others.
+    """
     known: Tensor | None = getattr(tensor, "known", None)
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if known is None else known
 
@@ -280,7 +286,9 @@ def _place() -> str:
 
 
 def _keep(weight: Tensor, other: Tensor) -> None:
-    """Keep a module's weight, in place of swapping it for an equal one: modules swap fake tensors, and cannot."""
+    """Keep a module's weight, in place of swapping it for an equal one: modules swap fake tensors,
+    and cannot.
+    """
     assert (weight.device, weight.dtype, weight.shape) == (other.device, other.dtype, other.shape)
 
 
@@ -304,8 +312,8 @@ class _Event:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Let operations on CUDA tensors find a device guard in a torch without CUDA: that of meta tensors, which does
-    nothing.
+    """Let operations on CUDA tensors find a device guard in a torch without CUDA: that of meta
+    tensors, which does nothing.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * _NUM_KINDS).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")

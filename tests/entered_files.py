@@ -1,7 +1,7 @@
 """Files of the engine that a default step enters.
 
-A separate process measures them, `python -m tests.entered_files compiled`: after some thousand tests
-Python 3.11 may never leave a function that is entered while calls are noted.
+A separate process measures them, `python -m tests.entered_files compiled`: after some thousand
+tests Python 3.11 may never leave a function that is entered while calls are noted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Entered:
 
 
 def adaptive_engine(compiled: bool) -> Engine:
-    """Return an engine that decodes two requests with the default speculation, whose shape it chooses.
+    """Return an engine that decodes two requests with the default speculation, whose shape it
+    chooses.
 
     compiled: whether it computes with the compiled calls of a CPU, or with torch's operations.
     """

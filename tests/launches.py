@@ -1,4 +1,5 @@
-"""Counts what a step would launch on a device, where there is none: tensor operations that compute, and kernels.
+"""Counts what a step would launch on a device, where there is none: tensor operations that compute,
+and kernels.
 
 Kernels run in Triton's interpreter, whose own tensor operations do not count.
 """

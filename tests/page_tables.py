@@ -1,7 +1,8 @@
 """Tables of README.md and docs/, rendered from docs/results.
 
-A page has each table between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. `python -m tests.page_tables` writes all
-tables again after a measurement, and `tests/test_readme.py` compares them with the results.
+A page has each table between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. `python -m
+tests.page_tables` writes all tables again after a measurement, and `tests/test_readme.py` compares
+them with the results.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def fixed_shapes() -> str:
 
 
 def published_model() -> str:
-    """Return plain decoding, text drafts and llama.cpp on tasks, by temperature and number of requests."""
+    """Return plain decoding, text drafts and llama.cpp on tasks, by temperature and number of
+    requests.
+    """
     head = ["temperature", "requests", "llama.cpp, tokens/s", "plain, tokens/s", "with drafts, tokens/s"]
     head += ["with drafts over plain", "plain over llama.cpp"]
     rows = []
@@ -207,7 +210,9 @@ def loss() -> str:
 
 
 def chains() -> str:
-    """Return tokens per pass and gain in time by the number of chains, for prompts of several lengths."""
+    """Return tokens per pass and gain in time by the number of chains, for prompts of several
+    lengths.
+    """
     measured = result("chains")
     rows = []
     for shape, options in measured["options"]["arms"].items():
@@ -219,7 +224,9 @@ def chains() -> str:
 
 
 def draft_types() -> str:
-    """Return a row per drafter and shape, with its speed over plain decoding by the number of requests."""
+    """Return a row per drafter and shape, with its speed over plain decoding by the number of
+    requests.
+    """
     cells = result("heads")["cells"]
     rows = []
     for name, at_one_request in cells[0]["arms"].items():
@@ -291,7 +298,9 @@ def device() -> str:
 
 
 def prefixes() -> str:
-    """Return the table of the prefix cache with heads (`tests/analysis/test_prefixes.py` counts)."""
+    """Return the table of the prefix cache with heads (`tests/analysis/test_prefixes.py`
+    counts).
+    """
     rows = []
     for cell in result("heads-prefix")["cells"]:
         head, *counts = cell.values()

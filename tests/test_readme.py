@@ -1,4 +1,6 @@
-"""The README is true: its commands and the examples run, and tables of pages are rendered from committed results."""
+"""The README is true: its commands and the examples run, and tables of pages are rendered from
+committed results.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Wrong variants of the code that serves, which a test must notice, and notes of its calls.
 
-Tests replace functions of the project here alone. What is outside it (clocks, the machine, libraries) is replaced with
-pytest's `monkeypatch`.
+Tests replace functions of the project here alone. What is outside it (clocks, the machine,
+libraries) is replaced with pytest's `monkeypatch`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.step import verify as verifying
 def instead(owner: Any, name: str, variant: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Run a wrong variant of a function, method or property, temporarily.
 
-    owner: its module (or the module's name), class or object; variant: called with the right function, and then with
-    the operands (for a method of a class, its object first).
+    owner: its module (or the module's name), class or object; variant: called with the right
+    function, and then with the operands (for a method of a class, its object first).
     """
     owner = import_module(owner) if isinstance(owner, str) else owner
     right = inspect.getattr_static(owner, name)
@@ -49,7 +49,9 @@ class Call(NamedTuple):
 
 @contextmanager
 def calls_of(owner: Any, name: str) -> Iterator[list[Call]]:
-    """Note the calls of a function, which runs as it is; the result of a call that raises is None."""
+    """Note the calls of a function, which runs as it is; the result of a call that raises is
+    None.
+    """
     calls: list[Call] = []
 
     def noted(right: Callable[..., Any], *operands: Any, **named: Any) -> Any:
@@ -65,7 +67,9 @@ def calls_of(owner: Any, name: str) -> Iterator[list[Call]]:
 
 
 def by_distributions() -> AbstractContextManager[Any]:
-    """Let steps compute distributions and verify with `RULES`, as they do for rules that have no kernel from logits."""
+    """Let steps compute distributions and verify with `RULES`, as they do for rules that have no
+    kernel from logits.
+    """
     from engine.cpu import verdict
 
     return instead(verdict, "_is_decided", lambda *_: False)

@@ -1,7 +1,9 @@
-"""*SpecTr-GBV* (Lin et al., 2026): block efficiency of rules by chains and length, on five task sets.
+"""*SpecTr-GBV* (Lin et al., 2026): block efficiency of rules by chains and length, on five task
+sets.
 
-Measured with the serving engine. Block efficiency is tokens per pass of the target. The expected speedup at one request
-is block efficiency x a plain step's time / the step's time; steps of all shapes take turns.
+Measured with the serving engine. Block efficiency is tokens per pass of the target. The expected
+speedup at one request is block efficiency x a plain step's time / the step's time; steps of all
+shapes take turns.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _CONTEXT = 128
 
 
 def measure(pair: ServedPair, grid: BlocksGrid, progress: Progress) -> dict[str, Any]:
-    """Return a cell per task, temperature and shape; the pooled ones; times; and a test of each rule's output
-    distribution.
+    """Return a cell per task, temperature and shape; the pooled ones; times; and a test of each
+    rule's output distribution.
     """
     wanted = grid.shapes()
     cells = []
@@ -81,8 +83,8 @@ def _times(pair: ServedPair, wanted: Sequence[SpeculationSetup], progress: Progr
 
 
 def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return all tasks together: block efficiency with its interval over answers, expected speedup, share of
-    verification.
+    """Return all tasks together: block efficiency with its interval over answers, expected speedup,
+    share of verification.
     """
     groups: dict[tuple[float, str, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for cell in cells:
@@ -110,7 +112,9 @@ def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) 
 
 
 def _laws(pair: ServedPair, num_answers: int, progress: Progress) -> list[dict[str, Any]]:
-    """Compare each rule's output distribution with the target's, by a test with answers of two steps and more."""
+    """Compare each rule's output distribution with the target's, by a test with answers of two
+    steps and more.
+    """
     prompt = make_prompt(pair.engine, 1)
     checks = []
     for rule in (*ONE_CHAIN, *SEVERAL):
@@ -122,7 +126,9 @@ def _laws(pair: ServedPair, num_answers: int, progress: Progress) -> list[dict[s
 
 
 def falls(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the cells whose block efficiency falls with more chains by more than its intervals allow."""
+    """Return the cells whose block efficiency falls with more chains by more than its intervals
+    allow.
+    """
     found = []
     for row in rows:
         more = [

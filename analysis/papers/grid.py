@@ -75,8 +75,8 @@ class RacesGrid:
         ("greedy_block:1x12", "greedy"),
         *((f"spectr_gbv:{size}", "greedy") for size in ("2x6", "3x4", "4x3")),
     )
-    """Shapes whose expected length has a closed form, with the form; for greedy rules it holds in an answer's first
-    block.
+    """Shapes whose expected length has a closed form, with the form; for greedy rules it holds in
+    an answer's first block.
     """
     second_pair: tuple[str, str, int, float, int] = ("draft", "tiny", 4096, 0.65, 512)
     """Sizes of target and draft, vocabulary, acceptance of a single draft, longest text."""

@@ -1,10 +1,11 @@
-"""*Towards Optimal Multi-draft Speculative Decoding* (Hu et al., ICLR 2025): every rule compared with the optimum
-alpha*.
+"""*Towards Optimal Multi-draft Speculative Decoding* (Hu et al., ICLR 2025): every rule compared
+with the optimum alpha*.
 
-Measured at single positions: alpha* of i.i.d. drafts, drafts without replacement and greedy drafts, and the acceptance
-of every rule of this project, by the number of drafts and the temperature. Positions are along texts of the target, the
-same for every temperature, and on synthetic distributions over large vocabularies. The paper's findings follow, each as
-a sentence that the numbers confirm or not.
+Measured at single positions: alpha* of i.i.d. drafts, drafts without replacement and greedy drafts,
+and the acceptance of every rule of this project, by the number of drafts and the temperature.
+Positions are along texts of the target, the same for every temperature, and on synthetic
+distributions over large vocabularies. The paper's findings follow, each as a sentence that the
+numbers confirm or not.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Row = dict[str, Any]
 
 
 def measure(pair: ServedPair, grid: OptimalGrid, positions: int, progress: Progress) -> dict[str, Any]:
-    """Return rows by temperature and number of drafts, for the pair's and for synthetic distributions; and the
-    findings.
+    """Return rows by temperature and number of drafts, for the pair's and for synthetic
+    distributions; and the findings.
     """
     texts = texts_of(pair, pair.dialogues(), 1.0)
     rows: list[Row] = []

@@ -1,4 +1,6 @@
-"""Page of tables: the paper's statements, the measurements, the pair, and reasons for differences."""
+"""Page of tables: the paper's statements, the measurements, the pair, and reasons for
+differences.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Beyond the papers: the score race and the weighted race compared with all other rules, at twelve drafted tokens per
-pass.
+"""Beyond the papers: the score race and the weighted race compared with all other rules, at twelve
+drafted tokens per pass.
 
-Measured with the engine on the analysed pair and on a second one of another size with known distributions
-(`demo.bench_pair`), and in closed form on distributions recorded along the target's texts, without draws.
+Measured with the engine on the analysed pair and on a second one of another size with known
+distributions (`demo.bench_pair`), and in closed form on distributions recorded along the target's
+texts, without draws.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from loadtest.statistics import ratio_of_sums
 
 TOKEN_SHAPES = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
 LONGEST = 12
-"""Tokens of the longest of these chains: all are evaluated at positions followed by that many tokens."""
+"""Tokens of the longest of these chains: all are evaluated at positions followed by that many
+tokens.
+"""
 TIMES = 3
 """Repetitions of a task's prompts."""
 
@@ -58,8 +61,8 @@ def measure(
 def recorded(
     pair: ServedPair, grid: RacesGrid, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return expected tokens per pass on the distributions along the target's texts; intervals over texts or
-    positions.
+    """Return expected tokens per pass on the distributions along the target's texts; intervals over
+    texts or positions.
     """
     rows = []
     for temperature in grid.temperatures:
@@ -90,7 +93,9 @@ def recorded(
 
 
 def _row(shape: SpeculationSetup, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """Return a row of the table; lengths: (sum of expected accepted tokens, passes) of each text or position."""
+    """Return a row of the table; lengths: (sum of expected accepted tokens, passes) of each text or
+    position.
+    """
     found = ratio_of_sums([kept + passes for kept, passes in lengths], [passes for _, passes in lengths])
     row = {"temperature": temperature, "rule": shape.rule, "size": shape.size}
     return row | {"tokens_per_pass": found.ratio, "low": found.low, "high": found.high}

@@ -1,9 +1,10 @@
-"""*A Theoretical Perspective for Speculative Decoding Algorithm* (Yin et al., NeurIPS 2024): rejections and biases.
+"""*A Theoretical Perspective for Speculative Decoding Algorithm* (Yin et al., NeurIPS 2024):
+rejections and biases.
 
-Theorem 1 on the served rule `token`: rejections in the engine's own steps compared with the sum of TV(p, q) over the
-same texts. Theorem 3 on a Markov chain like that of the paper's simulations, by its formula and by the algorithm.
-Theorem 5, and Decoding-OPT compared with Decoding-UNO: at single positions in closed form, and on whole answers of the
-engine.
+Theorem 1 on the served rule `token`: rejections in the engine's own steps compared with the sum of
+TV(p, q) over the same texts. Theorem 3 on a Markov chain like that of the paper's simulations, by
+its formula and by the algorithm. Theorem 5, and Decoding-OPT compared with Decoding-UNO: at single
+positions in closed form, and on whole answers of the engine.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from loadtest.statistics import interval, ratio_of_sums
 
 _STATES, _HORIZON = 7, 50
 _TIMES, _SEEDS = 4, 8
-"""Repetitions of a task's prompts, and seeds of each: the comparison with a formula needs more answers than a table
-of ratios.
+"""Repetitions of a task's prompts, and seeds of each: the comparison with a formula needs more
+answers than a table of ratios.
 """
 
 Laws = npt.NDArray[np.float64]
@@ -50,8 +51,8 @@ def measure(pair: ServedPair, grid: TheoreticalGrid, positions: int, progress: P
 def _rejections(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], length: int, progress: Progress
 ) -> dict[str, Any]:
-    """Check Theorem 1: rejections of served answers, and the sum of TV over the positions that were verified in
-    them.
+    """Check Theorem 1: rejections of served answers, and the sum of TV over the positions that were
+    verified in them.
     """
     speculation = Speculation(rule="token", num_drafts=1, draft_length=length)
     counted, predicted = [], []
@@ -97,8 +98,8 @@ def markov_chain(seed: int) -> tuple[Laws, Laws]:
 
 
 def batches(grid: TheoreticalGrid, progress: Progress) -> list[dict[str, Any]]:
-    """Check Theorem 3 and its limit: rejections of a text by the number of drafts at the first position after each
-    rejection.
+    """Check Theorem 3 and its limit: rejections of a text by the number of drafts at the first
+    position after each rejection.
     """
     p, q = markov_chain(0)
 
@@ -119,13 +120,15 @@ def batches(grid: TheoreticalGrid, progress: Progress) -> list[dict[str, Any]]:
 
 
 def merged(prefix: tuple[int, ...]) -> tuple[int, ...]:
-    """Return (position, last state) of such a name with one more state: the future depends on these alone."""
+    """Return (position, last state) of such a name with one more state: the future depends on these
+    alone.
+    """
     return (1, prefix[0]) if len(prefix) == 1 else (prefix[0] + 1, prefix[2])
 
 
 def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
-    """Return [runs] the rejections of the paper's Algorithm 4: a restart tries `batch` chains' first tokens, then
-    follows one.
+    """Return [runs] the rejections of the paper's Algorithm 4: a restart tries `batch` chains'
+    first tokens, then follows one.
     """
     random = np.random.default_rng(seed)
     state = np.zeros(runs, dtype=np.int64)
@@ -159,7 +162,9 @@ def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
 
 
 def front(laws: Sequence[tuple[Law, Law]], epsilons: Sequence[float]) -> list[dict[str, float]]:
-    """Return means over positions: rejection, and the distance from the target for OPT and UNO, by epsilon."""
+    """Return means over positions: rejection, and the distance from the target for OPT and UNO, by
+    epsilon.
+    """
     rows = []
     for epsilon in (0.0, *epsilons):
         points = []
@@ -179,10 +184,11 @@ def front(laws: Sequence[tuple[Law, Law]], epsilons: Sequence[float]) -> list[di
 def _answers(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], epsilons: Sequence[float], progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return whole answers of the engine: tokens per pass, and their quality as judged by the target.
+    """Return whole answers of the engine: tokens per pass, and their quality as judged by the
+    target.
 
-    The judge is the target's mean log-likelihood of a token. A comparison is won by the likelier answer to the same
-    prompt; a tie counts for half.
+    The judge is the target's mean log-likelihood of a token. A comparison is won by the likelier
+    answer to the same prompt; a tie counts for half.
     """
     exact = answers_of(pair.engine, prompts, _lossy(0.0, "optimal"), 1.0, pair.tokens)
     rows = [{"epsilon": 0.0, "opt": _quality(pair, prompts, exact)[0]}]

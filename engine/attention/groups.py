@@ -1,9 +1,10 @@
 """Sequences of a pass that attend in one call.
 
-A call for every sequence costs more than its work. Sequences of about the same size are padded to one
-shape here, and one call serves them all. Their keys and values are gathered into a buffer that every
-layer uses again. The buffer is small enough to stay in the processor's cache. A long prompt or a lone
-sequence is a group of one: it is not padded, and not gathered if its blocks are contiguous.
+A call for every sequence costs more than its work. Sequences of about the same size are padded to
+one shape here, and one call serves them all. Their keys and values are gathered into a buffer that
+every layer uses again. The buffer is small enough to stay in the processor's cache. A long prompt
+or a lone sequence is a group of one: it is not padded, and not gathered if its blocks are
+contiguous.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Group:
     shape: tuple[int, int, int]
     """(B, Q, K)."""
     rows: Tensor | slice
-    """Rows of the B * Q queries in the flat pass; a padding query repeats its sequence's first row."""
+    """Rows of the B * Q queries in the flat pass; a padding query repeats its sequence's first
+    row.
+    """
     slots: Tensor | slice
     """Slots [B * K] of the keys; a slice is read without a copy."""
     visible: Tensor | None
@@ -129,8 +132,8 @@ def scaled_attention(
 ) -> Tensor:
     """Attend: query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
 
-    mask: is added to the scores. The query heads of a K/V head may be folded into further queries of
-    a single head (`attend_group`); Q then counts the queries of all folded heads, head by head.
+    mask: is added to the scores. The query heads of a K/V head may be folded into further queries
+    of a single head (`attend_group`); Q then counts the queries of all folded heads, head by head.
     """
     if kind.softcap is not None or kind.sinks is not None:
         return _explicit(query, key, value, mask, scaling, kind)

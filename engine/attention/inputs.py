@@ -1,10 +1,10 @@
 """Layouts of a step's passes: tokens, slots of their K/V, and the keys that each token sees.
 
 A pass is a flat batch of T tokens of B sequences. A sequence contributes its input tokens, then its
-drafted nodes. An input token sees everything before it and itself. A node sees all input tokens, its
-own ancestors and itself. K/V of nodes lies in the slots after the last input token, in node order.
-The position of a node is the root's position plus its depth. These rules are in `place`, and every
-pass follows them.
+drafted nodes. An input token sees everything before it and itself. A node sees all input tokens,
+its own ancestors and itself. K/V of nodes lies in the slots after the last input token, in node
+order. The position of a node is the root's position plus its depth. These rules are in `place`, and
+every pass follows them.
 
 A sequence's keys are numbered like its tokens: the text up to its *end*, then the nodes. The index
 of a token is its *offset* plus the end: the root has offset -1, nodes have 0 and more.
@@ -48,7 +48,9 @@ def place(end: Ints, offset: Ints, depth: Ints) -> Places:
 
 
 def slots_of(pages: Integers, row: Ints, index: Ints, block_size: int) -> Ints:
-    """Return slots of tokens in the K/V pool. pages: block ids [B, P]; row, index: of the tokens."""
+    """Return slots of tokens in the K/V pool. pages: block ids [B, P]; row, index: of the
+    tokens.
+    """
     block_ids: Ints = pages[row, index // block_size].astype(np.int64)
     return block_ids * block_size + index % block_size
 

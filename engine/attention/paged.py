@@ -1,6 +1,7 @@
 """Layouts of passes on a device, where one kernel reads every sequence's keys in their pages.
 
-A query sees all keys of the text below its limit, and the nodes whose bit is set in its words (`inputs.StepLayout`).
+A query sees all keys of the text below its limit, and the nodes whose bit is set in its words
+(`inputs.StepLayout`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Paged(NamedTuple):
     """[T]"""
     page_size: int
     most_queries: int
-    """Most rows of a sequence; without `is_padded` it chooses tiles, and a sequence may have more."""
+    """Most rows of a sequence; without `is_padded` it chooses tiles, and a sequence may have
+    more.
+    """
     most_keys: int
     total_keys: int = 0
     """Keys of all texts; 0 in a recorded step, whose texts grow."""

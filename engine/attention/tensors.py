@@ -1,7 +1,8 @@
 """K/V tensors of one model, addressed by slot.
 
-All layers share one addressing: slot = block * block_size + offset. Backends write K/V of all tokens
-and nodes. After a step this module moves the K/V of the accepted path to the slots after the text.
+All layers share one addressing: slot = block * block_size + offset. Backends write K/V of all
+tokens and nodes. After a step this module moves the K/V of the accepted path to the slots after the
+text.
 
 A *tap* is a place in the model whose hidden states a drafter reads: tap k is the stream that enters
 layer k, tap N the stream that leaves the last of N layers, and `NORMED` the same stream after the

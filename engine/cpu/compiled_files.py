@@ -1,8 +1,10 @@
-"""Files of compiled code in Numba's cache: a file with a checksum for each function, signature and processor.
+"""Files of compiled code in Numba's cache: a file with a checksum for each function, signature and
+processor.
 
-Numba's cache has an index for each function, without checksums: a damaged file ends a start or the process, and
-two processes can give the same name to different code. Here a file's name follows from its key, so there is no
-index and no lock, and a damaged file counts as missing. `start/compiling.py` tries new files.
+Numba's cache has an index for each function, without checksums: a damaged file ends a start or the
+process, and two processes can give the same name to different code. Here a file's name follows from
+its key, so there is no index and no lock, and a damaged file counts as missing.
+`start/compiling.py` tries new files.
 """
 
 # Numba has no types.

@@ -23,7 +23,9 @@ _CODE = Path(__file__).parents[1]
 
 
 def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
-    """Return Numba's decorator; compiled code is cached for later starts if there is a writable folder."""
+    """Return Numba's decorator; compiled code is cached for later starts if there is a writable
+    folder.
+    """
     cache_folder()
 
     def decorate(function: Any) -> Any:
@@ -37,10 +39,12 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
 
 @cache
 def cache_folder() -> Path | None:
-    """Let Numba cache compiled code (`compiled_files.py`), and return the folder; None if no folder is writable.
+    """Let Numba cache compiled code (`compiled_files.py`), and return the folder; None if no folder
+    is writable.
 
-    The folder's name depends on everything that compiled code depends on. By default Numba detects changes of a
-    kernel's file, but not of the functions and constants compiled into it, of the compiler, or of the processor.
+    The folder's name depends on everything that compiled code depends on. By default Numba detects
+    changes of a kernel's file, but not of the functions and constants compiled into it, of the
+    compiler, or of the processor.
     """
     processor = config.CPU_NAME, config.CPU_FEATURES, binding.get_host_cpu_name(), binding.get_host_cpu_features()
     compiler = numba.__version__, llvmlite.__version__, sys.version, np.__version__

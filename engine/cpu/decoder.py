@@ -1,8 +1,9 @@
 """A decoder like Llama on a CPU: its weights in blocks, and a pass as one call (`model_pass.py`).
 
-Weights are stored in the checkpoint's type and widened when they are read, or in a form for which rows are
-rounded (`weights.py`). A model is accepted by its modules. Every start compares the decoder with transformers
-(`probe.py`), and a model that the decoder does not reproduce runs through transformers.
+Weights are stored in the checkpoint's type and widened when they are read, or in a form for which
+rows are rounded (`weights.py`). A model is accepted by its modules. Every start compares the
+decoder with transformers (`probe.py`), and a model that the decoder does not reproduce runs through
+transformers.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ from engine.models.kinds import window_of
 
 _ROWS_TOGETHER = 16
 _PROMPT_ROWS_TOGETHER = 64
-"""Most rows of a sequence that attend together: they share tiles of keys, and one core computes them."""
+"""Most rows of a sequence that attend together: they share tiles of keys, and one core computes
+them.
+"""
 _PARTS_PER_CORE = 4
 """Least number of parts of attention per core. With fewer parts, fewer rows attend together."""
 _MANY_ROWS = 16
-"""Rows from which on a pass uses the second of `cores`. Smaller passes do if K/V is as large as the weights."""
+"""Rows from which on a pass uses the second of `cores`. Smaller passes do if K/V is as large as the
+weights.
+"""
 _TUNING_S = 0.15
 """Least duration of the measurements for a number of rows. A turn of a large model takes longer."""
 _RUNS_OF_TURN = 3
@@ -46,7 +51,9 @@ class CpuDecoder(Backend):
 
     reads_pages = True
     target_ids: Array | None = None
-    """[tokens with logits] the target's ids of the tokens of a head with fewer tokens; None if ids are equal."""
+    """[tokens with logits] the target's ids of the tokens of a head with fewer tokens; None if ids
+    are equal.
+    """
     embedded_term: Array | None = None
     """[V, r] the embeddings of the product `TERM` of a head; None if it has none."""
     has_plain_logits = True
@@ -59,11 +66,12 @@ class CpuDecoder(Backend):
         kv_dtype: torch.dtype = torch.float32,
         shared: Mapping[int, Product] | None = None,
     ) -> None:
-        """Lay out the weights of a model that `kinds.is_decoder` accepts. The model's weights stay until `prepare`.
+        """Lay out the weights of a model that `kinds.is_decoder` accepts. The model's weights stay
+        until `prepare`.
 
-        forms: forms of the weights; None keeps the model's type. shared: products of another decoder, by field, that
-        replace the model's products. The first layer of an EAGLE head (`head_decoder.py`) has a `hidden_norm`: it reads
-        hidden states in addition to embeddings.
+        forms: forms of the weights; None keeps the model's type. shared: products of another
+        decoder, by field, that replace the model's products. The first layer of an EAGLE head
+        (`head_decoder.py`) has a `hidden_norm`: it reads hidden states in addition to embeddings.
         """
         self.kv_dtype = kv_dtype
         self.forms = forms or forms_of(model.lm_head.weight.dtype)
@@ -190,7 +198,9 @@ class CpuDecoder(Backend):
         self._put(pass_table.COUNTERS, np.zeros((num_phases, ROW), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
-        """Point the table's fields, from `field` on, to arrays, and hold references to the arrays."""
+        """Point the table's fields, from `field` on, to arrays, and hold references to the
+        arrays.
+        """
         for place, array in enumerate(arrays, field):
             assert array.flags.c_contiguous
             self._arrays[place] = array
@@ -198,7 +208,9 @@ class CpuDecoder(Backend):
             self._table[place, : 1 + array.ndim] = [array.ctypes.data, *array.shape]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Drop the weights of linear layers and embeddings, and copy the other parameters out of the mapped file."""
+        """Drop the weights of linear layers and embeddings, and copy the other parameters out of
+        the mapped file.
+        """
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
@@ -216,7 +228,8 @@ class CpuDecoder(Backend):
         return weights.rounded_rows(rows, self._form_of(weight))
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Measure on how many cores passes of few and of more rows are fastest, and use these numbers of cores.
+        """Measure on how many cores passes of few and of more rows are fastest, and use these
+        numbers of cores.
 
         run: runs a pass with a number of rows.
         """
@@ -229,7 +242,9 @@ class CpuDecoder(Backend):
         self.cores = fastest[0], fastest[1]
 
     def _fastest(self, run: Callable[[int], object], num_rows: int, counts: Sequence[int]) -> int:
-        """Return the number of cores, among `counts`, on which passes of this number of rows are fastest."""
+        """Return the number of cores, among `counts`, on which passes of this number of rows are
+        fastest.
+        """
         taken_s: dict[int, list[float]] = {count: [] for count in counts}
         started = time.perf_counter()
         while not taken_s[counts[-1]] or time.perf_counter() - started < _TUNING_S:
@@ -242,7 +257,8 @@ class CpuDecoder(Backend):
                     runs_s.append(time.perf_counter() - began)
         cost_s = {}
         for count, runs_s in taken_s.items():
-            # The first quartile: another process may have occupied a core for most of this short time.
+            # The first quartile: another process may have occupied a core for most of this short
+            # time.
             usual_s = statistics.quantiles(runs_s)[0]
             # More cores are taken from other processes, so they must be worth it.
             cost_s[count] = usual_s * (1 + _CORE_COST * (count > 1))
@@ -280,7 +296,8 @@ class CpuDecoder(Backend):
         state_TX: Tensor | None = None,
         are_target_states: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run a flat pass; return the wanted tokens' ([N, D] states if the model reads states, [N, V] logits).
+        """Run a flat pass; return the wanted tokens' ([N, D] states if the model reads states, [N,
+        V] logits).
 
         state_TX, are_target_states: see `states_of`.
         """
@@ -303,17 +320,18 @@ class CpuDecoder(Backend):
     ) -> tuple[Array, Array, Array]:
         """Return the states of a pass as three arrays, of width 0 if the pass reads no states.
 
-        The arrays are the target's states [T, X] that rows read, the states [T, D] that rows read (or memory
-        for the projection of the target's states), and memory for the states that leave the pass.
-        state_TX: states that rows read; are_target_states: whether `state_TX` has the target's states. The
-        pass projects them and may overwrite them.
+        The arrays are the target's states [T, X] that rows read, the states [T, D] that rows read
+        (or memory for the projection of the target's states), and memory for the states that leave
+        the pass. state_TX: states that rows read; are_target_states: whether `state_TX` has the
+        target's states. The pass projects them and may overwrite them.
         """
         assert state_TX is None
         assert not are_target_states
         return NO_STATES, NO_STATES, np.empty((num_leaving, 0), dtype=np.float32)
 
     def ready(self, storage: KVTensors, page_size: int, num_rows: int, num_keys: int) -> tuple[Array, int, Array]:
-        """Reserve buffers for passes of up to this number of rows; return (words of the helpers, function, table).
+        """Reserve buffers for passes of up to this number of rows; return (words of the helpers,
+        function, table).
 
         num_keys: keys of the sequences of a pass.
         """
@@ -333,14 +351,18 @@ class CpuDecoder(Backend):
         return TEAM.shared, self._function, self._table
 
     def _cores_for(self, num_rows: int, num_keys: int) -> int:
-        """Return the cores of a pass. A single row has as much work as many rows if its text's K/V is large."""
+        """Return the cores of a pass. A single row has as much work as many rows if its text's K/V
+        is large.
+        """
         keys = self._arrays[pass_table.KEYS]
         kv_bytes = 2 * num_keys * keys.nbytes // keys.shape[1]
         has_much_work = num_rows >= _MANY_ROWS or kv_bytes >= self.weight_bytes
         return self.cores[has_much_work]
 
     def _rows_together(self, num_rows: int) -> int:
-        """Return the most rows of a sequence that attend together in a pass. Results do not depend on it."""
+        """Return the most rows of a sequence that attend together in a pass. Results do not depend
+        on it.
+        """
         num_parts = num_rows // _PROMPT_ROWS_TOGETHER * self._num_kv_heads
         if num_parts >= _PARTS_PER_CORE * self.cores[1]:
             return _PROMPT_ROWS_TOGETHER
@@ -351,10 +373,11 @@ class CpuDecoder(Backend):
         return np.empty((num_rows, self._arrays[pass_table.LM_HEAD + 1].shape[1]), dtype=np.float32)
 
     def _place_of(self, number: int) -> int:
-        """Return the place, among the stored taps, of the state that enters layer `number`; -1 if it is not stored.
+        """Return the place, among the stored taps, of the state that enters layer `number`; -1 if
+        it is not stored.
 
-        The number after the last layer is the state that leaves it. The next number is that state after the
-        final norm.
+        The number after the last layer is the state that leaves it. The next number is that state
+        after the final norm.
         """
         assert self._storage is not None
         taps = self._storage.taps

@@ -13,7 +13,9 @@ from engine.kernels.torch_kernels import Kernels
 
 
 def takes(rows_NV: Tensor) -> bool:
-    """Whether compiled operations support the numbers of these rows; plain operations compute with any."""
+    """Whether compiled operations support the numbers of these rows; plain operations compute with
+    any.
+    """
     return rows_NV.dtype == torch.float32 and rows_NV.is_contiguous()
 
 

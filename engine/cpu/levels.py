@@ -1,4 +1,5 @@
-"""Drafting of a step in one call, with a draft model or head that the decoder computes (`draw_loop.py`).
+"""Drafting of a step in one call, with a draft model or head that the decoder computes
+(`draw_loop.py`).
 
 `drafting.chains.draw_by_level` computes the same level by level, in Python, for any rows.
 """
@@ -35,11 +36,15 @@ class _Chains(NamedTuple):
     """[L] end of each level's distributions among those of all levels."""
     first_chains: Ints
     num_chains: Ints
-    """[N] the first chain through the node above each distribution, and the number of these chains."""
+    """[N] the first chain through the node above each distribution, and the number of these
+    chains.
+    """
     leaders_LC: Ints
     """The first chain through each chain's node."""
     parents: Ints
-    """[N] the node above each distribution, among those of the level above; 0 in the first level."""
+    """[N] the node above each distribution, among those of the level above; 0 in the first
+    level.
+    """
 
 
 @lru_cache(maxsize=128)  # the size of the cache of layouts
@@ -75,7 +80,9 @@ def _draft_row_of_distributions(layout: Layout) -> Ints:
 
 
 class Draws(NamedTuple):
-    """Arrays of all draws of a step. Numba takes a named tuple slowly, so the compiled loops get a plain one."""
+    """Arrays of all draws of a step. Numba takes a named tuple slowly, so the compiled loops get a
+    plain one.
+    """
 
     distributions: npt.NDArray[np.float32]
     """[N, V] output: the distributions that the tokens were drawn from."""
@@ -93,7 +100,9 @@ class Draws(NamedTuple):
     leaders: Ints
     """Chains as in `_Chains`."""
     target_ids: Ints
-    """The target's id of each token in a head's own vocabulary; empty if the vocabularies are equal."""
+    """The target's id of each token in a head's own vocabulary; empty if the vocabularies are
+    equal.
+    """
     spread: npt.NDArray[np.float32]
     """Working memory for a head's logits over the target's vocabulary."""
 
@@ -157,9 +166,12 @@ class DrawTask(NamedTuple):
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
-    """Return the drafting in one call; None if the backend, its tokens or the kernels do not allow it."""
+    """Return the drafting in one call; None if the backend, its tokens or the kernels do not allow
+    it.
+    """
     decoder = runner.backend
-    if type(runner.kernels) is not NumbaKernels:  # another class if a kernel failed its check (`kernels.choosing`)
+    # Another class if a kernel failed its check (`kernels.choosing`)
+    if type(runner.kernels) is not NumbaKernels:
         return None
     if not isinstance(decoder, CpuDecoder) or not decoder.has_plain_logits:
         return None
@@ -223,7 +235,9 @@ class Levels:
 
     @property
     def has_term(self) -> bool:
-        """Whether logits are the sum of a draft row and a term of the token before, as `draw_below` adds them."""
+        """Whether logits are the sum of a draft row and a term of the token before, as `draw_below`
+        adds them.
+        """
         return self._decoder.embedded_term is not None
 
     def draw_below(self, base_SX: Tensor, last_R: Tensor, task: DrawTask) -> Tensor:

@@ -1,6 +1,8 @@
-"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16, or in few bits.
+"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16,
+or in few bits.
 
-A product's weights are pieces with one layout each, so that a GGUF file may have several types."""
+A product's weights are pieces with one layout each, so that a GGUF file may have several types.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ _SCALES = {
     **dict.fromkeys(("q4_k", "q5_k"), np.uint8),
     "q6_k": np.int8,
 }
-"""Types of scales; scales of other forms are float32, and numbers that are not integers have no scales."""
+"""Types of scales; scales of other forms are float32, and numbers that are not integers have no
+scales.
+"""
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "pairs": torch.bfloat16}
 """Types of the numbers of forms in 16 bits."""
 _LARGEST = {"int8": 127, "int4": 7}
@@ -55,7 +59,9 @@ class Forms(NamedTuple):
 
 
 def forms_of(dtype: torch.dtype, weights: str = "auto", may_round_rows: bool = True) -> Forms:
-    """Return the forms of a model's weights of a type. weights: see `ModelConfig`; may_round_rows: in 16 bits."""
+    """Return the forms of a model's weights of a type. weights: see `ModelConfig`; may_round_rows:
+    in 16 bits.
+    """
     if weights == "int8":
         return _alike("int8")
     if weights == "int4":
@@ -77,7 +83,9 @@ def form_of_type(kind: GGMLQuantizationType) -> Form:
 
 
 def types_of(form: Form) -> tuple[Any, Any]:
-    """Return the numpy types of the words and the scales of a form, for which functions of a pass are compiled."""
+    """Return the numpy types of the words and the scales of a form, for which functions of a pass
+    are compiled.
+    """
     return _WORDS[form], _SCALES.get(form, np.float32)
 
 
@@ -87,7 +95,9 @@ def rounds_rows(form: Form) -> bool:
 
 
 def remark_on(forms: Collection[Form]) -> str:
-    """Return the remark of a start on a model whose weights have these forms; "" if no rows are rounded."""
+    """Return the remark of a start on a model whose weights have these forms; "" if no rows are
+    rounded.
+    """
     if any(form.startswith("q") for form in forms):
         return "weights as in the file, rows of products are rounded to 8 bits"
     if "int4" in forms:
@@ -114,7 +124,9 @@ class WeightPiece(NamedTuple):
 
 
 class Product:
-    """The weights of one product in all L layers: pieces of blocks [blocks, words, B], and biases [L, N]."""
+    """The weights of one product in all L layers: pieces of blocks [blocks, words, B], and biases
+    [L, N].
+    """
 
     def __init__(self, layers: Sequence[Sequence[WeightPiece]], biases: Array) -> None:
         self.layers = layers
@@ -127,10 +139,11 @@ class Product:
         form_of: Callable[[Tensor], Form],
         alternate: bool = False,
     ) -> Product:
-        """Lay out the weights [N, K] of every layer, which follow each other in the columns of the result.
+        """Lay out the weights [N, K] of every layer, which follow each other in the columns of the
+        result.
 
-        biases: of these weights; form_of: returns the form of a weight; alternate: blocks of two weights
-        alternate in the result.
+        biases: of these weights; form_of: returns the form of a weight; alternate: blocks of two
+        weights alternate in the result.
         """
         lay_out = _alternating if alternate else _following
         pieces = [lay_out(parts, form_of) for parts in layers]
@@ -160,7 +173,9 @@ class Product:
 
 
 def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
-    """Return the pieces of weights that follow each other; neighbours of the same form are one piece."""
+    """Return the pieces of weights that follow each other; neighbours of the same form are one
+    piece.
+    """
     forms = [form_of(part) for part in parts]
     if len(set(forms)) > 1 and any(len(part) % BLOCK for part in parts[:-1]):
         # A piece begins with a block.
@@ -174,7 +189,9 @@ def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> li
 
 
 def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
-    """Return the pieces of two weights whose blocks alternate: one piece if they have the same form."""
+    """Return the pieces of two weights whose blocks alternate: one piece if they have the same
+    form.
+    """
     form, other_form = (form_of(part) for part in parts)
     first, second = _laid_out([parts[0]], form), _laid_out([parts[1]], other_form)
     if form != other_form:
@@ -239,7 +256,9 @@ def _bits(blocks: Tensor, form: Form) -> Array:
 
 
 def _packed(blocks: Tensor, form: Form) -> Array:
-    """Return [blocks, words, B] the words of blocks [blocks, B, K] of stored bytes (`stored_words.py`)."""
+    """Return [blocks, words, B] the words of blocks [blocks, B, K] of stored bytes
+    (`stored_words.py`).
+    """
     num_blocks, width, depth = blocks.shape
     stored = blocks.view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
     if types_of(form)[0] is np.uint8:
@@ -250,7 +269,8 @@ def _packed(blocks: Tensor, form: Form) -> Array:
 
 
 def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Return ([..., K] integers of 8 or 4 bits, [..., K / `GROUP`] their scales) for weights [..., K].
+    """Return ([..., K] integers of 8 or 4 bits, [..., K / `GROUP`] their scales) for weights [...,
+    K].
 
     In 4 bits the scale of a group is the one with the least squared error (`best_scales`).
     """

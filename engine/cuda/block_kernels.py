@@ -1,10 +1,12 @@
 """Block verification and the score race in four launches (`torch_block.py` has the algorithm).
 
-A request waits for the verdict of its step, and a verdict of plain operations takes some two hundred launches of a few
-microseconds each. Here one launch walks every chain's prefixes, one sums the surplus of all prefixes by tiles of the
-vocabulary, one decides (accepted length, next token, score), and one lets the chains of each request race.
+A request waits for the verdict of its step, and a verdict of plain operations takes some two
+hundred launches of a few microseconds each. Here one launch walks every chain's prefixes, one sums
+the surplus of all prefixes by tiles of the vocabulary, one decides (accepted length, next token,
+score), and one lets the chains of each request race.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain operations are the oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain operations are the
+oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.
@@ -20,11 +22,14 @@ from torch import Tensor
 from engine.cuda.row_kernels import ANYWHERE, TILE, draw_token, sum_tiles
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 
-# Each kernel has one specialisation (`row_kernels.ANYWHERE`), which depends on no number that changes between steps.
+# Each kernel has one specialisation (`row_kernels.ANYWHERE`), which depends on no number that
+# changes between steps.
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
 _LEAST_BLOCK = 16
 _USUAL_CHAINS = 1024
-"""Each program of a race reads all chains of a step; the kernel is compiled once for up to this number of them."""
+"""Each program of a race reads all chains of a step; the kernel is compiled once for up to this
+number of them.
+"""
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
@@ -43,7 +48,8 @@ def _walk(
     q = tl.load(draft + draft_row * width + token, mask=inside, other=1.0).to(tl.float64)
     never, free = (p <= 0).to(tl.int32), (q <= 0).to(tl.int32)
     dead = tl.cumsum(never, axis=0) + tl.cumsum(free, axis=0) - free > 0
-    # A token without mass in the draft distribution makes the ratio 0. The logarithm of 0 is not computed.
+    # A token without mass in the draft distribution makes the ratio 0. The logarithm of 0 is not
+    # computed.
     step = tl.log(tl.where(dead | (q <= 0), 1.0, q)) - tl.log(tl.where(dead, 1.0, p))
     step = tl.where(dead, 0.0, tl.where(q <= 0, -float("inf"), step))
     log_ratio = tl.where(dead, float("inf"), tl.cumsum(step, axis=0))

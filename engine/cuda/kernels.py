@@ -1,4 +1,6 @@
-"""Kernels of a CUDA device, compiled by Triton; on a CPU they run in Triton's interpreter (tests)."""
+"""Kernels of a CUDA device, compiled by Triton; on a CPU they run in Triton's interpreter
+(tests).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class TritonKernels(Kernels):
         return block_kernels.winners(chains, score_C, accepted_C, next_token_C)
 
     def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
-        return random_numbers.uniform(seed_C, position_C, purpose_P, rank_C, length)  # the numbers are made on the host
+        # The numbers are made on the host.
+        return random_numbers.uniform(seed_C, position_C, purpose_P, rank_C, length)
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
         move_SM2 = torch.from_numpy(_padded(moves)).to(storages[0].device, non_blocking=True)

@@ -1,12 +1,12 @@
 """Operations of a decoder layer between its products, in one Triton kernel each.
 
-The speed of a pass over few tokens of a large model is bound by the number of its kernels. Between the four products of
-a layer there are norms (two), the operations on q, k and v (norm, rotation, writing K/V), attention
-(`attention_kernel.py`), and the gate; a residual sum belongs to its product. Numbers are rounded to the model's dtype
-no more often than by transformers.
+The speed of a pass over few tokens of a large model is bound by the number of its kernels. Between
+the four products of a layer there are norms (two), the operations on q, k and v (norm, rotation,
+writing K/V), attention (`attention_kernel.py`), and the gate; a residual sum belongs to its
+product. Numbers are rounded to the model's dtype no more often than by transformers.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean_decoder.py` decides where; its plain
-operations are the oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean_decoder.py` decides
+where; its plain operations are the oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.
@@ -22,7 +22,9 @@ from torch import Tensor
 _GATE_TILE = 1024
 _ROUNDED_TILE = 8192
 NORM_WARPS, HEAD_WARPS = 8, 1
-"""Warps of a norm of a row, and of a head's rotation: one warp adds a head's numbers without waiting for others."""
+"""Warps of a norm of a row, and of a head's rotation: one warp adds a head's numbers without
+waiting for others.
+"""
 
 
 @triton.jit
@@ -127,8 +129,9 @@ def rotate_and_write(
 ) -> Tensor:
     """Return [T, H, D] rotated queries; keys and values are written to their slots.
 
-    joined_TX: heads of q, then k, then v; rotation: cosines and sines of all positions [P, D], the sines of the
-    first half negated; norms: RMS norm weights of q and k; layer: (keys, values) [slots, H_kv, D] of the layer.
+    joined_TX: heads of q, then k, then v; rotation: cosines and sines of all positions [P, D], the
+    sines of the first half negated; norms: RMS norm weights of q and k; layer: (keys, values)
+    [slots, H_kv, D] of the layer.
     """
     keys, values = layer
     num_kv_heads, head_dim = keys.shape[1:]
@@ -153,7 +156,9 @@ def gate(joined_TX: Tensor) -> Tensor:
 
 
 def round_rows(rows_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows in fp8 and their scales [T, 1]: the largest number of a row becomes fp8's largest."""
+    """Return rows in fp8 and their scales [T, 1]: the largest number of a row becomes fp8's
+    largest.
+    """
     num_rows, width = rows_TK.shape
     rounded_TK = torch.empty_like(rows_TK, dtype=torch.float8_e4m3fn)
     scales_T1 = torch.empty((num_rows, 1), dtype=torch.float32, device=rows_TK.device)

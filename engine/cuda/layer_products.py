@@ -1,4 +1,5 @@
-"""Products of a decoder's linear layers, for weights in several layouts, in as few calls as possible.
+"""Products of a decoder's linear layers, for weights in several layouts, in as few calls as
+possible.
 
 Plain weights, and fp8 weights of torchao with a scale for each row, are joined: q, k and v are one
 product, gate and up another. The modules keep views, so nothing is stored twice. Other layouts of
@@ -81,7 +82,8 @@ class Float8Product(RowProduct):
             return linear(rows_TK, dequantised(self.weight_NK), self.bias_N)
         if not self.by_kernel:
             return linear(rows_TK, self.weight_NK, self.bias_N)
-        from engine.cuda.layer_kernels import round_rows  # Triton is installed if its kernels are used
+        # Triton is installed if its kernels are used.
+        from engine.cuda.layer_kernels import round_rows
 
         rounded_TK, scales_T1 = round_rows(rows_TK)
         return torch._scaled_mm(

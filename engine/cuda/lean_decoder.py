@@ -1,11 +1,11 @@
 """A decoder like Llama without the layers' own Python: the same numbers in fewer calls.
 
-transformers spends 0.2 to 0.3 ms of Python per layer, which is most of a pass over a few tokens of a
-small model. Here a layer is about twenty tensor operations: q, k and v are one product, gate and up
-another (`layer_products.py`, also for quantised weights), and rotation works on q and k together.
-Attention goes through the same hook. A model is accepted by its modules. Every start compares the
-decoder with transformers (`start/probe.py`), and a model that the decoder does not reproduce runs
-through transformers.
+transformers spends 0.2 to 0.3 ms of Python per layer, which is most of a pass over a few tokens of
+a small model. Here a layer is about twenty tensor operations: q, k and v are one product, gate and
+up another (`layer_products.py`, also for quantised weights), and rotation works on q and k
+together. Attention goes through the same hook. A model is accepted by its modules. Every start
+compares the decoder with transformers (`start/probe.py`), and a model that the decoder does not
+reproduce runs through transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Move the K/V of accepted drafts to their slots, in one launch per tensor for all layers and sequences.
+"""Move the K/V of accepted drafts to their slots, in one launch per tensor for all layers and
+sequences.
 
-Torch gathers all rows into new memory and scatters them from there. Here a program holds a piece of a sequence's rows
-in registers: it reads all of them before it writes any.
+Torch gathers all rows into new memory and scatters them from there. Here a program holds a piece of
+a sequence's rows in registers: it reads all of them before it writes any.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 """
@@ -35,7 +36,8 @@ def _keep(storage, moves, layer_stride, width, most: tl.constexpr, columns: tl.c
 
 
 def keep(storage: Tensor, move_SM2: Tensor) -> None:
-    """Move rows of a contiguous [layers, slots, heads, dim]; all rows of a sequence are read before any is written.
+    """Move rows of a contiguous [layers, slots, heads, dim]; all rows of a sequence are read before
+    any is written.
 
     move_SM2: int64, (from, to) by sequence, M a power of two; -1 pads. Sequences share no slots.
     """

@@ -1,13 +1,15 @@
 """Edges of top-k and top-p in Triton, without sorting a row and without waiting for the device.
 
-Tokens are kept if their key is not below an edge: the largest number such that the tokens at and above it are k, or
-have the wanted mass. Keys are the bits of non-negative numbers, which have the same order as the numbers: of the
-probabilities for top-p, and of the distances from the most likely token's logit for top-k. The edge is found digit by
-digit: a round counts (or sums the mass of) the tokens at and above sixteen candidates, by tiles. The next round takes
-the largest candidate that has enough. After eight rounds all 32 bits are known. Sums are added in a fixed order, so a
+Tokens are kept if their key is not below an edge: the largest number such that the tokens at and
+above it are k, or have the wanted mass. Keys are the bits of non-negative numbers, which have the
+same order as the numbers: of the probabilities for top-p, and of the distances from the most likely
+token's logit for top-k. The edge is found digit by digit: a round counts (or sums the mass of) the
+tokens at and above sixteen candidates, by tiles. The next round takes the largest candidate that
+has enough. After eight rounds all 32 bits are known. Sums are added in a fixed order, so a
 distribution is a function of its logits. Rows that do not ask for the filter end at once.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `torch_kernels.py` has the oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `torch_kernels.py` has the
+oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.
@@ -33,7 +35,9 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _chosen(sums, wanted, num_tiles, tiles: tl.constexpr):
-    """Return (the largest candidate that has enough, and its sum); candidate 0 has it, except for rounding."""
+    """Return (the largest candidate that has enough, and its sum); candidate 0 has it, except for
+    rounding.
+    """
     tile, digit = tl.arange(0, tiles), tl.arange(0, _DIGITS)
     tile_sums = tl.load(sums + tile[:, None] * _DIGITS + digit[None, :], mask=(tile < num_tiles)[:, None], other=0.0)
     mass = tl.sum(tile_sums, axis=0)
@@ -54,7 +58,8 @@ def _narrow(
     numbers, largest, temperatures, wanted, lowest, sums, width, row_stride, num_rows, num_tiles, num_parts, number,
     tile: tl.constexpr, tiles: tl.constexpr, parts: tl.constexpr, by_count: tl.constexpr,
 ):  # fmt: skip
-    """Run a round: evaluate the last one, then sum what is at and above sixteen new candidates in a tile.
+    """Run a round: evaluate the last one, then sum what is at and above sixteen new candidates in a
+    tile.
 
     numbers: logits if tokens are counted, else probabilities.
     """
@@ -84,7 +89,8 @@ def _narrow(
     else:
         key = value.to(tl.int32, bitcast=True).to(tl.int64)
     to = sums + (number * num_rows + row) * size + tile_number * _DIGITS
-    if tl.max(key, axis=0) < low:  # most tiles of later rounds: no token is at or above any candidate
+    # Most tiles of later rounds: no token is at or above any candidate.
+    if tl.max(key, axis=0) < low:
         tl.store(to + tl.arange(0, _DIGITS), tl.zeros([_DIGITS], tl.float64))
     else:
         for digit in tl.static_range(_DIGITS):
@@ -123,7 +129,8 @@ def _edge(top_ks, lowest, sums, edges, num_rows, num_tiles, number, tiles: tl.co
 
 
 def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
+    """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties,
+    normalised.
 
     probs_NV: float32; a row with top_p of 1 or more is unchanged.
     """
@@ -164,7 +171,9 @@ def truncated(logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Ten
 def _searched(
     number_NV: Tensor, largest_NT: Tensor, temperature_N: Tensor, wanted_N: Tensor, by_count: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ([rounds, N] the least candidate, [rounds, N, tiles, digits] sums at and above each) of all rounds."""
+    """Return ([rounds, N] the least candidate, [rounds, N, tiles, digits] sums at and above each)
+    of all rounds.
+    """
     num_rows, width = number_NV.shape
     num_tiles, num_parts = triton.cdiv(width, TILE), largest_NT.shape[1]
     lowest = torch.empty((_ROUNDS, num_rows), dtype=torch.int64, device=number_NV.device)

@@ -201,7 +201,9 @@ class Layout:
     trees: tuple[Tree, ...]
     """Tree of each row's draws."""
     node_M: Tensor
-    """Index of each node's token in the chains' tokens, flat, for all nodes of the trees, row by row."""
+    """Index of each node's token in the chains' tokens, flat, for all nodes of the trees, row by
+    row.
+    """
 
     @property
     def num_chains(self) -> int:
@@ -209,7 +211,9 @@ class Layout:
 
     @property
     def num_probs(self) -> int:
-        """Return the number of draft distributions: one for every node that has drafted children."""
+        """Return the number of draft distributions: one for every node that has drafted
+        children.
+        """
         return len(self.probs_row_of_N)
 
     @cached_property
@@ -219,7 +223,9 @@ class Layout:
 
     @cached_property
     def nodes(self) -> NodeTable:
-        """Return the table of the drawn trees; cached for all steps of this layout, so it is read-only."""
+        """Return the table of the drawn trees; cached for all steps of this layout, so it is
+        read-only.
+        """
         return NodeTable.of(self.trees, self)
 
 
@@ -278,7 +284,8 @@ def _places(trees: Sequence[Tree], max_length: int) -> Ints:
 
 
 def _levels(shapes: Sequence[ChainShape], counts: Ints, probs_row_CL: Ints, device: torch.device) -> Iterator[Level]:
-    """Return the levels. Chains of a row are its leaves in order, so a node's chains are contiguous.
+    """Return the levels. Chains of a row are its leaves in order, so a node's chains are
+    contiguous.
 
     probs_row_CL: output.
     """
@@ -367,7 +374,8 @@ class Draft:
 
         It is the layout's table, unless nodes were merged or there are text drafts.
         """
-        # Merged trees have other lists: `is` distinguishes them from drawn trees with equal parents.
+        # Merged trees have other lists: `is` distinguishes them from drawn trees with equal
+        # parents.
         pairs = zip(self.trees, self.layout.trees, strict=True)
         if all(tree.parents is drawn.parents for tree, drawn in pairs):
             return self.layout.nodes

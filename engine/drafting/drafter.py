@@ -1,9 +1,9 @@
 """Interface of drafters, the sources of drafted chains.
 
-A drafter computes logits. Drawing chains from the logits level by level is the same for all drafters
-(`chains.draw_by_level`). To add a drafter, add a file with a class like `ModelDrafter` (`model.py`),
-and an entry in `engine.start.building.kind_of`. The drafting is part of recorded steps if the class
-is a `RecordedDrafter`. Drafters that find chains in texts have no distributions:
+A drafter computes logits. Drawing chains from the logits level by level is the same for all
+drafters (`chains.draw_by_level`). To add a drafter, add a file with a class like `ModelDrafter`
+(`model.py`), and an entry in `engine.start.building.kind_of`. The drafting is part of recorded
+steps if the class is a `RecordedDrafter`. Drafters that find chains in texts have no distributions:
 `engine.scheduling.text_drafters`.
 """
 

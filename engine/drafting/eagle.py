@@ -1,4 +1,6 @@
-"""ChainSource with an EAGLE-3 head: one pass of one layer for each level, from the target's own states."""
+"""ChainSource with an EAGLE-3 head: one pass of one layer for each level, from the target's own
+states.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """ChainSource with any head: it reads texts, and reads accepted tokens again.
 
-A step begins after the tokens that the target has accepted: the rows of accepted tokens are computed
-from the target's states, and overwrite the drafted rows in their slots. So nothing of a rejected
-branch reaches the next step.
+A step begins after the tokens that the target has accepted: the rows of accepted tokens are
+computed from the target's states, and overwrite the drafted rows in their slots. So nothing of a
+rejected branch reaches the next step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""ChainSource with a small model: a pass to catch up on the text, and a pass for each further level.
+"""ChainSource with a small model: a pass to catch up on the text, and a pass for each further
+level.
 
 Its drafted nodes follow the text level by level.
 """
@@ -93,7 +94,8 @@ class ModelDrafter:
     def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
         """Return the inputs of a step's passes.
 
-        The first pass is over all missing known tokens, the other passes over drafted nodes by level.
+        The first pass is over all missing known tokens, the other passes over drafted nodes by
+        level.
         """
         texts = []
         for row in plan.rows:
@@ -126,7 +128,9 @@ class ModelDrafter:
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:
-    """Return the index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted token)."""
+    """Return the index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted
+    token).
+    """
     return row.end + node_of(row.fanout, chain, depth) - 1
 
 

@@ -1,10 +1,11 @@
-"""ChainSource with a head that computes all depths in one pass, from which any number of chains is drawn.
+"""ChainSource with a head that computes all depths in one pass, from which any number of chains is
+drawn.
 
 The pass depends on the text alone. The sampler (`heads/samplers.py`) adds the dependence on earlier
 tokens of the chain, if the head has any. So chains are independent given the text.
 
-Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is the
-last token of a text and the masks after it, which a head of the DFlash types computes together.
+Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is
+the last token of a text and the masks after it, which a head of the DFlash types computes together.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class OnePassDrafter(HeadDrafter):
 
 
 class MaskDrafter(OnePassDrafter):
-    """Computes a P-EAGLE head's logits: masks follow the last token of a text, in the pass that reads it."""
+    """Computes a P-EAGLE head's logits: masks follow the last token of a text, in the pass that
+    reads it.
+    """
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)

@@ -1,7 +1,7 @@
 """The passes in which a head reads texts: the target's states of a token, and the token after it.
 
-The row of the token at index i reads the state at i - 1, so the first token of a text has none, and is stored in the
-slot of its index. A head reads in passes of bounded size, whatever its lag.
+The row of the token at index i reads the state at i - 1, so the first token of a text has none, and
+is stored in the slot of its index. A head reads in passes of bounded size, whatever its lag.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Grammars: which tokens may follow an answer and a path of drafted tokens below it.
 
-A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). A separate process
-follows each grammar (`grammar_process.py`), with limits of time and memory. If a grammar exceeds them or crashes its
-process, only its request ends with an error. All grammars of a step compute at the same time. Not for: building
-grammars from requests (`server/text/structured.py`).
+A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). A
+separate process follows each grammar (`grammar_process.py`), with limits of time and memory. If a
+grammar exceeds them or crashes its process, only its request ends with an error. All grammars of a
+step compute at the same time. Not for: building grammars from requests
+(`server/text/structured.py`).
 """
 
 from __future__ import annotations
@@ -203,7 +204,9 @@ class GrammarClient:
         self._fail(f"{taken}; make it simpler")
 
     def _cpu_s(self) -> float:
-        """Return the CPU time of the process from clock_getcpuclockid(3); 0 while its number is unknown."""
+        """Return the CPU time of the process from clock_getcpuclockid(3); 0 while its number is
+        unknown.
+        """
         if not self.process_id:
             return 0.0
         try:
@@ -235,7 +238,9 @@ class GrammarPool:
         self._control: socket.socket | None = None
 
     def start(self, grammar: str) -> GrammarClient:
-        """Start following a grammar. `is_ready` reports when masks can be requested, or why they cannot."""
+        """Start following a grammar. `is_ready` reports when masks can be requested, or why they
+        cannot.
+        """
         control = self._running()
         ours, theirs = socket.socketpair()
         with theirs:

@@ -1,14 +1,16 @@
-"""The process that follows grammars, one child for each: `python -m engine.grammar.grammar_process FD`.
+"""The process that follows grammars, one child for each: `python -m engine.grammar.grammar_process
+FD`.
 
-Grammars come from untrusted clients, and the native library that follows them (llguidance) may hang, exhaust memory or
-crash. So this process reads the model's vocabulary once and forks a child for every grammar; a fork is cheap because
-memory is shared until it is written. The child has a memory limit, follows one answer, and can be killed at any time.
-This process does not import torch and has one thread, because a fork copies only the calling thread.
+Grammars come from untrusted clients, and the native library that follows them (llguidance) may
+hang, exhaust memory or crash. So this process reads the model's vocabulary once and forks a child
+for every grammar; a fork is cheap because memory is shared until it is written. The child has a
+memory limit, follows one answer, and can be killed at any time. This process does not import torch
+and has one thread, because a fork copies only the calling thread.
 
-The engine sends a `Vocabulary` first; then, for every grammar, one byte with the child's end of a pair of sockets. It
-ends a child through this process, its parent, so that it never kills a process number that has been reused. The socket
-preserves message boundaries (SOCK_SEQPACKET). This process keeps each child's own end open and reports there how the
-child has ended.
+The engine sends a `Vocabulary` first; then, for every grammar, one byte with the child's end of a
+pair of sockets. It ends a child through this process, its parent, so that it never kills a process
+number that has been reused. The socket preserves message boundaries (SOCK_SEQPACKET). This process
+keeps each child's own end open and reports there how the child has ended.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """To a child: request for a mask after each path below the answer; the empty path stands for the answer itself."""
+    """To a child: request for a mask after each path below the answer; the empty path stands for
+    the answer itself.
+    """
 
     answer: list[int]
     """Tokens of the answer since the last question."""
@@ -77,14 +81,18 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True):
-    """From a child: the grammar cannot be followed (any further), and why. code: None if the grammar is the cause."""
+    """From a child: the grammar cannot be followed (any further), and why. code: None if the
+    grammar is the cause.
+    """
 
     reason: str
     code: str | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """From the process, at a child's socket: the child has ended, with an exit code or minus the signal's number."""
+    """From the process, at a child's socket: the child has ended, with an exit code or minus the
+    signal's number.
+    """
 
     exit_code: int
 
@@ -98,8 +106,9 @@ encode = msgspec.msgpack.Encoder().encode
 class GrammarMatcher:
     """Position of an answer in its grammar.
 
-    Each drafted path gets a copy of the matcher (1 us). It does not roll back instead, because llguidance 1.9 does not
-    always restore its state: after some rollbacks the next mask is different.
+    Each drafted path gets a copy of the matcher (1 us). It does not roll back instead, because
+    llguidance 1.9 does not always restore its state: after some rollbacks the next mask is
+    different.
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
@@ -186,7 +195,9 @@ def _is_dead_end(matcher: LLMatcher) -> bool:
 
 
 def _brief(text: str) -> str:
-    """Return an error's first line, with the cause that the library names below a picture of the place."""
+    """Return an error's first line, with the cause that the library names below a picture of the
+    place.
+    """
     first, *lines = (text.strip() or "unknown error").splitlines()
     causes = [line.removeprefix("error:") for line in lines if line.startswith("error: ")]
     cause = causes[0] if causes else ""
@@ -217,7 +228,9 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
 
 
 def _go_first() -> None:
-    """Let the system end this process before the engine if memory runs out, and together with its parent."""
+    """Let the system end this process before the engine if memory runs out, and together with its
+    parent.
+    """
     with contextlib.suppress(OSError, AttributeError):
         Path("/proc/self/oom_score_adj").write_text("1000")
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -272,7 +285,9 @@ def _run_child(
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a child for every grammar until the engine has ended, then end the remaining children."""
+    """Fork a child for every grammar until the engine has ended, then end the remaining
+    children.
+    """
     vocabulary = msgspec.msgpack.decode(control.recv(_LONGEST_MESSAGE), type=Vocabulary)
     tokenizer: LLTokenizer | str
     try:

@@ -27,7 +27,9 @@ Failed = list[tuple[str, RequestError]]
 
 
 class FairQueue:
-    """Queue of waiting requests: the most urgent come first, and clients of one priority take turns."""
+    """Queue of waiting requests: the most urgent come first, and clients of one priority take
+    turns.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, str], deque[Request]] = {}
@@ -70,10 +72,14 @@ class FairQueue:
 
 
 class GrammarQueue:
-    """Grammars of all requests: waiting, being read (`_starting`), or followed while their requests run."""
+    """Grammars of all requests: waiting, being read (`_starting`), or followed while their requests
+    run.
+    """
 
     def __init__(self, source: GrammarPool, most: int) -> None:
-        """most: number of grammars that are followed at once; further requests wait, the most urgent first."""
+        """most: number of grammars that are followed at once; further requests wait, the most
+        urgent first.
+        """
         self.source = source
         self._most = most
         self._waiting = FairQueue()
@@ -93,7 +99,9 @@ class GrammarQueue:
         self._waiting.add(request)
 
     def ready(self) -> tuple[Ready, Failed]:
-        """Return (requests that can run from now on, requests that failed and why); does not wait."""
+        """Return (requests that can run from now on, requests that failed and why); does not
+        wait.
+        """
         ready: Ready = []
         failed: Failed = []
         num_ready = -1

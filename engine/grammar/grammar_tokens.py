@@ -1,9 +1,9 @@
 """Reads the tokens that grammars refer to from a tokenizer's file.
 
-A token is either text or special. Text of a grammar, such as a word in a schema, is spelled with text tokens only:
-special tokens (`special: true`, ends of answers) never stand for their name. Added tokens that are not special, such as
-Qwen's `<tool_call>`, are text, because answers are read as text. A grammar refers to a special token by its number in
-Lark, `<[2]>`.
+A token is either text or special. Text of a grammar, such as a word in a schema, is spelled with
+text tokens only: special tokens (`special: true`, ends of answers) never stand for their name.
+Added tokens that are not special, such as Qwen's `<tool_call>`, are text, because answers are read
+as text. A grammar refers to a special token by its number in Lark, `<[2]>`.
 
 Not for: following grammars (`grammar_process.py`).
 """

@@ -1,1 +1,3 @@
-"""Trained heads, which draft from the target's hidden states: their published layouts, and their layers in torch."""
+"""Trained heads, which draft from the target's hidden states: their published layouts, and their
+layers in torch.
+"""

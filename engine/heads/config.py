@@ -1,9 +1,10 @@
-"""Recognise a trained head by its config.json and read both published layouts into one `HeadConfig`.
+"""Recognise a trained head by its config.json and read both published layouts into one
+`HeadConfig`.
 
 The speculators layout names its type (`speculators_model_type`) and nests the layers' sizes
-(`transformer_layer_config`). The layout of the heads' first authors is a flat transformers config, recognised by its
-architecture.
-A *tap* k is the stream that enters layer k of the target (`engine.attention.tensors`).
+(`transformer_layer_config`). The layout of the heads' first authors is a flat transformers config,
+recognised by its architecture. A *tap* k is the stream that enters layer k of the target
+(`engine.attention.tensors`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class HeadConfig:
 
     @property
     def has_tables(self) -> bool:
-        """Whether its logits are `samplers.Tables` after one pass. A Markov term has a row for every token."""
+        """Whether its logits are `samplers.Tables` after one pass. A Markov term has a row for
+        every token.
+        """
         return self.block is None or not self.block.markov_rank
 
     @property
@@ -130,7 +133,9 @@ def read_head(name: str, raw: Raw) -> HeadConfig | None:
 
 
 def _kind(name: str, raw: Raw) -> str | None:
-    """Return the type of a head, None for a language model; raise ConfigError for a head that is not served."""
+    """Return the type of a head, None for a language model; raise ConfigError for a head that is
+    not served.
+    """
     kind = raw.get("speculators_model_type")
     if kind is None:
         kind = _kind_of_architecture(raw)
@@ -140,7 +145,9 @@ def _kind(name: str, raw: Raw) -> str | None:
 
 
 def _kind_of_architecture(raw: Raw) -> str | None:
-    """Return the type of a head in the layout of the heads' first authors; None for a language model."""
+    """Return the type of a head in the layout of the heads' first authors; None for a language
+    model.
+    """
     names = list(map(str, raw.get("architectures") or ()))
     is_small_layer = "draft_vocab_size" in raw and raw.get("num_hidden_layers") == 1
     if is_small_layer or any("eagle3" in name.lower() for name in names):
@@ -215,7 +222,8 @@ def _dflash(name: str, kind: str, raw: Raw) -> HeadConfig:
     layers = _layers(name, {"model_type": "qwen3", **(raw if nested is None else nested)}, {})
     taps = given.get("aux_hidden_state_layer_ids")
     if taps is None and given.get("target_layer_ids") is not None:
-        taps = [tap + 1 for tap in given["target_layer_ids"]]  # this layout counts the outputs of layers
+        # This layout counts the outputs of layers.
+        taps = [tap + 1 for tap in given["target_layer_ids"]]
     if not taps:
         raise ConfigError(f"{name}: config.json names no layers to read (target_layer_ids)")
     size = given.get("block_size", 16 if nested is None else 8)
@@ -306,7 +314,9 @@ def layers_config(name: str, kind: str, stored: Raw) -> Any:
 
 
 def check_target(head: HeadConfig, target: Any, target_name: str) -> None:
-    """Raise ConfigError for a head that was trained for another target; target: its transformers config."""
+    """Raise ConfigError for a head that was trained for another target; target: its transformers
+    config.
+    """
     text = target.get_text_config()
     trained_for = set(head.target_architectures)
     if trained_for and trained_for.isdisjoint(target.architectures or trained_for):

@@ -1,10 +1,12 @@
 """EAGLE-3, and P-EAGLE, its variant that drafts in one pass.
 
-EAGLE-3 is a decoder layer over a token's embedding and the state before it, which drafts token by token.
+EAGLE-3 is a decoder layer over a token's embedding and the state before it, which drafts token by
+token.
 
-The row of token t reads the target's states at t - 1 (`project`), or, below a drafted token, the head's own output
-there. Its output is the state that the next row reads, and the logits of token t + 1 come from it. P-EAGLE puts rows of
-a mask token after the text instead: each drafts one token more, and knows nothing of the tokens drafted before it.
+The row of token t reads the target's states at t - 1 (`project`), or, below a drafted token, the
+head's own output there. Its output is the state that the next row reads, and the logits of token t
++ 1 come from it. P-EAGLE puts rows of a mask token after the text instead: each drafts one token
+more, and knows nothing of the tokens drafted before it.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Eagle3(Head):
         return normed_TH
 
     def products(self, state_NH: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the products of states with the output head, after the norm."""
+        """Return [N, draft vocabulary] the products of states with the output head, after the
+        norm.
+        """
         if not self.config.norm_output:
             state_NH = self.norm(state_NH)
         return super().products(state_NH)
@@ -94,5 +98,7 @@ class PEagle(Eagle3):
         """Replaces the target's states in rows of the mask token."""
 
     def sampler(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> ChainSampler:  # noqa: ARG002
-        """Return the sampler from the outputs at the last rows of texts and at the masks after them."""
+        """Return the sampler from the outputs at the last rows of texts and at the masks after
+        them.
+        """
         return Marginals(self.in_target_tokens(self.scaled(output.product_NX), vocab_size))

@@ -1,5 +1,5 @@
-"""Common parts of all heads: embeddings and an output head, their own or the target's, and a vocabulary within the
-target's.
+"""Common parts of all heads: embeddings and an output head, their own or the target's, and a
+vocabulary within the target's.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class Head(nn.Module):
         return self if self.embed_tokens is None else self.embed_tokens
 
     def pack(self) -> int:
-        """Pack the weights of all products, for a CPU, and drop the plain weights; return the bytes of packed ones."""
+        """Pack the weights of all products, for a CPU, and drop the plain weights; return the bytes
+        of packed ones.
+        """
         assert self.shared is not None
         products = list(take_over(self))
         if self.lm_head is None:
@@ -129,7 +131,9 @@ class Head(nn.Module):
         return embedding(token_ids_T, self.weight)
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
-        """Return [N, V] float32 logits of the target's tokens; minus infinity for tokens unknown to the head."""
+        """Return [N, V] float32 logits of the target's tokens; minus infinity for tokens unknown to
+        the head.
+        """
         return self.in_target_tokens(self.own_logits(state_NH), vocab_size)
 
     def own_logits(self, state_NH: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The layers of heads in plain torch.
 
-K and V lie in a `Memory`. In the engine that is a pass's metadata (`attention/attention.py`), so that a head's K/V is
-paged like the target's. Training has its own memories of whole texts.
+K and V lie in a `Memory`. In the engine that is a pass's metadata (`attention/attention.py`), so
+that a head's K/V is paged like the target's. Training has its own memories of whole texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Memory(Protocol):
     def attend(
         self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """[T, H, D] attention of a pass in the layer `module.layer_idx`, whose K and V are stored."""
+        """[T, H, D] attention of a pass in the layer `module.layer_idx`, whose K and V are
+        stored.
+        """
 
 
 class Norm(nn.Module):

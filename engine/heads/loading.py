@@ -36,13 +36,17 @@ def head_config(name: str, revision: str | None) -> HeadConfig | None:
 
 
 def mtp_config(name: str, revision: str | None) -> HeadConfig:
-    """Return the config of the MTP module inside a target; raise ConfigError if it cannot be served."""
+    """Return the config of the MTP module inside a target; raise ConfigError if it cannot be
+    served.
+    """
     path = model_file(name, "config.json", revision)
     return read_mtp(name, {} if path is None else read_object(path))
 
 
 def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
-    """Load a head for its target, a transformers model that has not been packed; raise LoadError."""
+    """Load a head for its target, a transformers model that has not been packed; raise
+    LoadError.
+    """
     if config.kind == "mtp":
         tensors = mtp_tensors(config, _read(config.name, revision, prefix_of(config)))
     else:
@@ -81,7 +85,9 @@ def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) ->
 
 
 def shapes_of(config: HeadConfig, num_taps: int) -> dict[str, torch.Size]:
-    """Return the shapes of the weights of a head that shares the target's embeddings and output head."""
+    """Return the shapes of the weights of a head that shares the target's embeddings and output
+    head.
+    """
     return {name: weight.shape for name, weight in _empty(config, num_taps, frozenset()).state_dict().items()}
 
 
@@ -113,7 +119,9 @@ def _read(name: str, revision: str | None, begin: str = "") -> dict[str, Tensor]
 
 
 def _paths(name: str, revision: str | None, file: str, begin: str) -> list[Path]:
-    """Return a file's path, or the paths of its shards with tensors whose names begin with `begin`."""
+    """Return a file's path, or the paths of its shards with tensors whose names begin with
+    `begin`.
+    """
     path = model_file(name, file, revision)
     if path is not None:
         return [path]

@@ -1,8 +1,9 @@
 """MTP modules (multi-token prediction, NextN) inside the checkpoints of their targets.
 
-The row of token t joins its embedding and the target's state at t - 1 after the final norm, and runs one more decoder
-layer of the target's own type, with its own K/V. Its output after the module's norm gives the logits of token t + 1,
-and is the state that a drafted token below it reads. Source: `MtpModel` of transformers.
+The row of token t joins its embedding and the target's state at t - 1 after the final norm, and
+runs one more decoder layer of the target's own type, with its own K/V. Its output after the
+module's norm gives the logits of token t + 1, and is the state that a drafted token below it reads.
+Source: `MtpModel` of transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def read_mtp(name: str, raw: Raw) -> HeadConfig:
-    """Return the configuration of the MTP module in a target's config.json; raise ConfigError if none can be served."""
+    """Return the configuration of the MTP module in a target's config.json; raise ConfigError if
+    none can be served.
+    """
     kind, count = raw.get("model_type"), raw.get("num_nextn_predict_layers")
     if kind not in FAMILIES:
         raise ConfigError(f"{name}: MTP modules are served in {', '.join(FAMILIES)}, not in {kind}; use a draft model")
@@ -56,12 +59,16 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
 
 
 def prefix_of(config: HeadConfig) -> str:
-    """Return the beginning of the names of the module's tensors: it is the layer after the target's last."""
+    """Return the beginning of the names of the module's tensors: it is the layer after the target's
+    last.
+    """
     return f"model.layers.{config.target_layers}."
 
 
 def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a checkpoint's tensors to the module's, and stack experts; raise LoadError if an expert lacks."""
+    """Rename a checkpoint's tensors to the module's, and stack experts; raise LoadError if an
+    expert lacks.
+    """
     result: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
     for key, tensor in stored.items():
@@ -92,7 +99,8 @@ class Mtp(Head):
         self.hnorm = Norm(width, layers.rms_norm_eps)
         self.norm = Norm(width, layers.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        layers._experts_implementation = "grouped_mm"  # as in the target; the other waits for each expert's tokens
+        # As in the target; the other waits for each expert's tokens.
+        layers._experts_implementation = "grouped_mm"
         self.block = glm.Glm4MoeDecoderLayer(layers, 0)
         with torch.device("cpu"):  # as in `layers.Rotary`
             self.rotary = glm.Glm4MoeRotaryEmbedding(layers)

@@ -44,8 +44,8 @@ class Filters(NamedTuple):
 class ProbsTable:
     """Distributions along chains: the distribution row below the first i tokens of each chain.
 
-    Chains with equal prefixes share rows. Beyond a chain's length the row is valid but arbitrary, and
-    must not be used.
+    Chains with equal prefixes share rows. Beyond a chain's length the row is valid but arbitrary,
+    and must not be used.
     """
 
     probs_NV: Tensor
@@ -63,12 +63,16 @@ class ProbsTable:
         return self.probs_NV[self.row_CX[:, depth]]
 
     def probability(self, depth_C: Tensor, token_C: Tensor) -> Tensor:
-        """Return [C] the float64 probability of `token_C` below each chain's first `depth_C` tokens."""
+        """Return [C] the float64 probability of `token_C` below each chain's first `depth_C`
+        tokens.
+        """
         row_C = self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)
         return self.probs_NV[row_C, token_C].double()
 
     def along(self, token_CL: Tensor) -> Tensor:
-        """Return [C, L] the float64 probability of each token, below the chain's tokens before it."""
+        """Return [C, L] the float64 probability of each token, below the chain's tokens before
+        it.
+        """
         return self.probs_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
 
     def select(self, index: Tensor) -> ProbsTable:
@@ -78,7 +82,9 @@ class ProbsTable:
 
 @dataclass(frozen=True)
 class TargetShifts:
-    """Pending changes of the target distribution (`target_shift.py`), M of them per chain, oldest first."""
+    """Pending changes of the target distribution (`target_shift.py`), M of them per chain, oldest
+    first.
+    """
 
     remaining_CM: Tensor
     """A shift holds at the nodes of depth below this (the root has depth 0); 0 pads."""
@@ -94,7 +100,9 @@ class TargetShifts:
 
 @dataclass(frozen=True)
 class Chains:
-    """Drafted chains of a step, flat over requests: the chains of a request are contiguous, in order."""
+    """Drafted chains of a step, flat over requests: the chains of a request are contiguous, in
+    order.
+    """
 
     tokens_CL: Tensor
     """Drafted tokens; 0 beyond a chain's length."""
@@ -121,7 +129,9 @@ class Chains:
         return self.tokens_CL.shape[1]
 
     def select(self, index: Tensor, shape: tuple[int, int]) -> Chains:
-        """Return the chains at `index`; requests keep their numbers. shape: shape of the selection."""
+        """Return the chains at `index`; requests keep their numbers. shape: shape of the
+        selection.
+        """
         return Chains(
             self.tokens_CL[index],
             self.length_C[index],

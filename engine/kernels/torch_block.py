@@ -1,22 +1,22 @@
 """Block verification of one chain (Sun et al., ICLR 2025; `docs/speculation-rules.md`).
 
 With R_i = prod_{j<=i} q_j(x_j)/p_j(x_j) along a chain x:
-  ceiling u_i = min(1, min_{j<=i} R_j)      probability that prefix i is accepted, given it is the truth
-  weight  w_i = u_i / R_i                   0 on a dead prefix (some p_j(x_j) = 0)
-  surplus S_i = sum_x (w_i p(x|x^i) - q(x|x^i))+
-  accept  h_i = S_i / (S_i + 1 - w_i) for i < L,  h_L = w_L
+  ceiling u_i = min(1, min_{j<=i} R_j)      probability that prefix i is accepted, given it is the
+  truth weight  w_i = u_i / R_i                   0 on a dead prefix (some p_j(x_j) = 0) surplus S_i
+  = sum_x (w_i p(x|x^i) - q(x|x^i))+ accept  h_i = S_i / (S_i + 1 - w_i) for i < L,  h_L = w_L
 The accepted length is the largest i whose uniform number falls below h_i; then the next token is
 drawn from norm (w_i p - q)+, after a whole accepted chain from p. Later steps are unchanged.
 Expected accepted length: E_{Y~p} sum_i u_i(Y), never less than token verification's.
 
-The score race of several chains: every chain runs block verification alone and draws a score that is
-independent of its output; the chain with the smallest score wins. Given that a chain's output begins
-with Y, its score is uniform on (0, 1]: it lies in (u_{i+1}, u_i] exactly when the chain stops at
-i, where u_i is the ceiling of the first i tokens of Y. So choosing by score leaves the winner's
-distribution the target's own, and the smallest of K scores is below t with probability 1 - (1-t)^K:
+The score race of several chains: every chain runs block verification alone and draws a score that
+is independent of its output; the chain with the smallest score wins. Given that a chain's output
+begins with Y, its score is uniform on (0, 1]: it lies in (u_{i+1}, u_i] exactly when the chain
+stops at i, where u_i is the ceiling of the first i tokens of Y. So choosing by score leaves the
+winner's distribution the target's own, and the smallest of K scores is below t with probability 1 -
+(1-t)^K:
   E[tau] = E_{Y~p} sum_i 1 - (1 - u_i(Y))^K.
-Chains need only be independent given the context; lengths and draft distributions may differ. With one
-chain this is block verification.
+Chains need only be independent given the context; lengths and draft distributions may differ. With
+one chain this is block verification.
 
 Plain operations: the specification of the kernels.
 """
@@ -46,7 +46,8 @@ def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
     chain_BK = torch.zeros(chains.shape, dtype=torch.int64, device=request_C.device)
     exists_BK = torch.zeros(chains.shape, dtype=torch.bool, device=request_C.device)
     chain_BK[number_C, place_C] = chain_C
-    exists_BK[number_C, place_C] = exists_BK.new_ones(())  # a number of the host would be waited for
+    # A number of the host would be waited for.
+    exists_BK[number_C, place_C] = exists_BK.new_ones(())
     return chain_BK, exists_BK
 
 
@@ -136,10 +137,11 @@ def stop_chains(chains: Chains, target: ProbsTable, known: Blocks, noise: ChainN
 def score_bounds(
     chains: Chains, target: ProbsTable, known: Blocks, accepted_C: Tensor, next_token_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ([C] lower, [C] upper) bounds of the interval in which a chain's score is uniform; float64.
+    """Return ([C] lower, [C] upper) bounds of the interval in which a chain's score is uniform;
+    float64.
 
-    Upper is the ceiling of the accepted prefix, lower the ceiling of the prefix extended by the next
-    token: 0 after a whole chain (no further ceiling) and off the draft distribution's support.
+    Upper is the ceiling of the accepted prefix, lower the ceiling of the prefix extended by the
+    next token: 0 after a whole chain (no further ceiling) and off the draft distribution's support.
     """
     index_C1 = accepted_C.unsqueeze(1)
     upper_C = known.ceiling_CL1.gather(1, index_C1).squeeze(1)
@@ -163,7 +165,8 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def longest_match(chains: Chains, certain_CX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([C] number of leading tokens that are the most likely, [C] the next most likely token).
+    """Return ([C] number of leading tokens that are the most likely, [C] the next most likely
+    token).
 
     certain_CX: [C, L + 1] the most likely token below the first i tokens of each chain.
     """

@@ -47,7 +47,9 @@ class Kernels:
     The rules `token`, `block` and `bv_race` then store a sum for each tile instead of whole rows.
     """
     reads_no_filter = False
-    """Whether filters sort no row, and read no number on the host, so that CUDA graphs record them."""
+    """Whether filters sort no row, and read no number on the host, so that CUDA graphs record
+    them.
+    """
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
         """Return [N, V] float32 distributions at positive temperatures.

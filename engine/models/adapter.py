@@ -1,7 +1,9 @@
-"""Low-rank adapters (LoRA, in the format of peft), merged into a model's weights after they are loaded.
+"""Low-rank adapters (LoRA, in the format of peft), merged into a model's weights after they are
+loaded.
 
-A layer's weight W becomes W + scale * B A, where A [r, in] and B [out, r] are the adapter's. The merged model is served
-as any model: drafts are verified against its distribution. Not for: adapters that are chosen per request.
+A layer's weight W becomes W + scale * B A, where A [r, in] and B [out, r] are the adapter's. The
+merged model is served as any model: drafts are verified against its distribution. Not for: adapters
+that are chosen per request.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "bias": (None, "none"),
 }
-"""Fields of the configuration that change more than low-rank parts of weights, with the values that change nothing."""
+"""Fields of the configuration that change more than low-rank parts of weights, with the values that
+change nothing.
+"""
 
 
 class Adapter(NamedTuple):
@@ -69,7 +73,9 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
 
 
 def read_adapter(name: str) -> Adapter:
-    """Return an adapter's configuration; raise ConfigError if it is no adapter that can be merged."""
+    """Return an adapter's configuration; raise ConfigError if it is no adapter that can be
+    merged.
+    """
     path = model_file(name, _CONFIG)
     if path is None:
         raise ConfigError(f"{name}: it has no {_CONFIG}; name a folder with an adapter in peft's format")
@@ -99,7 +105,8 @@ def read_adapter(name: str) -> Adapter:
 def merge(model: Any, adapter: Adapter) -> int:
     """Add an adapter to a model's weights, and return the number of changed weights.
 
-    Raise LoadError if a tensor of the adapter has no place in the model, before any weight is changed.
+    Raise LoadError if a tensor of the adapter has no place in the model, before any weight is
+    changed.
     """
     parts = list(_parts(model, adapter))
     for linear, change, left, right in parts:
@@ -134,7 +141,9 @@ def _parts(model: Any, adapter: Adapter) -> Iterator[tuple[nn.Linear, float, Ten
 
 
 def _is_copy(modules: Mapping[str, Any], key: str, tensor: Tensor) -> bool:
-    """Whether a tensor is the model's own weight, which peft stores with adapters of the output head."""
+    """Whether a tensor is the model's own weight, which peft stores with adapters of the output
+    head.
+    """
     name, _, rest = key.removeprefix(_PREFIX).partition(".base_layer")
     weight = getattr(modules.get(name), "weight", None)
     return rest == ".weight" and weight is not None and torch.equal(weight, tensor.to(weight))

@@ -1,7 +1,8 @@
 """Interface of backends, which run the passes of a model, and the backend that supports any model.
 
-To add a backend, add a file with a class like these, and an entry in `BACKENDS` (`start/probe.py`). Backends are tried
-in order. Each is compared with plain transformers at every start; if its numbers differ, the next backend is used.
+To add a backend, add a file with a class like these, and an entry in `BACKENDS` (`start/probe.py`).
+Backends are tried in order. Each is compared with plain transformers at every start; if its numbers
+differ, the next backend is used.
 """
 
 from __future__ import annotations
@@ -32,29 +33,34 @@ class Backend:
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
 
-        `metadata` determines where K/V is stored, and `metadata.storage.taps` the stored hidden states.
+        `metadata` determines where K/V is stored, and `metadata.storage.taps` the stored hidden
+        states.
         """
         raise NotImplementedError
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """Return the numbers that represent a parameter of the model, in the type of the arithmetic."""
+        """Return the numbers that represent a parameter of the model, in the type of the
+        arithmetic.
+        """
         return weight
 
     def rows_used(self, rows: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the numbers that the product with a weight of the model multiplies for rows [..., K]."""
+        """Return the numbers that the product with a weight of the model multiplies for rows [...,
+        K].
+        """
         return rows
 
     def prepare(self, works: Callable[[], bool]) -> int:
-        """Drop the model's own weights if they are stored in another layout; return the memory that this backend takes
-        besides the model's own, in bytes.
+        """Drop the model's own weights if they are stored in another layout; return the memory that
+        this backend takes besides the model's own, in bytes.
 
         works: whether the changed model still computes its numbers.
         """
         raise NotImplementedError
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Measure on how many cores passes are fastest, if torch does not manage the threads; run: runs a pass of this
-        many rows.
+        """Measure on how many cores passes are fastest, if torch does not manage the threads; run:
+        runs a pass of this many rows.
         """
 
 
@@ -79,5 +85,7 @@ class TransformersBackend(Backend):
         return logits_NV
 
     def prepare(self, works: Callable[[], bool]) -> int:
-        """Pack the weights of its linear layers; the code of some models reads weights that a packed layer lacks."""
+        """Pack the weights of its linear layers; the code of some models reads weights that a
+        packed layer lacks.
+        """
         return pack(take_over(self._model), works)

@@ -1,7 +1,9 @@
-"""Facts that several files of a checkpoint state: which tokens end an answer, and the context length.
+"""Facts that several files of a checkpoint state: which tokens end an answer, and the context
+length.
 
-Transformers takes the end tokens from generation_config.json alone, chat templates use the tokenizer's, and many
-fine-tunes change only one of the files. So the ends of all files count, and differences are reported. Not for: weights.
+Transformers takes the end tokens from generation_config.json alone, chat templates use the
+tokenizer's, and many fine-tunes change only one of the files. So the ends of all files count, and
+differences are reported. Not for: weights.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRoles:
-    """Tokens with a role, decided from all files. Nothing is padded here, so padding tokens have no part in it."""
+    """Tokens with a role, decided from all files. Nothing is padded here, so padding tokens have no
+    part in it.
+    """
 
     ends: frozenset[int]
     """Tokens that end an answer."""
@@ -44,11 +48,14 @@ def token_roles(model: Source, tokenizer: Source, vocab_size: int, default_ends:
 
     The ends of config.json, generation_config.json and the tokenizer are united, except that
     - a token outside the vocabulary, or that is no token at all, is left out;
-    - an end in config.json that is ordinary text of the tokenizer is left out if generation_config.json names others:
-      it is the default of an architecture, which a fine-tune with another vocabulary has left behind;
-    - the tokenizer's end is left out if it is its begin token and other files name ends: models begin messages with it.
+    - an end in config.json that is ordinary text of the tokenizer is left out if
+      generation_config.json names others: it is the default of an architecture, which a fine-tune
+      with another vocabulary has left behind;
+    - the tokenizer's end is left out if it is its begin token and other files name ends: models
+      begin messages with it.
 
-    default_ends: the architecture's own, which count if config.json leaves its ends out and nothing else names any.
+    default_ends: the architecture's own, which count if config.json leaves its ends out and nothing
+    else names any.
     """
     files = _Files(model, tokenizer, vocab_size)
     named = {file: files.ids(file, "eos") for file in (_CONFIG, _GENERATION, *_TOKENIZER_FILES)}
@@ -120,7 +127,8 @@ class _Files:
         tokens = set()
         for name in value:
             token = self._token(name)
-            # In a config a text such as "2" means an id, if anything; only special tokens are named by their text.
+            # In a config a text such as "2" means an id, if anything; only special tokens are named
+            # by their text.
             if token is None or (isinstance(name, str) and file not in _TOKENIZER_FILES and self.is_text(token)):
                 source = self._sources[file].name
                 self.faults.append(f"{source}: {file} names {name!r}, which is no token of the model; it is left out")
@@ -138,7 +146,9 @@ class _Files:
         return token if token is not None and 0 <= token < self._vocab_size else None
 
     def is_text(self, token: int) -> bool:
-        """Whether a token is ordinary text of the tokenizer; False for added and for unknown tokens."""
+        """Whether a token is ordinary text of the tokenizer; False for added and for unknown
+        tokens.
+        """
         return self._words is not None and token not in self._added and self._words.id_to_token(token) is not None
 
     def shown(self, token: int) -> str:
@@ -150,8 +160,8 @@ class _Files:
 def context_length(config: Any) -> int:
     """Return the positions that a model reaches; config: transformers' of the model.
 
-    Positions scaled by YaRN reach their original length times the factor, even if max_position_embeddings is still the
-    original length.
+    Positions scaled by YaRN reach their original length times the factor, even if
+    max_position_embeddings is still the original length.
     """
     length = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     rope = getattr(config, "rope_parameters", None)
@@ -163,7 +173,8 @@ def context_length(config: Any) -> int:
 def length_remark(config: Any, tokenizer: Source) -> str:
     """Return the other lengths that a model's files name, for the log; "" if there are none.
 
-    A tokenizer's model_max_length is the length at which it would cut texts, and limits nothing here.
+    A tokenizer's model_max_length is the length at which it would cut texts, and limits nothing
+    here.
     """
     length = context_length(config)
     others = {f"{_CONFIG} (max_position_embeddings)": getattr(config, "max_position_embeddings", None)}
@@ -177,7 +188,9 @@ def length_remark(config: Any, tokenizer: Source) -> str:
 
 
 def read_tokenizer(source: Source) -> Tokenizer | None:
-    """Return a model's tokenizer.json, or None if it has none; raise ConfigError for one that cannot be used."""
+    """Return a model's tokenizer.json, or None if it has none; raise ConfigError for one that
+    cannot be used.
+    """
     path = model_file(source.name, "tokenizer.json", source.revision)
     if path is None:
         return None
@@ -207,7 +220,9 @@ def check_vocabularies(target: Source, draft: Source) -> bool:
 
 
 def _stored(source: Source, file: str) -> dict[str, Any]:
-    """Return the statements of a file. A model of several parts may state them in the part of its text model."""
+    """Return the statements of a file. A model of several parts may state them in the part of its
+    text model.
+    """
     path = model_file(source.name, file, source.revision)
     if path is None:
         return {}

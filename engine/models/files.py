@@ -17,8 +17,8 @@ from engine.errors import ConfigError, first_line
 log = logging.getLogger("polydraft")
 
 PROBE_S, _PATIENCE_S = 5.0, 8.0
-"""Longest wait for an answer of the hub, and for the whole exchange including the address look-up, which has no time
-limit.
+"""Longest wait for an answer of the hub, and for the whole exchange including the address look-up,
+which has no time limit.
 """
 _GGUF = b"GGUF"
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -36,7 +36,9 @@ _FILES_READ = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""Files of a folder besides its weights. A git-lfs pointer in place of one may change answers without an error."""
+"""Files of a folder besides its weights. A git-lfs pointer in place of one may change answers
+without an error.
+"""
 
 
 class MissingConfig(ConfigError):
@@ -44,11 +46,12 @@ class MissingConfig(ConfigError):
 
 
 def check_source(name: str, revision: str | None = None, is_model: bool = True) -> None:
-    """Raise ConfigError if `name` is neither a folder nor available from the hub; the message says what was tried, and
-    what to do.
+    """Raise ConfigError if `name` is neither a folder nor available from the hub; the message says
+    what was tried, and what to do.
 
-    Takes seconds without a network: the hub is asked once, for one file. If it does not answer and the cache has the
-    model, this process and its children do not ask again. is_model: else it is a tokenizer.
+    Takes seconds without a network: the hub is asked once, for one file. If it does not answer and
+    the cache has the model, this process and its children do not ask again. is_model: else it is a
+    tokenizer.
     """
     file = "config.json" if is_model else "tokenizer.json"
     try:
@@ -70,8 +73,8 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
 def hub_client() -> ModuleType:
     """Return the client of the hub.
 
-    Importing it takes 0.15 s, for httpx, which the HTTP process needs for no model in a folder. It also reads
-    HF_HUB_OFFLINE, which the engine process sets after its first imports.
+    Importing it takes 0.15 s, for httpx, which the HTTP process needs for no model in a folder. It
+    also reads HF_HUB_OFFLINE, which the engine process sets after its first imports.
     """
     import huggingface_hub.errors
     import huggingface_hub.utils
@@ -80,7 +83,9 @@ def hub_client() -> ModuleType:
 
 
 def _check_hub(name: str, revision: str | None, file: str, is_model: bool) -> None:
-    """Raise ConfigError if the hub does not have a file, or does not answer and its cache does not have the model."""
+    """Raise ConfigError if the hub does not have a file, or does not answer and its cache does not
+    have the model.
+    """
     hub = hub_client()
     files = [file] if is_model else [file, "config.json"]
     cached = [hub.try_to_load_from_cache(name, file, revision=revision) for file in files]
@@ -95,7 +100,8 @@ def _check_hub(name: str, revision: str | None, file: str, is_model: bool) -> No
     fault = _ask_hub(name, revision, file, is_model)
     if fault is None:
         return
-    # The client must know whether the model has generation defaults: without them it would be served with others.
+    # The client must know whether the model has generation defaults: without them it would be
+    # served with others.
     if is_cached and hub.try_to_load_from_cache(name, "generation_config.json", revision=revision) is not None:
         log.warning(
             "the hub (%s) does not answer (%s); %s is taken from its cache", hub.constants.ENDPOINT, fault, name
@@ -119,7 +125,8 @@ def _check_folder(folder: Path, file: str, must_exist: bool) -> None:
         return
     if (folder / _ADAPTER).is_file():
         raise ConfigError(f"{folder}: {_of_adapter(folder)}")
-    # A download may have put the model one folder deeper; the hub's cache has it two folders deeper.
+    # A download may have put the model one folder deeper; the hub's cache has it two folders
+    # deeper.
     inner = sorted(found.parent for pattern in ("*", "snapshots/*") for found in folder.glob(f"{pattern}/{file}"))
     if inner:
         raise ConfigError(f"{folder}: this folder has no {file}; did you mean {inner[-1]}?")
@@ -144,8 +151,8 @@ def warn_of_adapter(name: str) -> None:
 
 
 def file_fault(path: Path) -> str:
-    """Return why an existing file, or link, cannot be what its name says, and what to do; "" if its first bytes look
-    right.
+    """Return why an existing file, or link, cannot be what its name says, and what to do; "" if its
+    first bytes look right.
     """
     try:
         with path.open("rb") as file:
@@ -206,11 +213,14 @@ def _is_path(name: str) -> bool:
 
 
 def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str | None:
-    """Ask for a file; return None if the hub has it, else why it did not answer. Raise ConfigError for a refusal."""
+    """Ask for a file; return None if the hub has it, else why it did not answer. Raise ConfigError
+    for a refusal.
+    """
     hub = hub_client()
     url = hub.hf_hub_url(name, file, revision=revision)
     answer, fault = ask_hub(name, revision, lambda: hub.get_hf_file_metadata(url, timeout=PROBE_S))
-    if is_model and isinstance(answer, hub.errors.EntryNotFoundError):  # tokenizers have other formats, too
+    # Tokenizers have other formats, too.
+    if is_model and isinstance(answer, hub.errors.EntryNotFoundError):
         raise MissingConfig(
             f"{name}: the hub ({hub.constants.ENDPOINT}) has it without {file}; choose a model in transformers format, "
             "or one with GGUF files"
@@ -219,7 +229,8 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
 
 
 def ask_hub(name: str, revision: str | None, question: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return the hub's answer to a question about a repository, and why it did not answer, which is None if it did.
+    """Return the hub's answer to a question about a repository, and why it did not answer, which is
+    None if it did.
 
     That a file does not exist is an answer (EntryNotFoundError). Raise ConfigError for a refusal.
     """
@@ -253,11 +264,12 @@ def ask_hub(name: str, revision: str | None, question: Callable[[], Any]) -> tup
 
 
 def model_file(name: str, file: str, revision: str | None = None) -> Path | None:
-    """Return the path of a model's file, which is downloaded first if `name` is no folder; None if the model has no
-    such file.
+    """Return the path of a model's file, which is downloaded first if `name` is no folder; None if
+    the model has no such file.
 
-    revision: of the hub's repository; folders have none. If the hub must not be contacted (`HF_HUB_OFFLINE`), a model
-    has the files that are in the cache. Raise ConfigError if the hub does not answer.
+    revision: of the hub's repository; folders have none. If the hub must not be contacted
+    (`HF_HUB_OFFLINE`), a model has the files that are in the cache. Raise ConfigError if the hub
+    does not answer.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -268,7 +280,8 @@ def model_file(name: str, file: str, revision: str | None = None) -> Path | None
     except hub.errors.LocalEntryNotFoundError as error:
         # A subclass of the next error: the hub did not answer, and the file is not in the cache.
         known = hub.try_to_load_from_cache(name, file, revision=revision)
-        if hub.is_offline_mode() or known is not None:  # the cache also records that a file does not exist
+        # The cache also records that a file does not exist.
+        if hub.is_offline_mode() or known is not None:
             return None
         raise _cannot_fetch(name, file, error) from error
     except hub.errors.EntryNotFoundError:

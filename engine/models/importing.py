@@ -1,7 +1,8 @@
-"""Imports transformers without packages that no served model uses, which take memory and time at every start.
+"""Imports transformers without packages that no served model uses, which take memory and time at
+every start.
 
-Transformers imports what it finds: SciPy for losses of object detection, torch's compiler, which imports Triton, and
-torchao, which only weights in its layouts need.
+Transformers imports what it finds: SciPy for losses of object detection, torch's compiler, which
+imports Triton, and torchao, which only weights in its layouts need.
 """
 
 from __future__ import annotations

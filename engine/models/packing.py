@@ -1,13 +1,15 @@
-"""Linear layers of a transformers model on a CPU, in oneDNN's layout, for models that our own decoder does not support.
+"""Linear layers of a transformers model on a CPU, in oneDNN's layout, for models that our own
+decoder does not support.
 
-A plain product of several rows converts the weight's layout in every call. With a weight that is converted once at
-start, up to eight rows cost little more than one, which is what verification needs. Only the converted weights remain
-in memory.
+A plain product of several rows converts the weight's layout in every call. With a weight that is
+converted once at start, up to eight rows cost little more than one, which is what verification
+needs. Only the converted weights remain in memory.
 
-oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and caches a
-thousand. So its products use few numbers of rows: rows are padded to the next one, and a server's memory does not grow
-with the loads it has served. They are compiled at start, up to a time limit for each shape. It suffices for small
-models; otherwise a product takes so long that a millisecond for the compiler is little.
+oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a
+millisecond, and caches a thousand. So its products use few numbers of rows: rows are padded to the
+next one, and a server's memory does not grow with the loads it has served. They are compiled at
+start, up to a time limit for each shape. It suffices for small models; otherwise a product takes so
+long that a millisecond for the compiler is little.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from torch.nn.functional import linear, pad
 from engine.kernels.checks import synthetic_rows
 from engine.models.quantising import has_scheme
 
-# Numbers of rows of compiled products: nearly all if a row is a large share of the work, then an eighth apart. More
-# rows than the last are computed in several turns.
+# Numbers of rows of compiled products: nearly all if a row is a large share of the work, then an
+# eighth apart. More rows than the last are computed in several turns.
 SIZES = (
     *(1, 2, 4, 5, 6, 8),
     *range(9, 25),
@@ -35,7 +37,8 @@ SIZES = (
     *range(576, 1025, 64),
 )
 SIZE_OF = [next(size for size in (0, *SIZES) if size >= num_rows) for num_rows in range(SIZES[-1] + 1)]
-# Time limit for compiling the kernels of one shape at start; kernels of more rows are compiled at their first use.
+# Time limit for compiling the kernels of one shape at start; kernels of more rows are compiled at
+# their first use.
 _COMPILE_BUDGET_S = 0.05
 # Largest allowed difference from the plain product, as a share of the largest number in it.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -88,8 +91,9 @@ class PackedLinear:
                 module.weight.data = self._plain
 
     def compile(self) -> None:
-        """Run the product with each size of `SIZES`, from few rows to many, so that oneDNN compiles its kernels at
-        start; stop after `_COMPILE_BUDGET_S`. Does nothing if oneDNN does not run the product.
+        """Run the product with each size of `SIZES`, from few rows to many, so that oneDNN compiles
+        its kernels at start; stop after `_COMPILE_BUDGET_S`. Does nothing if oneDNN does not run
+        the product.
         """
         if self._packed is None and not self._compiles:
             return
@@ -102,12 +106,16 @@ class PackedLinear:
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a module is a linear layer with a plain weight: not quantised, not one rank's share."""
+    """Whether a module is a linear layer with a plain weight: not quantised, not one rank's
+    share.
+    """
     return type(module) is nn.Linear and type(module.weight.data) is Tensor and not has_scheme(module)
 
 
 def take_over(model: Any) -> Iterator[PackedLinear]:
-    """Replace the plain linear layers of a transformers model; quantised and other special layers stay unchanged."""
+    """Replace the plain linear layers of a transformers model; quantised and other special layers
+    stay unchanged.
+    """
     shared = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         if is_plain(module):

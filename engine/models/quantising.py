@@ -1,12 +1,15 @@
 """Weights of few bits, in torchao's layouts and in layouts of checkpoints; transformers loads both.
 
-`--weights fp8` and `--weights int4` quantise the linear layers of a checkpoint, except its head, while it is loaded.
-The served target is then the quantised model, and the probe compares with the quantised model.
+`--weights fp8` and `--weights int4` quantise the linear layers of a checkpoint, except its head,
+while it is loaded. The served target is then the quantised model, and the probe compares with the
+quantised model.
 
-An activation that is quantised with one scale for the whole pass would make the answer to a request depend on the other
-requests, and on drafted tokens. Every row has a scale here, and checkpoints with one scale for all are refused.
+An activation that is quantised with one scale for the whole pass would make the answer to a request
+depend on the other requests, and on drafted tokens. Every row has a scale here, and checkpoints
+with one scale for all are refused.
 
-Not for: `--weights int8` and `int4` on a CPU, whose layouts belong to our CPU decoder (`cpu/weights.py`).
+Not for: `--weights int8` and `int4` on a CPU, whose layouts belong to our CPU decoder
+(`cpu/weights.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ _LEAST_CAPABILITY = {"fp8": (8, 9), "int4": (8, 0)}
 
 
 def stored_method(config: Any) -> str | None:
-    """Return the method by which a checkpoint is quantised, from its configuration; None if it is not."""
+    """Return the method by which a checkpoint is quantised, from its configuration; None if it is
+    not.
+    """
     stored = _stored(config)
     if "quant_method" not in stored:
         return None
@@ -46,9 +51,11 @@ def stored_method(config: Any) -> str | None:
 def check_quantised(
     name: str, config: Any, wanted: ModelConfig, num_ranks: int, device: torch.device, by_torchao: bool
 ) -> None:
-    """Raise ConfigError for a quantised checkpoint that cannot be served, or weights that cannot be quantised.
+    """Raise ConfigError for a quantised checkpoint that cannot be served, or weights that cannot be
+    quantised.
 
-    config: the checkpoint's; by_torchao: whether torchao quantises the weights while they are loaded.
+    config: the checkpoint's; by_torchao: whether torchao quantises the weights while they are
+    loaded.
     """
     method, weights, dtype = stored_method(config), wanted.weights, wanted.dtype
     if method in _LIBRARIES and find_spec(_LIBRARIES[method]) is None:
@@ -84,7 +91,8 @@ def _check_device(weights: str, dtype: str, capability: tuple[int, int]) -> None
 
 
 def load_options(weights: str, method: str | None, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that quantise; none for the checkpoint's own weights.
+    """Return the arguments of `from_pretrained` that quantise; none for the checkpoint's own
+    weights.
 
     method: by which the checkpoint is quantised.
     """
@@ -97,7 +105,9 @@ def load_options(weights: str, method: str | None, device: torch.device) -> dict
 
 
 def _torchao_config(weights: str, on_cuda: bool) -> Any:
-    """Return the configuration of torchao. A CPU has layouts without kernels: the same numbers, but no faster."""
+    """Return the configuration of torchao. A CPU has layouts without kernels: the same numbers, but
+    no faster.
+    """
     quantization = import_torchao().quantization
     by_row = quantization.PerRow()
     if weights == "fp8" and on_cuda:
@@ -123,10 +133,11 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def adopt_float8(model: nn.Module) -> None:
-    """Give layers of compressed-tensors in fp8, with a scale for each row of weights and activations, torchao's layout.
+    """Give layers of compressed-tensors in fp8, with a scale for each row of weights and
+    activations, torchao's layout.
 
-    compressed-tensors unpacks weights, and rounds them once more in every pass. Call it before the first pass. Does
-    nothing if some layers are quantised otherwise.
+    compressed-tensors unpacks weights, and rounds them once more in every pass. Call it before the
+    first pass. Does nothing if some layers are quantised otherwise.
     """
     layers: list[Any] = [module for module in model.modules() if has_scheme(module)]
     unpacking = getattr(model, "ct_decompress_hook", None)
@@ -150,14 +161,17 @@ def adopt_float8(model: nn.Module) -> None:
         )
         for layer in layers
     ]
-    for layer, weight in zip(layers, weights, strict=True):  # all of them, or none if an error came before
+    # All of them, or none if an error came before.
+    for layer, weight in zip(layers, weights, strict=True):
         layer.weight = nn.Parameter(weight, requires_grad=False)
         del layer.weight_scale, layer.quantization_scheme, layer.quantization_status, layer.forward
     unpacking.remove()
 
 
 def _is_float8_by_rows(layer: Any) -> bool:
-    """Whether a stored layer, whose weights are not unpacked, multiplies fp8 with a scale for each row of both."""
+    """Whether a stored layer, whose weights are not unpacked, multiplies fp8 with a scale for each
+    row of both.
+    """
     scheme = layer.quantization_scheme
     rows, scale = scheme.input_activations, getattr(layer, "weight_scale", None)
     return (
@@ -209,7 +223,9 @@ def rounds_rows(module: nn.Module) -> bool:
 
 @contextmanager
 def rounding_off(model: nn.Module) -> Iterator[None]:
-    """Let layers of compressed-tensors, and joined products (`layer_products.py`), not round rows, temporarily."""
+    """Let layers of compressed-tensors, and joined products (`layer_products.py`), not round rows,
+    temporarily.
+    """
     changed: list[Any] = [module for module in model.modules() if has_scheme(module) or has_float8_rows(module)]
     before = [rounds_rows(module) for module in changed]
     try:
@@ -222,7 +238,9 @@ def rounding_off(model: nn.Module) -> Iterator[None]:
 
 
 def has_float8_rows(module: Any) -> bool:
-    """Whether a linear layer has a weight of torchao in fp8 with a scale for each row, so that rows can be stacked."""
+    """Whether a linear layer has a weight of torchao in fp8 with a scale for each row, so that rows
+    can be stacked.
+    """
     if type(module) is not nn.Linear or has_scheme(module) or not is_quantised(module.weight):
         return False
     weight: Any = module.weight.data
@@ -230,7 +248,9 @@ def has_float8_rows(module: Any) -> bool:
 
 
 def rounds_to_float8(weight: Any) -> bool:
-    """Whether a weight (`has_float8_rows`) is multiplied with rows that are rounded to fp8 as our kernel does it."""
+    """Whether a weight (`has_float8_rows`) is multiplied with rows that are rounded to fp8 as our
+    kernel does it.
+    """
     to = weight.data.act_quant_kwargs
     return (
         to is not None
@@ -269,7 +289,8 @@ def _shares_scale(stored: dict[str, Any]) -> bool:
         inputs = fields.get("input_activations")  # of compressed-tensors
         if isinstance(inputs, dict) and inputs.get("dynamic") is True and inputs.get("strategy") == "tensor":
             return True
-        if "DynamicActivation" in str(fields.get("_type")) and "PerTensor" in str(fields.get("_data")):  # of torchao
+        # Of torchao.
+        if "DynamicActivation" in str(fields.get("_type")) and "PerTensor" in str(fields.get("_data")):
             return True
     return False
 

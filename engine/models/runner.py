@@ -23,7 +23,9 @@ from engine.models.backend import Backend, TransformersBackend
 from engine.models.parallel import Ranks
 
 Replay = Callable[[DevicePass, Tensor | None], Tensor]
-"""Computes the logits [N, V] (float32) at the wanted tokens of a pass; operands as those of `run`."""
+"""Computes the logits [N, V] (float32) at the wanted tokens of a pass; operands as those of
+`run`.
+"""
 
 
 class Pass(NamedTuple):
@@ -39,15 +41,17 @@ class PassMenu(Protocol):
     """Passes that a device has recorded."""
 
     def fitted(self, layout: StepLayout) -> tuple[StepLayout, Replay | None]:
-        """Return a pass as it is computed, and what replays it; None if no recorded pass has room for it."""
+        """Return a pass as it is computed, and what replays it; None if no recorded pass has room
+        for it.
+        """
 
 
 class ModelRunner:
     """A transformers causal LM with the attention hook.
 
-    `vocab_size` is the width of the distributions made from its logits: the logits of a draft model with another width
-    are cut to it, or extended by tokens that it never proposes. Tokens without an embedding are read as token 0, which
-    only changes its proposals.
+    `vocab_size` is the width of the distributions made from its logits: the logits of a draft model
+    with another width are cut to it, or extended by tokens that it never proposes. Tokens without
+    an embedding are read as token 0, which only changes its proposals.
     """
 
     def __init__(
@@ -63,9 +67,9 @@ class ModelRunner:
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
     ) -> None:
-        """backend: runs the model, None is transformers; ranks: processes with the rest of a split model;
-        paged_kernel: attends for all sequences at once; has_spare_block: one block more than the pool, for the K/V of
-        padding; kernels: operations on distributions, chains and K/V.
+        """backend: runs the model, None is transformers; ranks: processes with the rest of a split
+        model; paged_kernel: attends for all sequences at once; has_spare_block: one block more than
+        the pool, for the K/V of padding; kernels: operations on distributions, chains and K/V.
         """
         self.paged_kernel = paged_kernel
         self._ranks = ranks
@@ -115,7 +119,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
-        """Return logits [N, V] (float32) at the wanted tokens of a pass. drawn_M: tokens that only the device knows."""
+        """Return logits [N, V] (float32) at the wanted tokens of a pass. drawn_M: tokens that only
+        the device knows.
+        """
         tensors = prepared.tensors
         if prepared.replay is not None:
             return prepared.replay(tensors, drawn_M)
@@ -125,7 +131,9 @@ class ModelRunner:
     def run_on_device(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
-        """Return logits [N, V], in the model's type, of a pass whose numbers are all on the device."""
+        """Return logits [N, V], in the model's type, of a pass whose numbers are all on the
+        device.
+        """
         if self.num_embeddings < self.vocab_size:
             token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
         return self._compute(token_ids_T, positions_T, metadata, wanted_N)

@@ -1,12 +1,12 @@
 """Checks of the weights of a checkpoint.
 
-Files are checked by their names, sizes and headers before anything reads them: one that is missing, truncated, or
-another file under its name would otherwise be detected after minutes, with a library's error that does not state the
-reason.
+Files are checked by their names, sizes and headers before anything reads them: one that is missing,
+truncated, or another file under its name would otherwise be detected after minutes, with a
+library's error that does not state the reason.
 
-Tensors that the model has no place for are ignored with a warning, or the sign of a wrong model: a tensor inside a
-module that exists (a scale, a bias, a norm of queries) would change the module's results. Separate parts (a vision
-tower, layers for multi-token prediction) would not.
+Tensors that the model has no place for are ignored with a warning, or the sign of a wrong model: a
+tensor inside a module that exists (a scale, a bias, a norm of queries) would change the module's
+results. Separate parts (a vision tower, layers for multi-token prediction) would not.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ _INDEXES = tuple(f"{name}.index.json" for name in _WHOLE)
 _COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$")
 """Buffers that the model computes itself, and that older checkpoints contain."""
 _WRAPPERS = re.compile(r"(_orig_mod\.|module\.)+")
-"""Prefixes of tensors that were saved from a model wrapped by torch.compile or DistributedDataParallel."""
+"""Prefixes of tensors that were saved from a model wrapped by torch.compile or
+DistributedDataParallel.
+"""
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raise LoadError for weights that are missing or incomplete, ConfigError for an index that cannot be read."""
+    """Raise LoadError for weights that are missing or incomplete, ConfigError for an index that
+    cannot be read.
+    """
     if (file := file_of(folder)) is not None:
         open_file(file)
         return
@@ -63,7 +67,9 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a folder has the name; a link to a missing file counts, so that its fault can be reported."""
+    """Whether a folder has the name; a link to a missing file counts, so that its fault can be
+    reported.
+    """
     return path.is_file() or path.is_symlink()
 
 
@@ -80,7 +86,9 @@ def _without_weights(folder: Path) -> str:
 
 
 def wrapper_prefix(folder: Path) -> str:
-    """Return the prefix of all tensors in a folder's safetensors files, if torch.compile or DDP has put one there."""
+    """Return the prefix of all tensors in a folder's safetensors files, if torch.compile or DDP has
+    put one there.
+    """
     names: list[str] = []
     for file in folder.glob("model*.safetensors"):
         if _header_fault(file):
@@ -94,7 +102,9 @@ def wrapper_prefix(folder: Path) -> str:
 
 
 def missing_fault(missing: Iterable[object], unplaced: Iterable[object]) -> str:
-    """Return why a model's weights are missing, and what to do; unplaced: tensors that have no place in it."""
+    """Return why a model's weights are missing, and what to do; unplaced: tensors that have no
+    place in it.
+    """
     lacking = sorted(map(str, missing))
     others = sorted(map(str, unplaced))
     fault = f"the checkpoint lacks {len(lacking)} of the model's weights ({first_of(lacking)})"
@@ -118,10 +128,11 @@ def _header_fault(file: Path) -> str:
 
 
 def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantised: bool) -> None:
-    """Raise LoadError for tensors that would change the model's results; warn of other tensors, except buffers.
+    """Raise LoadError for tensors that would change the model's results; warn of other tensors,
+    except buffers.
 
-    keys: names of the ignored tensors. is_quantised: whether the configuration says how weights are quantised; scales
-    of K/V are then ignored by design.
+    keys: names of the ignored tensors. is_quantised: whether the configuration says how weights are
+    quantised; scales of K/V are then ignored by design.
     """
     left_out = sorted(key for key in keys if not _COMPUTED.search(key))
     if not left_out:

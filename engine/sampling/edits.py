@@ -1,14 +1,16 @@
-"""Changes of a request's logits that depend on its text: bias, penalties, masks. Before temperature and filters.
+"""Changes of a request's logits that depend on its text: bias, penalties, masks. Before temperature
+and filters.
 
-A *context* is a place that needs a distribution: after a text, and after a path of drafted tokens below it. Every node
-of every branch has a context, and counts are those of its own path. Order, as in vLLM: logit_bias; repetition penalty
-(tokens of prompt and answer: a positive logit is divided, a negative one multiplied); frequency and presence penalties
-(tokens of the answer); then masks: allowed tokens, bad words, the grammar (a budget of thoughts is one, too), no end
-token before min_tokens (unless the grammar demands one). If the masks leave no token, all tokens are equally likely,
-and a request that reaches such a context is ended (`has_dead_end`).
+A *context* is a place that needs a distribution: after a text, and after a path of drafted tokens
+below it. Every node of every branch has a context, and counts are those of its own path. Order, as
+in vLLM: logit_bias; repetition penalty (tokens of prompt and answer: a positive logit is divided, a
+negative one multiplied); frequency and presence penalties (tokens of the answer); then masks:
+allowed tokens, bad words, the grammar (a budget of thoughts is one, too), no end token before
+min_tokens (unless the grammar demands one). If the masks leave no token, all tokens are equally
+likely, and a request that reaches such a context is ended (`has_dead_end`).
 
-Penalties count drafted tokens on their device, so that they never wait for it; bad words and grammars need the tokens
-on the host.
+Penalties count drafted tokens on their device, so that they never wait for it; bad words and
+grammars need the tokens on the host.
 
 Not for: temperature, top-k, top-p, min-p (`distribution.py`).
 """
@@ -64,8 +66,8 @@ class NodeContext:
 def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Tensor | None = None) -> Tensor:
     """Return the edited logits; rows whose context is None are unchanged.
 
-    path_ND: the drafted tokens above each node, which penalties count, on the logits' device; entries beyond a node's
-    depth are ignored. None if no node has any.
+    path_ND: the drafted tokens above each node, which penalties count, on the logits' device;
+    entries beyond a node's depth are ignored. None if no node has any.
     """
     if not any(contexts):
         return logits_NV
@@ -84,7 +86,9 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
 
 
 class _Bias(NamedTuple):
-    """Rows that share a bias, first as arrays of the host, then on the logits' device; so are the other edits."""
+    """Rows that share a bias, first as arrays of the host, then on the logits' device; so are the
+    other edits.
+    """
 
     rows: Any
     tokens: Any
@@ -118,7 +122,8 @@ def _as_arrays(masks: dict[int, Bools]) -> _Masks:
 
 
 def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) -> bool:
-    """Whether one of the tokens emitted after a text was drawn where the request's masks leave no token.
+    """Whether one of the tokens emitted after a text was drawn where the request's masks leave no
+    token.
 
     Dead ends of the grammar itself are detected by the grammar (`engine.grammar`).
     """
@@ -127,7 +132,9 @@ def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) ->
 
 
 class _Penalties(NamedTuple):
-    """Penalised entries: a token of a text, at a row (E), and a token of the path above a row (X)."""
+    """Penalised entries: a token of a text, at a row (E), and a token of the path above a row
+    (X).
+    """
 
     strength_P3: Any
     """Repetition, frequency and presence penalty of each penalised row (P)."""
@@ -151,7 +158,9 @@ class _Penalties(NamedTuple):
     """[texts] Number of these tokens."""
 
     def apply(self, edited_NV: Tensor, path_ND: Tensor | None) -> None:
-        """Penalise tokens in place, for all their occurrences in the text and in the path above the row."""
+        """Penalise tokens in place, for all their occurrences in the text and in the path above the
+        row.
+        """
         counted_tokens, strength_E3 = (self.row_E, self.token_E), self.strength_P3[self.place_E]
         changed_E = _changed(edited_NV[counted_tokens], strength_E3, self.count_E)
         if path_ND is None or not len(self.row_X):
@@ -230,8 +239,8 @@ def _masks(contexts: Sequence[NodeContext | None], fixed: dict[int, FixedEdits],
 
 
 def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]:
-    """Return the grammars' masks by row. Each grammar is asked once for all its rows, and all are asked before any
-    is awaited.
+    """Return the grammars' masks by row. Each grammar is asked once for all its rows, and all are
+    asked before any is awaited.
     """
     rows: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
@@ -248,8 +257,8 @@ def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]
 
 
 def _allowed(context: NodeContext, fixed: FixedEdits, vocab_size: int, following: Bools | None) -> Bools | None:
-    """Return [V] the tokens that may come next, None for all. An end token that the grammar demands may come before
-    min_tokens.
+    """Return [V] the tokens that may come next, None for all. An end token that the grammar demands
+    may come before min_tokens.
 
     following: mask of the context's grammar.
     """

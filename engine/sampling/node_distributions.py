@@ -1,7 +1,7 @@
 """Distributions at the nodes of a step, for the draft model and for the target.
 
-Combines edits of the logits (`edits.py`), temperature and filters (`distribution.py`), and the race of seed-stable rows
-(`stable.py`). Not for: which nodes there are (`engine.drafting.draft`).
+Combines edits of the logits (`edits.py`), temperature and filters (`distribution.py`), and the race
+of seed-stable rows (`stable.py`). Not for: which nodes there are (`engine.drafting.draft`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def node_distributions(
     parameters: DistributionParameters,
     probs_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N, V] probabilities, [N, V] scores that order their tokens: edited logits, or the race of seed-stable
-    rows).
+    """Return ([N, V] probabilities, [N, V] scores that order their tokens: edited logits, or the
+    race of seed-stable rows).
 
     parameters: one entry per node. probs_NV: output tensor for the probabilities, if given.
     """
@@ -69,8 +69,8 @@ def _contexts(rows: Sequence[Row], nodes: NodePaths) -> list[NodeContext | None]
 
 
 def _race_stable(rows: Sequence[Row], nodes: NodePaths, probs_NV: Tensor, logits_NV: Tensor) -> Tensor:
-    """Return the scores that order the tokens of every node. Probabilities of seed-stable rows become 1 for the
-    winner, in place.
+    """Return the scores that order the tokens of every node. Probabilities of seed-stable rows
+    become 1 for the winner, in place.
     """
     if not any(row.sampling.seed_stable for row in rows):
         return logits_NV

@@ -1,10 +1,12 @@
-"""Seed-stable sampling: a token is a function of the distribution, the seed and the token's index alone.
+"""Seed-stable sampling: a token is a function of the distribution, the seed and the token's index
+alone.
 
-Every token x has an exponential clock E_x named by (seed, index of the token drawn, x). The drawn token is the one with
-the largest p(x) / E_x, which has probability p(x). So the same seed gives the same answer with and without speculation,
-for any drafts. The draft model races the same clocks over its own distribution q: if q is near p, the same token wins
-(one draft wins with probability at least (1 - d) / (1 + d), with total variation d: Daliri, Musco and Suresh, 2025),
-and further drafts are the next in the race. The price is acceptance: a rule that uses p and q together accepts more.
+Every token x has an exponential clock E_x named by (seed, index of the token drawn, x). The drawn
+token is the one with the largest p(x) / E_x, which has probability p(x). So the same seed gives the
+same answer with and without speculation, for any drafts. The draft model races the same clocks over
+its own distribution q: if q is near p, the same token wins (one draft wins with probability at
+least (1 - d) / (1 + d), with total variation d: Daliri, Musco and Suresh, 2025), and further drafts
+are the next in the race. The price is acceptance: a rule that uses p and q together accepts more.
 
 Not for: the distributions (`distribution.py`).
 """
@@ -23,7 +25,8 @@ from engine.request import Sampling
 
 
 def race(probs_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
-    """Return [N, V] (float64) scores of the race, largest first; tokens of probability zero have score 0.
+    """Return [N, V] (float64) scores of the race, largest first; tokens of probability zero have
+    score 0.
 
     indices: index in its text of the token that each row is for.
     """
@@ -44,7 +47,8 @@ def winners_only(race_NV: Tensor) -> Tensor:
 
 
 def uniform_rows(begun_N: Tensor, count: int) -> Tensor:
-    """Return [N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on the device.
+    """Return [N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on
+    the device.
 
     begun_N: `hash_words` of seed, position, purpose and 0.
     """

@@ -1,4 +1,5 @@
-"""Block tables of sequences: which K/V blocks they take, share through the prefix cache, and release.
+"""Block tables of sequences: which K/V blocks they take, share through the prefix cache, and
+release.
 
 Target and draft model share a table, and their storage has the same blocks. With a draft window the
 draft model has a separate table and pool. It never reads a token again once the window has passed

@@ -1,14 +1,15 @@
 """Draft prefill: how far the draft model lags, and how it catches up.
 
-The draft model needs K/V of a text before it can draft from it. For requests with a fixed shape it reads the prompts
-together with the target, so it never lags far: they start from a cached prefix only as far as the draft model can catch
-up in one step. For adaptive requests the draft model reads nothing while plain decoding is chosen, because this reading
-would be most of the work for long prompts with short answers. When drafting is chosen again, a step reads a bounded
-number of tokens. A request whose lag is within its share drafts at once; other requests decode plainly, and the draft
+The draft model needs K/V of a text before it can draft from it. For requests with a fixed shape it
+reads the prompts together with the target, so it never lags far: they start from a cached prefix
+only as far as the draft model can catch up in one step. For adaptive requests the draft model reads
+nothing while plain decoding is chosen, because this reading would be most of the work for long
+prompts with short answers. When drafting is chosen again, a step reads a bounded number of tokens.
+A request whose lag is within its share drafts at once; other requests decode plainly, and the draft
 model reads a chunk of their text in every step.
 
-A head reads the target's states, which are stored for every token that the target has computed. It reads all missing
-states when it drafts, so a cached prefix is always used in full.
+A head reads the target's states, which are stored for every token that the target has computed. It
+reads all missing states when it drafts, so a cached prefix is always used in full.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Iterable
 from engine.config import SchedulerConfig
 from engine.scheduling.sequence import Sequence
 
-# Minimum number of tokens of a text that the draft model reads per step while it catches up: more than a plain step
-# adds.
+# Minimum number of tokens of a text that the draft model reads per step while it catches up: more
+# than a plain step adds.
 _LEAST_READ = 4
 
 

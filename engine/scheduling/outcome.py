@@ -1,4 +1,6 @@
-"""Results of a step in the message that leaves the engine: for each request, and for the engine itself."""
+"""Results of a step in the message that leaves the engine: for each request, and for the engine
+itself.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     message's decoder skips them.
     """
     gap: float | None = None
-    """Optimum acceptance minus the rule's own at this step's first position; None if it was not observed."""
+    """Optimum acceptance minus the rule's own at this step's first position; None if it was not
+    observed.
+    """
     bias: float = 0.0
-    """Distance from the target distribution that lossy acceptance allowed in this step; 0 is exact."""
+    """Distance from the target distribution that lossy acceptance allowed in this step; 0 is
+    exact.
+    """
     drafts: tuple[tuple[int, ...], ...] = ()
     """Chains of the step, if the request asked for them; empty for a plain step."""
 

@@ -25,7 +25,9 @@ _LEAST_TOKENS = 8
 
 
 class PromptLimit:
-    """Time that the prompts of one step may add: as long as decoding takes, and at least 0.1 seconds."""
+    """Time that the prompts of one step may add: as long as decoding takes, and at least 0.1
+    seconds.
+    """
 
     def __init__(self, times: StepTimes, rows: int, text: int) -> None:
         """rows: requests that decode in this step; text: tokens of their texts together."""

@@ -34,7 +34,9 @@ class Sequence:
     arrived_s: float
     grammar: Grammar | None = None
     draft_window: int = 0
-    """Tokens before its drafts that the draft model sees, at first the server's window; 0 is all."""
+    """Tokens before its drafts that the draft model sees, at first the server's window; 0 is
+    all.
+    """
     fixed_draft_distribution: InitVar[bool] = False
     """Whether the draft distribution after a text must be the same in all steps. With a window it
     depends on where the step begins.
@@ -114,7 +116,9 @@ class Sequence:
 
     @property
     def needs(self) -> int:
-        """Return what its next row that emits needs of a step, whatever it drafts (`engine.needs`)."""
+        """Return what its next row that emits needs of a step, whatever it drafts
+        (`engine.needs`).
+        """
         return needs_of_distribution(self.has_context, bool(self.shifts), self.request.sampling)
 
     @property
@@ -129,7 +133,9 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Return the number of known tokens without target K/V; at least one while the request runs."""
+        """Return the number of known tokens without target K/V; at least one while the request
+        runs.
+        """
         return len(self.tokens) - self.num_target_computed
 
     @property

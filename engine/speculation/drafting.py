@@ -1,13 +1,13 @@
 """Drafted chains, the laws they were drawn from, and the noise that decides about them.
 
-A request's chains are the leaves of a tree: below every node some children are drawn together, by one of the draft
-methods (`engine.speculation.rule_facts`), from the draft distribution below the node's prefix. In the usual tree only
-the root has several children, and every chain continues alone below its first token. With `iid` such chains are
-independent given the context; block rules need this. A chain *leads* a node if it is the first of the chains through
-it. Rules over nodes see every drawn node once, through its leader (equal tokens of different draws stay different
-nodes).
-A row that does not speculate has one chain of length 0, so that it can be verified in one batch with rows that do. (A
-step in which no row drafts draws its tokens directly: `engine.step.verify`.)
+A request's chains are the leaves of a tree: below every node some children are drawn together, by
+one of the draft methods (`engine.speculation.rule_facts`), from the draft distribution below the
+node's prefix. In the usual tree only the root has several children, and every chain continues alone
+below its first token. With `iid` such chains are independent given the context; block rules need
+this. A chain *leads* a node if it is the first of the chains through it. Rules over nodes see every
+drawn node once, through its leader (equal tokens of different draws stay different nodes). A row
+that does not speculate has one chain of length 0, so that it can be verified in one batch with rows
+that do. (A step in which no row drafts draws its tokens directly: `engine.step.verify`.)
 
 Not for: running the draft model (`engine.drafting`).
 """
@@ -32,10 +32,11 @@ def method_below(method: str, num_children: int) -> str:
 def children(kernels: Kernels, method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
     """Return [N, K] K children below each node; deterministic in the weights and the noise.
 
-    weights_NV: the draft law (for `most_likely`: any scores that order the tokens, such as logits). If fewer than K
-    tokens have positive probability, the remaining children get a token whose probability in the rest of the law is 0;
-    the method's rules recognise them by this. `greedy` and `spechub` children are always distinct: their rules expect
-    one node for each, and one draw below it.
+    weights_NV: the draft law (for `most_likely`: any scores that order the tokens, such as logits).
+    If fewer than K tokens have positive probability, the remaining children get a token whose
+    probability in the rest of the law is 0; the method's rules recognise them by this. `greedy` and
+    `spechub` children are always distinct: their rules expect one node for each, and one draw below
+    it.
     """
     num_children = uniform_NK.shape[1]
     if method == MOST_LIKELY:
@@ -63,8 +64,8 @@ def children(kernels: Kernels, method: str, weights_NV: Tensor, uniform_NK: Tens
 
 @cache
 def _parents(num_parents: int, num_children: int, device: torch.device) -> Tensor:
-    """Return [N * K] the parent of every child. It is cached indefinitely, because recorded steps continue to read
-    it at its address.
+    """Return [N * K] the parent of every child. It is cached indefinitely, because recorded steps
+    continue to read it at its address.
     """
     return torch.arange(num_parents, device=device).repeat_interleave(num_children)
 

@@ -1,8 +1,9 @@
-"""Distance of a rule's acceptance from the optimum at one position, measured on laws of served requests.
+"""Distance of a rule's acceptance from the optimum at one position, measured on laws of served
+requests.
 
-The gap is alpha* of the draft method minus the rule's own acceptance. The acceptance is computed in closed form if
-there is one (then the gap is never negative), else given the drafted tokens (unbiased over drafts). The gap decides
-nothing; it is reported (`spec_optimal_acceptance_gap`).
+The gap is alpha* of the draft method minus the rule's own acceptance. The acceptance is computed in
+closed form if there is one (then the gap is never negative), else given the drafted tokens
+(unbiased over drafts). The gap decides nothing; it is reported (`spec_optimal_acceptance_gap`).
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from engine.speculation.theory import Law
 from engine.speculation.verification import RULES
 from engine.speculation.verification.rule import NodeRule
 
-# The optimum without replacement is a quadrature per token; above this size (vocabulary x drafts) it would stall a
-# step.
+# The optimum without replacement is a quadrature per token; above this size (vocabulary x drafts)
+# it would stall a step.
 _MOST_QUADRATURES = 20_000
-# Of larger vocabularies only the likeliest tokens are used: sorting all of 152,000 takes 25 ms, sorting these 2 ms.
+# Of larger vocabularies only the likeliest tokens are used: sorting all of 152,000 takes 25 ms,
+# sorting these 2 ms.
 MOST_TOKENS = 16_384
 
 
 def likeliest(p_V: Tensor, q_V: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both laws over their likeliest tokens and the drafted ones, each with sum 1, and the drafted tokens'
-    indices there.
+    """Return both laws over their likeliest tokens and the drafted ones, each with sum 1, and the
+    drafted tokens' indices there.
 
     The other tokens have little mass in either law; the error of the gap is at most this mass.
     """
@@ -40,13 +42,17 @@ def likeliest(p_V: Tensor, q_V: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tenso
 
 
 def acceptance_gap(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float | None:
-    """Return alpha* minus the rule's acceptance at a node with these drafts; None if it would take too long."""
+    """Return alpha* minus the rule's acceptance at a node with these drafts; None if it would take
+    too long.
+    """
     best = optimum(method, p, q, len(drafted), _MOST_QUADRATURES)
     return None if best is None else best - acceptance(rule, method, p, q, drafted)
 
 
 def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> float | None:
-    """Return alpha* of `count` drafts (without replacement within 1e-6); None if it needs too many quadratures."""
+    """Return alpha* of `count` drafts (without replacement within 1e-6); None if it needs too many
+    quadratures.
+    """
     if method == MOST_LIKELY:
         return float(p[theory.top_tokens(q, count)].sum())
     if method == "iid" or count == 1:
@@ -59,8 +65,8 @@ def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> f
 
 
 def _without_tail(q: Law) -> Law:
-    """Return q without its least likely tokens, of mass 1e-7 together: P(all drafts within H) changes by at most
-    that per draft.
+    """Return q without its least likely tokens, of mass 1e-7 together: P(all drafts within H)
+    changes by at most that per draft.
     """
     order = np.argsort(q)
     dropped = order[np.cumsum(q[order]) < 1e-7]

@@ -1,4 +1,5 @@
-"""Facts of the verification rules and names of the draft methods, for request checks and the command line. No torch.
+"""Facts of the verification rules and names of the draft methods, for request checks and the
+command line. No torch.
 
 `engine.speculation.verification.RULES` combines these facts with the rules themselves.
 """
@@ -26,7 +27,9 @@ DRAFT_METHODS = {
 _WITHOUT_REPLACEMENT = ("without_replacement", "iid")
 _CHAINS = (INDEPENDENT_CHAINS,)
 _TARGET_SHIFTS = (INDEPENDENT_CHAINS, WHOLE_BLOCKS, FIXED_DISTRIBUTION, FIXED_SHAPE)
-"""Conditions of rules whose steps change the target distributions of later positions (`target_shift.py`)."""
+"""Conditions of rules whose steps change the target distributions of later positions
+(`target_shift.py`).
+"""
 
 RULE_FACTS: Mapping[str, RuleFacts] = MappingProxyType(
     {

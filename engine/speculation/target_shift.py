@@ -1,17 +1,20 @@
-"""Pending changes of the target law, caused by greedy block verification (`docs/speculation-rules.md`).
+"""Pending changes of the target law, caused by greedy block verification
+(`docs/speculation-rules.md`).
 
-`greedy_block` and `spectr_gbv` accept more of a block than rules that leave the target unchanged. The excess is missing
-from the positions up to the end of the block's *window*. After a block of L drafted tokens that stopped at tau, the
-next L - tau - 1 positions therefore follow p'(x|v) = norm_x (P_v p(x|v) - G_vx)+ instead of p, where P is the joint law
-of the target and G that of the selected chain, both since the block began. A later block inside the window uses p' as
-its target and may cause another change, so changes nest: one *shift* each, oldest first.
+`greedy_block` and `spectr_gbv` accept more of a block than rules that leave the target unchanged.
+The excess is missing from the positions up to the end of the block's *window*. After a block of L
+drafted tokens that stopped at tau, the next L - tau - 1 positions therefore follow p'(x|v) = norm_x
+(P_v p(x|v) - G_vx)+ instead of p, where P is the joint law of the target and G that of the selected
+chain, both since the block began. A later block inside the window uses p' as its target and may
+cause another change, so changes nest: one *shift* each, oldest first.
 
-G is that of the chain which the score race selects among K (`verification/chain_rules.py`); with one chain G is the
-draft law. With f_K(t) = 1 - (1 - t)^K and all joint probabilities divided by P_v, a node's *state* is
-(r, u, carry, gamma):
-  r = Q_v/P_v, u = the ceiling min(1, min R), gamma = G_v/P_v, carry = what its parent hands down;
-  m = min(p u, r q);  u_x = m/p;  e = (r q - m)+;  kappa = e/sum e;  eta = (f_K(u) - sum p f_K(u_x))+ + carry;
-  g = p f_K(u_x) + kappa eta = G_vx/P_v;   child x: (r q_x/p_x, u_x, kappa_x eta/p_x, g_x/p_x).
+G is that of the chain which the score race selects among K (`verification/chain_rules.py`); with
+one chain G is the draft law. With f_K(t) = 1 - (1 - t)^K and all joint probabilities divided by
+P_v, a node's *state* is (r, u, carry, gamma):
+  r = Q_v/P_v, u = the ceiling min(1, min R), gamma = G_v/P_v, carry = what its parent hands down; m
+  = min(p u, r q);  u_x = m/p;  e = (r q - m)+;  kappa = e/sum e;  eta = (f_K(u) - sum p f_K(u_x))+
+  + carry; g = p f_K(u_x) + kappa eta = G_vx/P_v;   child x: (r q_x/p_x, u_x, kappa_x eta/p_x,
+  g_x/p_x).
 A node with target mass 0 is dead; its state is any finite one.
 
 Not for: deciding what is accepted (`verification.greedy_block`).
@@ -33,8 +36,8 @@ _HUGE = 1e100
 
 @cache
 def _state(values: tuple[float, float, float, float], device: torch.device) -> Tensor:
-    """Return [4] values on the device, created once, because the host waits for every copy from the host to a
-    device.
+    """Return [4] values on the device, created once, because the host waits for every copy from the
+    host to a device.
     """
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float64, device=device)
@@ -52,7 +55,9 @@ def at_least_one(probability: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """The law of the selected chain below N nodes, relative to the target's mass of the node; float64."""
+    """The law of the selected chain below N nodes, relative to the target's mass of the node;
+    float64.
+    """
 
     mass_NV: Tensor
     """g."""
@@ -99,7 +104,8 @@ class Selection:
             ],
             1,
         )
-        # Ratios of a target that nearly excludes the drafted tokens; beyond this bound only the draft's shape matters.
+        # Ratios of a target that nearly excludes the drafted tokens; beyond this bound only the
+        # draft's shape matters.
         state_N4 = state_N4.clamp(max=_HUGE)
         return torch.where(alive_N1, state_N4, _state((1.0, 0.0, 0.0, 1.0), state_N4.device))
 
@@ -107,7 +113,9 @@ class Selection:
 def apply_shifts(
     target_NV: Tensor, draft_NV: Tensor, shifts: TargetShifts, depth_N: Tensor, token_N: Tensor
 ) -> tuple[Tensor, TargetShifts]:
-    """Return ([N, V] the law at nodes of these depths, the shifts with the states of the child `token_N`)."""
+    """Return ([N, V] the law at nodes of these depths, the shifts with the states of the child
+    `token_N`).
+    """
     states = []
     for m in range(shifts.remaining_CM.shape[1]):
         state_N4, holds_N1 = shifts.state_CM4[:, m], (shifts.remaining_CM[:, m] > depth_N).unsqueeze(1)
@@ -122,8 +130,8 @@ def apply_shifts(
 
 
 def effective_laws(chains: Chains, target: ProbsTable) -> tuple[ProbsTable, Tensor | None]:
-    """Return (the laws along each chain, [C, L + 1, M, 4] the states of its shifts below its first tokens; None without
-    shifts).
+    """Return (the laws along each chain, [C, L + 1, M, 4] the states of its shifts below its first
+    tokens; None without shifts).
 
     No shift holds after a whole chain: a window ends with its block, or with the answer.
     """

@@ -1,9 +1,10 @@
-"""Quantities of a pair of laws that need no sampling: optima, acceptances, rejections. float64, numpy.
+"""Quantities of a pair of laws that need no sampling: optima, acceptances, rejections. float64,
+numpy.
 
-Notation (as in `docs/speculation.md`): p target law, q draft law, n drafts at one position,
-TV(p, q) = 1 - sum min(p, q). The optimum alpha* of a draft law is the largest probability with which any
-lossless rule can emit a draft: alpha* = min over sets H of p(H) + 1 - Q(H), Q(H) = P(all drafts in H).
-(Hu et al., ICLR 2025, for sampling with and without replacement and greedy drafts.)
+Notation (as in `docs/speculation.md`): p target law, q draft law, n drafts at one position, TV(p,
+q) = 1 - sum min(p, q). The optimum alpha* of a draft law is the largest probability with which any
+lossless rule can emit a draft: alpha* = min over sets H of p(H) + 1 - Q(H), Q(H) = P(all drafts in
+H). (Hu et al., ICLR 2025, for sampling with and without replacement and greedy drafts.)
 
 Not for: running anything (`verification`).
 """
@@ -23,15 +24,17 @@ def _ratio_order(p: Law, q: Law) -> npt.NDArray[np.int64]:
 
 
 def alpha_star_iid(p: Law, q: Law, n: int) -> float:
-    """Return the optimum for n i.i.d. drafts, O(V log V): H runs over prefixes of the tokens by q/p, Q(H) = q(H)^n."""
+    """Return the optimum for n i.i.d. drafts, O(V log V): H runs over prefixes of the tokens by
+    q/p, Q(H) = q(H)^n.
+    """
     order = _ratio_order(p, q)
     mass_p, mass_q = (np.concatenate([[0.0], np.cumsum(law[order])]) for law in (p, q))
     return float(np.min(1 + mass_p - mass_q.clip(max=1.0) ** n))
 
 
 def alpha_star_without_replacement(p: Law, q: Law, n: int) -> float:
-    """Return the optimum for n drafts drawn one after another without replacement; the same prefixes, Q by
-    quadrature.
+    """Return the optimum for n drafts drawn one after another without replacement; the same
+    prefixes, Q by quadrature.
     """
     order = _ratio_order(p, q)
     mass_p = np.concatenate([[0.0], np.cumsum(p[order])])
@@ -39,12 +42,13 @@ def alpha_star_without_replacement(p: Law, q: Law, n: int) -> float:
 
 
 def all_drafts_within(q: Law, n: int) -> Law:
-    """Return [V + 1] the probability that all n sequential draws without replacement lie in the first i tokens, i =
+    """Return [V + 1] the probability that all n sequential draws without replacement lie in the
+    first i tokens, i =
     0..V.
 
-    Exponential race: token x arrives at E_x / q_x. With lam = 1 - q(H),
-    Q(H) = int lam exp(-lam t) P(at least n tokens of H have arrived by t) dt, by the trapezoid rule in log t
-    (exponentially convergent); the count's law below n is carried from prefix to prefix. O(V n nodes).
+    Exponential race: token x arrives at E_x / q_x. With lam = 1 - q(H), Q(H) = int lam exp(-lam t)
+    P(at least n tokens of H have arrived by t) dt, by the trapezoid rule in log t (exponentially
+    convergent); the count's law below n is carried from prefix to prefix. O(V n nodes).
     """
     step = 0.2
     time = np.exp(np.arange(-40.0, 42.0, step))
@@ -77,7 +81,9 @@ def top_tokens(q: Law, count: int) -> npt.NDArray[np.int64]:
 
 
 def alpha_star_greedy(p: Law, q: Law, n: int) -> float:
-    """Return the optimum for greedy drafts (n - 1 most likely tokens and one drawn from the rest), O(V log V)."""
+    """Return the optimum for greedy drafts (n - 1 most likely tokens and one drawn from the rest),
+    O(V log V).
+    """
     top = top_tokens(q, n - 1)
     rest = q.copy()
     rest[top] = 0.0
@@ -120,8 +126,8 @@ def _raced(p: Law, q: Law, n: int) -> Law:
 
 
 def accept_selected_block(p: Law, q: Law, n: int) -> float:
-    """Return the acceptance of greedy block verification of the chain that the score race selects, in blocks of one
-    token.
+    """Return the acceptance of greedy block verification of the chain that the score race selects,
+    in blocks of one token.
     """
     kept = _raced(p, q, n)
     excess = (q - p).clip(min=0)

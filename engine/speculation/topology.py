@@ -1,12 +1,13 @@
 """Chains of drafted tokens, and the tree that results from merging equal prefixes.
 
-Words: a *chain* is a sequence of drafted tokens below the root (the last known token). Chains of one request with equal
-prefixes share *nodes*. Merging only saves target rows; the rules still see every chain. Node 0 is
-the root. Drafted nodes follow chain by chain, so the first chain's nodes are 1, 2, ..., and a
-chain's accepted prefix is a path of nodes.
+Words: a *chain* is a sequence of drafted tokens below the root (the last known token). Chains of
+one request with equal prefixes share *nodes*. Merging only saves target rows; the rules still see
+every chain. Node 0 is the root. Drafted nodes follow chain by chain, so the first chain's nodes are
+1, 2, ..., and a chain's accepted prefix is a path of nodes.
 
-Merging needs the tokens on the host. Without merging, the tree is that of the draws (`drawn_tree`). Its nodes are known
-before the tokens are, so the host need not wait for the device between draft and target.
+Merging needs the tokens on the host. Without merging, the tree is that of the draws (`drawn_tree`).
+Its nodes are known before the tokens are, so the host need not wait for the device between draft
+and target.
 
 Pure Python and numpy.
 """
@@ -27,7 +28,9 @@ class Tree(NamedTuple):
     """Chains of one request, merged or as drawn."""
 
     tokens: list[int]
-    """Token of nodes 1, 2, ... (the root's is known and not repeated here); empty if the host does not know them."""
+    """Token of nodes 1, 2, ... (the root's is known and not repeated here); empty if the host does
+    not know them.
+    """
     parents: list[int]
     """Parent node of nodes 1, 2, ...; 0 is the root."""
     depths: list[int]
@@ -45,7 +48,9 @@ class Tree(NamedTuple):
         return tuple([self.tokens[node - 1] for node in path[1:]])
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
-        """Return [N, N] over nodes 1, 2, ...: entry (i, j) is true if j is i or an ancestor of i. Read-only."""
+        """Return [N, N] over nodes 1, 2, ...: entry (i, j) is true if j is i or an ancestor of i.
+        Read-only.
+        """
         return _ancestry(tuple(self.parents))
 
 

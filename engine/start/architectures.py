@@ -1,7 +1,8 @@
 """Reads transformers configurations, and refuses architectures that would be served wrongly.
 
-Some architectures run through the attention hook without an exception but compute wrong logits (recurrent or hybrid
-layers, encoders). So there is a list of supported families here, and a probe of every model (`probe.py`).
+Some architectures run through the attention hook without an exception but compute wrong logits
+(recurrent or hybrid layers, encoders). So there is a list of supported families here, and a probe
+of every model (`probe.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from engine.errors import ConfigError, first_line
 from engine.models.files import check_source
 from engine.models.importing import import_transformers
 
-# Families whose logits through the hook equal plain transformers (tests/models/test_architectures.py
-# covers the first line; the other families passed the same comparison with random weights).
+# Families whose logits through the hook equal plain transformers
+# (tests/models/test_architectures.py covers the first line; the other families passed the same
+# comparison with random weights).
 FITTING_MODEL_TYPES = frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2

@@ -97,8 +97,8 @@ def assemble(
 ) -> Engine:
     """Return an engine of models that are already loaded with the attention hook.
 
-    kind: how the draft model drafts, if the model does not show it; is_owner: whether the models' weights may be given
-    up, because nothing else uses them.
+    kind: how the draft model drafts, if the model does not show it; is_owner: whether the models'
+    weights may be given up, because nothing else uses them.
     """
     config = limit_drafts(config, draft)
     check_settings(config)
@@ -137,8 +137,8 @@ class _Part(NamedTuple):
     weight_types: str
     """Types of the weights before they were laid out."""
     num_spare: int = 0
-    """Blocks outside the pool. A head of the DFlash types computes masks after texts, in blocks that it never reads
-    again.
+    """Blocks outside the pool. A head of the DFlash types computes masks after texts, in blocks
+    that it never reads again.
     """
 
     @property
@@ -224,7 +224,9 @@ def _choose_backends(
     progress: Progress,
     is_owner: bool,
 ) -> _Assembly:
-    """Choose the backends of all models, and the kernels of the device; for the arguments see `assemble`."""
+    """Choose the backends of all models, and the kernels of the device; for the arguments see
+    `assemble`.
+    """
     target = models[0]
     shapes = [kv_shape_of(model) for model in models]
     if kind is None and len(models) > 1:
@@ -257,7 +259,9 @@ class _Start(NamedTuple):
 
 
 def _prepare_model(loaded: LoadedModel, shape: KVShape, wanted: ModelConfig, start: _Start) -> _Part:
-    """Choose the backend of a language model, and lay out its weights. wanted: its number formats."""
+    """Choose the backend of a language model, and lay out its weights. wanted: its number
+    formats.
+    """
     block_size = start.config.cache.block_size
     start.progress(f"probing {loaded.name}")
     choice = choose_backend(loaded, shape, block_size, wanted, start.longest)
@@ -316,8 +320,8 @@ class _Recordings(NamedTuple):
 def _plan_recordings(assembly: _Assembly, progress: Progress) -> _Recordings:
     """Return the steps to record.
 
-    If the pool gets the memory that is left, record them next to a pool of one block first, because the memory of
-    graphs is known only after recording, and graphs hold the addresses of the pool.
+    If the pool gets the memory that is left, record them next to a pool of one block first, because
+    the memory of graphs is known only after recording, and graphs hold the addresses of the pool.
     """
     if not assembly.is_recorded:
         return _Recordings()
@@ -392,7 +396,8 @@ def _complete(assembly: _Assembly, memory: MemoryPlan) -> EngineFacts:
 
 
 def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
-    """Return how a draft model drafts: a language model from its own logits, a head from the target's states.
+    """Return how a draft model drafts: a language model from its own logits, a head from the
+    target's states.
 
     num_layers: of the target.
     """
@@ -417,7 +422,9 @@ def kv_shape_of(model: LoadedModel) -> KVShape:
 
 
 def recorded_drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
-    """Return the shapes of recorded steps: plain decoding, and the controller's menu with the configured shape."""
+    """Return the shapes of recorded steps: plain decoding, and the controller's menu with the
+    configured shape.
+    """
     wanted = config.speculation
     drafted = Speculation(rule=wanted.rule, draft_method=wanted.draft_method)
     if draft is None or needs_of_drafts(drafted, wanted.tree or (1,)):

@@ -1,8 +1,9 @@
 """Measures steps of many sizes at start, to which the model of step times is fitted.
 
-Runs the engine's own step on synthetic plans. The K/V pool is still empty, so it does not matter what the steps read
-and overwrite. The measurements are stored in a file. The next start of the same engine on the same machine uses them if
-plain steps still take the same time, up to one common factor and what the machine's other work explains.
+Runs the engine's own step on synthetic plans. The K/V pool is still empty, so it does not matter
+what the steps read and overwrite. The measurements are stored in a file. The next start of the same
+engine on the same machine uses them if plain steps still take the same time, up to one common
+factor and what the machine's other work explains.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 """Tokens of texts."""
 _WITH_LONGER_TEXTS = (1, 4, 16)
-"""Numbers of requests whose plain steps are measured after texts of the first, the second and the longest length;
-other numbers are measured after the first only.
+"""Numbers of requests whose plain steps are measured after texts of the first, the second and the
+longest length; other numbers are measured after the first only.
 """
 _TEXT = 256
 """Tokens of the texts in all other measurements."""
 _PROMPT_CHUNKS, _DEVICE_CHUNKS = (32, 128), (32, 128, 512, 2048)
-"""Tokens of a prompt in a step, on a CPU and on another device, which takes as long for some hundred tokens as for one.
+"""Tokens of a prompt in a step, on a CPU and on another device, which takes as long for some
+hundred tokens as for one.
 """
 _LONG_PROMPT = 4096
-"""Most tokens before a measured chunk of a prompt; beyond it, the cost per token is extrapolated."""
+"""Most tokens before a measured chunk of a prompt; beyond it, the cost per token is
+extrapolated.
+"""
 _TEXT_NODES = 2, 12
 """Tokens of measured text drafts; of several requests the first."""
 _MOST_NODES = 256
@@ -47,13 +51,16 @@ _MOST_NODES = 256
 _BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.06, 4, 4
 """Seconds of timed steps of each plan, least number of them, and most turns."""
 _NUM_WARM, _NUM_TIMED = 4, 3
-"""A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches; then timed ones."""
+"""A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches;
+then timed ones.
+"""
 _WARM_UP_BELOW_S = 0.03
 """Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
 _SAME, _MOST_UNEQUAL, _MOST_CHANGED = 1.15, 2.0, 3.0
-"""Factors by which plain steps of an earlier start may have changed. If the changes of steps of different sizes differ
-by at most the first factor, the measurements are used as they are; by at most the second factor, with a wider
-uncertainty, because other work on the machine slows some steps more. No step may have changed by more than the third.
+"""Factors by which plain steps of an earlier start may have changed. If the changes of steps of
+different sizes differ by at most the first factor, the measurements are used as they are; by at
+most the second factor, with a wider uncertainty, because other work on the machine slows some steps
+more. No step may have changed by more than the third.
 """
 _FORMAT = 20
 """Version of the file; increased if the engine's steps, or their measurements, have changed."""
@@ -67,7 +74,9 @@ Tell = Callable[[float], None]
 
 
 def measure(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> StepTimes:
-    """Return the times of this engine's steps: from the file of an earlier start, or measured now."""
+    """Return the times of this engine's steps: from the file of an earlier start, or measured
+    now.
+    """
     window = engine.scheduler.draft_prefill.draft_window
     file = _file(engine, config, speculation, progress)
     stored = _stored_times(engine, file, window)
@@ -117,7 +126,9 @@ def _device_name(device: torch.device) -> str:
 
 
 def _stored_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
-    """Return the times of an earlier start, scaled to present plain steps; or why the times cannot be used."""
+    """Return the times of an earlier start, scaled to present plain steps; or why the times cannot
+    be used.
+    """
     if file is None:
         return "--profile-cache keeps nothing"
     if not file.exists():
@@ -151,7 +162,9 @@ def _stored_times(engine: Engine, file: Path | None, window: int) -> StepTimes |
 
 
 def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda _: None) -> list[Point]:
-    """Measure steps of many sizes: plain ones, with prompts, and with the drafts that requests may have."""
+    """Measure steps of many sizes: plain ones, with prompts, and with the drafts that requests may
+    have.
+    """
     plans = list(_plans(engine, speculation))
     steps = middle_steps(engine, plans, tell)
     return [
@@ -174,7 +187,8 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
 def _plain_plans(engine: Engine) -> Iterator[Plan]:
     """Yield plain steps, from the most requests to one.
 
-    The fewest requests come last: after steps of another type, plain steps are slow until caches hold their weights.
+    The fewest requests come last: after steps of another type, plain steps are slow until caches
+    hold their weights.
     """
     largest = engine.scheduler.config.max_num_seqs
     numbers = [number for number in _NUM_ROWS if number < largest] + [largest]
@@ -232,7 +246,8 @@ def _chain_plans(engine: Engine, usual: int, speculation: Speculation) -> Iterat
                 yield synthetic_plan(engine, num_rows, longer, chains)
     one_chain = _chains(speculation, 1, length)
     yield synthetic_plan(engine, 1, usual, one_chain, num_read=usual)
-    if engine.recorded.num_recorded:  # the draft model's passes without the recording, and little else
+    # The draft model's passes without the recording, and little else.
+    if engine.recorded.num_recorded:
         yield synthetic_plan(engine, 1, usual, one_chain, num_read=NUM_TEXT + 1)
 
 
@@ -251,7 +266,9 @@ def _numbers_of_requests(engine: Engine) -> Iterable[int]:
 
 
 def _chunks_on_device(engine: Engine, context: int) -> list[int]:
-    """Return the chunks of a prompt after this many tokens; the longest fits a step in which a request decodes."""
+    """Return the chunks of a prompt after this many tokens; the longest fits a step in which a
+    request decodes.
+    """
     config = engine.scheduler.config
     room = engine.facts.max_model_len - context - 1
     most = min(config.max_num_batched_tokens - 1, config.max_prompt_tokens or room, room)
@@ -277,9 +294,9 @@ def synthetic_plan(
 ) -> Plan:
     """Return a decode step of `num_rows` rows after `context` tokens each.
 
-    Blocks are numbered from 0 and not allocated; rows share some if a pool has too few. num_prompt: tokens of a
-    prompt in the same step; num_read: tokens of each row that the draft model computes; num_text: tokens of its text
-    draft.
+    Blocks are numbered from 0 and not allocated; rows share some if a pool has too few. num_prompt:
+    tokens of a prompt in the same step; num_read: tokens of each row that the draft model computes;
+    num_text: tokens of its text draft.
     """
     fanout = speculation.fanout
     longest = context + max(num_nodes(fanout) + num_text, num_prompt)
@@ -310,14 +327,17 @@ def synthetic_plan(
 
 
 def usual_s(engine: Engine, plan: Plan) -> float:
-    """Return the duration of a step that carries out the plan: the mean of the middle half of several."""
+    """Return the duration of a step that carries out the plan: the mean of the middle half of
+    several.
+    """
     return middle_steps(engine, [plan])[0][0]
 
 
 def middle_steps(
     engine: Engine, plans: Sequence[Plan], tell: Tell = lambda _: None
 ) -> list[tuple[float, dict[str, float]]]:
-    """Return (duration, durations by phase) of each plan's steps: the mean of the middle half of them.
+    """Return (duration, durations by phase) of each plan's steps: the mean of the middle half of
+    them.
 
     The plans take turns, so other load on the machine affects all of them.
     """
@@ -334,7 +354,9 @@ def middle_steps(
 
 
 def _turn(engine: Engine, plan: Plan, is_first: bool) -> list[tuple[float, dict[str, float]]]:
-    """Run several steps of a plan if they are short, else one; the very first step of a plan is discarded."""
+    """Run several steps of a plan if they are short, else one; the very first step of a plan is
+    discarded.
+    """
     step = _timed(engine, plan)
     if step[0] >= _WARM_UP_BELOW_S:
         return [_timed(engine, plan) if is_first else step]

@@ -1,6 +1,8 @@
-"""Chooses the kernels of a device, once in a process, and compares every operation with the specification.
+"""Chooses the kernels of a device, once in a process, and compares every operation with the
+specification.
 
-An operation that fails, or returns other numbers than plain torch, is replaced by torch's, with a warning in the log.
+An operation that fails, or returns other numbers than plain torch, is replaced by torch's, with a
+warning in the log.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def without(kernels: Kernels, names: Iterable[str]) -> Kernels:
 
 
 def in_threads(work: Callable[[str], str | None], names: Iterable[str]) -> list[str | None]:
-    """Do work for all names at the same time, on this thread's CUDA device, because each compiles on one core."""
+    """Do work for all names at the same time, on this thread's CUDA device, because each compiles
+    on one core.
+    """
     device = torch.cuda.current_device()
     is_inference = torch.is_inference_mode_enabled()
 
@@ -126,7 +130,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _agree(result: Tensor, expected: Tensor) -> bool:
-    if result.dtype == expected.dtype == torch.float64:  # random numbers, and the largest numbers of rows
+    # Random numbers, and the largest numbers of rows.
+    if result.dtype == expected.dtype == torch.float64:
         return torch.equal(result, expected)
     if result.is_floating_point() and result.dtype == expected.dtype:
         return torch.allclose(result.float(), expected.float(), rtol=1e-4, atol=1e-7)
@@ -142,7 +147,9 @@ def _logits(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, ProbsTable, ChainNoise]:
-    """Return three chains of up to four tokens for each of eight requests; some prefixes are dead."""
+    """Return three chains of up to four tokens for each of eight requests; some prefixes are
+    dead.
+    """
     num_requests, num_chains, length = 8, 3, 4
     count = num_requests * num_chains
 

@@ -1,11 +1,13 @@
-"""Checks the distribution of a running engine's output against that of the target, on the loaded pair.
+"""Checks the distribution of a running engine's output against that of the target, on the loaded
+pair.
 
-Plain passes of the target compute the exact distribution of the first three tokens after a prompt. Four are compared
-with a head, which does not draft the first one: rules may change the targets of later steps, so a drafting step and the
-step after it must be among them. The engine answers the prompt many times, with different seeds, by the rule under
-test. The counts of the most likely texts (other texts in groups) must fit the distribution: a G-test. It reports how
-large a bias it would find. If the pair disagrees enough, the same test must reject over-acceptance, whose bias the
-engine reports. It needs an idle engine, and leaves no request in it.
+Plain passes of the target compute the exact distribution of the first three tokens after a prompt.
+Four are compared with a head, which does not draft the first one: rules may change the targets of
+later steps, so a drafting step and the step after it must be among them. The engine answers the
+prompt many times, with different seeds, by the rule under test. The counts of the most likely texts
+(other texts in groups) must fit the distribution: a G-test. It reports how large a bias it would
+find. If the pair disagrees enough, the same test must reject over-acceptance, whose bias the engine
+reports. It needs an idle engine, and leaves no request in it.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Check:
 
     @property
     def detectable_bias(self) -> float:
-        """Return the total variation that the test detects with probability 0.99, for any distribution over the cells.
+        """Return the total variation that the test detects with probability 0.99, for any
+        distribution over the cells.
 
         A bias d of the cells' distribution e has noncentrality N sum d_i^2/e_i >= 4 N TV^2.
         """
@@ -115,10 +118,11 @@ def run_to_end(
 
 
 def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
-    """Return a prompt of the target: its continuation of an arbitrary token, up to its least certain position.
+    """Return a prompt of the target: its continuation of an arbitrary token, up to its least
+    certain position.
 
-    If the first drafted token were nearly certain, a test would see nothing. A head drafts from the second token on, so
-    the first one should be nearly certain.
+    If the first drafted token were nearly certain, a test would see nothing. A head drafts from the
+    second token on, so the first one should be nearly certain.
     """
     first = int(uniform(seed, 0, Purpose.DRAFT)[0] * engine.facts.vocab_size)
     length = min(length, engine.facts.max_model_len - 8)
@@ -143,9 +147,9 @@ def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
 class Cells:
     """A partition of all answers by their first tokens, with the exact probability of each part.
 
-    A likely prefix is divided by its likely next tokens, with one part for other tokens, down to `num_tokens` tokens.
-    The first tokens that are not likely are pooled in groups of equal mass, ordered by the ratio of draft to target
-    probability, which shows bias.
+    A likely prefix is divided by its likely next tokens, with one part for other tokens, down to
+    `num_tokens` tokens. The first tokens that are not likely are pooled in groups of equal mass,
+    ordered by the ratio of draft to target probability, which shows bias.
     """
 
     expected: dict[Cell, float]
@@ -172,8 +176,8 @@ class Cells:
 def _distributions(
     runner: ModelRunner, engine: Engine, prompt: Sequence[int], paths: Sequence[Cell], sampling: Sampling
 ) -> torch.Tensor:
-    """Return [1 + N, V] distributions after the prompt, and after the prompt with each of N paths; a path comes after
-    its prefixes.
+    """Return [1 + N, V] distributions after the prompt, and after the prompt with each of N paths;
+    a path comes after its prefixes.
     """
     count = len(paths)
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
@@ -216,7 +220,9 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling, num_to
 def _divided(
     engine: Engine, prompt: Sequence[int], sampling: Sampling, parts: dict[Cell, float], num_tokens: int
 ) -> dict[Cell, float]:
-    """Return the parts of prefixes of one token: each prefix that is likely enough is divided by its next token."""
+    """Return the parts of prefixes of one token: each prefix that is likely enough is divided by
+    its next token.
+    """
     cells: dict[Cell, float] = {}
     paths: list[Cell] = []
     for num_likely in (_NUM_SECOND, *(_NUM_LATER,) * (num_tokens - 2)):
@@ -264,7 +270,8 @@ def check_distribution(
     max_tokens: int = 6,
     **filters: Any,
 ) -> Check:
-    """Answer a prompt many times and compare with the exact distribution; filters: fields of `Sampling`.
+    """Answer a prompt many times and compare with the exact distribution; filters: fields of
+    `Sampling`.
 
     max_tokens: of an answer, of which the first ones are compared.
     """

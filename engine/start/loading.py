@@ -1,7 +1,7 @@
 """Loads transformers checkpoints with the attention hook, and heads that are attached to them.
 
-Rotary embeddings that depend on the longest request of a batch are fixed before a model is built (`rope.py`). Not for:
-what can be refused before weights are read (`outlines.py`).
+Rotary embeddings that depend on the longest request of a batch are fixed before a model is built
+(`rope.py`). Not for: what can be refused before weights are read (`outlines.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(Outline):
-    """A model that attends through the hook, or a head of such a model, and its checkpoint's facts."""
+    """A model that attends through the hook, or a head of such a model, and its checkpoint's
+    facts.
+    """
 
     model: Any
     eos_token_ids: frozenset[int]
@@ -68,7 +70,9 @@ class LoadedModel(Outline):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the memory of parameters and buffers in bytes; of a split model, this rank's share."""
+        """Return the memory of parameters and buffers in bytes; of a split model, this rank's
+        share.
+        """
         unique = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             for part in _stored(tensor):
@@ -91,7 +95,9 @@ class LoadedModel(Outline):
 
 
 def _stored(weight: Any) -> list[torch.Tensor]:
-    """Return the tensors of a weight: this rank's share of a split one, parts of a quantised one."""
+    """Return the tensors of a weight: this rank's share of a split one, parts of a quantised
+    one.
+    """
     if not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()
@@ -158,7 +164,8 @@ def load(
     weights: str = "auto",
     context: int = 0,
 ) -> LoadedModel:
-    """Load a whole checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be read).
+    """Load a whole checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be
+    read).
 
     dtype: of `ModelConfig`; weights: format in which torchao quantises them, or auto; context:
     tokens of the longest text that is served, 0 is the model's own limit.
@@ -228,7 +235,9 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
 
 
 def _renaming(name: str) -> dict[str, Any]:
-    """Return the argument of `from_pretrained` that removes the prefix of a wrapped model's tensors."""
+    """Return the argument of `from_pretrained` that removes the prefix of a wrapped model's
+    tensors.
+    """
     prefix = wrapper_prefix(Path(name)) if Path(name).is_dir() else ""
     if not prefix:
         return {}

@@ -59,11 +59,13 @@ def plan_memory(
     device: torch.device,
     has_draft_pool: bool = False,
 ) -> MemoryPlan:
-    """Divide the memory that is left; raise ConfigError if it does not hold one request of the longest text.
+    """Divide the memory that is left; raise ConfigError if it does not hold one request of the
+    longest text.
 
-    A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
-    models: the target, then the draft model; recorded_bytes: memory of recorded passes and steps; has_draft_pool:
-    whether the draft model's blocks hold its window only, in a separate pool.
+    A context that is the model's limit, because the operator has chosen none, is shortened to what
+    the pool holds. models: the target, then the draft model; recorded_bytes: memory of recorded
+    passes and steps; has_draft_pool: whether the draft model's blocks hold its window only, in a
+    separate pool.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),
@@ -83,7 +85,8 @@ def plan_memory(
             num_blocks = (free - window_blocks * block_bytes[1]) // block_bytes[0]
         has_size = config.cache.memory_bytes or config.cache.device_share
         if not (has_size and config.cache.prefix_caching):
-            # Further blocks could only hold prefixes of ended requests: only if the operator has set a size.
+            # Further blocks could only hold prefixes of ended requests: only if the operator has
+            # set a size.
             num_blocks = min(num_blocks, most_blocks * config.scheduler.max_num_seqs)
     if num_blocks < most_blocks:
         longest = num_blocks * block_size - lookahead(config)
@@ -138,8 +141,8 @@ def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int
 
 
 def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """Return the memory for probabilities of a full step of requests that name no shape: target and draft rows in
-    float32, and the cumulative sums in float64.
+    """Return the memory for probabilities of a full step of requests that name no shape: target and
+    draft rows in float32, and the cumulative sums in float64.
     """
     nodes = 1 + (_num_drawn(config) if config.model.draft else 0)
     if config.speculation.drafters != (MODEL,):

@@ -1,4 +1,6 @@
-"""Chooses the device of models, and the number formats in which weights are loaded and multiplied."""
+"""Chooses the device of models, and the number formats in which weights are loaded and
+multiplied.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def file_dtype(file: GgufFile, wanted: str, device: torch.device) -> torch.dtype
 
 
 def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
-    """Return the type of the target's weights in a CPU's decoder; None if it does not run the target.
+    """Return the type of the target's weights in a CPU's decoder; None if it does not run the
+    target.
 
     Raise ConfigError or LoadError for a target that cannot be read.
     """

@@ -75,7 +75,9 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
 
 
 def find_head(config: ModelConfig) -> HeadConfig | None:
-    """Return the configuration of a draft model that is a trained head; None for a language model."""
+    """Return the configuration of a draft model that is a trained head; None for a language
+    model.
+    """
     if config.draft_source is None:
         return None
     check_source(*config.draft_source)
@@ -168,7 +170,9 @@ def _check_format_of_head(config: ModelConfig, head: HeadConfig) -> None:
 
 
 def _check_file(name: str, file: GgufFile, wanted: ModelConfig, num_ranks: int) -> None:
-    """Raise LoadError for a GGUF file that cannot be served, ConfigError for formats that it cannot have."""
+    """Raise LoadError for a GGUF file that cannot be served, ConfigError for formats that it cannot
+    have.
+    """
     check_types(file)
     if wanted.weights != "auto":
         raise ConfigError(

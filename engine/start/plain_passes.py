@@ -1,4 +1,5 @@
-"""Passes of the untouched transformers model, if needed with other attention, weights or rows than its own.
+"""Passes of the untouched transformers model, if needed with other attention, weights or rows than
+its own.
 
 Not for: comparing them with a backend's passes (`probe.py`).
 """
@@ -18,7 +19,9 @@ from engine.models.quantising import in_float32, rounding_off
 
 
 def plain_forward(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return logits [texts, T, V] of one pass; shorter texts are padded at their ends, which no token sees."""
+    """Return logits [texts, T, V] of one pass; shorter texts are padded at their ends, which no
+    token sees.
+    """
     length = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts], device=model.device)
     positions = torch.arange(length, device=model.device).unsqueeze(0)
@@ -38,7 +41,9 @@ def attention(model: Any, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def rows_converted(model: Any, convert: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Let a model's linear layers multiply converted rows, temporarily. convert: takes rows and the layer's weight."""
+    """Let a model's linear layers multiply converted rows, temporarily. convert: takes rows and the
+    layer's weight.
+    """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = []
     for module in linears:
@@ -69,7 +74,8 @@ def widened(model: Any) -> Iterator[None]:
 def converted(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Let a model compute with converted weights, temporarily.
 
-    Each module's weights are converted while the module runs, so that memory is needed for one module's weights.
+    Each module's weights are converted while the module runs, so that memory is needed for one
+    module's weights.
     """
     stored: dict[nn.Module, dict[str, Any]] = {}
 

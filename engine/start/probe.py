@@ -1,18 +1,22 @@
-"""Compares backends with a plain transformers forward before a model is served, and chooses the fastest correct one.
+"""Compares backends with a plain transformers forward before a model is served, and chooses the
+fastest correct one.
 
-Backends are tried in the order of `BACKENDS`: on a device with an attention kernel first all with the kernel, then all
-without. The first backend that passes the probe serves the model.
+Backends are tried in the order of `BACKENDS`: on a device with an attention kernel first all with
+the kernel, then all without. The first backend that passes the probe serves the model.
 
 The probe of a backend:
-1. A short prompt in two chunks, a small tree, an acceptance with compaction and one more token run through the paged
-   path (`_paged_logits`).
-2. Every path from root to leaf runs through the untouched model with its own eager attention (`plain_passes.py`).
-3. The logits are compared (`distance`). In 16 bits both passes are compared with a pass of the same weights in float32:
-   a backend may lie twice as far from that pass as the untouched model does. A larger difference means that the model
-   would be served wrongly.
-4. If products also round their rows to few bits, this bound is wide, so both passes are compared once more without
-   rounding. The CPU's decoder cannot run without it: it is compared with a model whose rows are rounded alike.
-5. With an attention kernel and a long context, a longer prompt is probed, too, which needs the largest tiles.
+1. A short prompt in two chunks, a small tree, an acceptance with compaction and one more token run
+   through the paged path (`_paged_logits`).
+2. Every path from root to leaf runs through the untouched model with its own eager attention
+   (`plain_passes.py`).
+3. The logits are compared (`distance`). In 16 bits both passes are compared with a pass of the same
+   weights in float32: a backend may lie twice as far from that pass as the untouched model does. A
+   larger difference means that the model would be served wrongly.
+4. If products also round their rows to few bits, this bound is wide, so both passes are compared
+   once more without rounding. The CPU's decoder cannot run without it: it is compared with a model
+   whose rows are rounded alike.
+5. With an attention kernel and a long context, a longer prompt is probed, too, which needs the
+   largest tiles.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ log = logging.getLogger("polydraft")
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # Alternatively, in units in the last place of the largest logit.
 _LAST_PLACES = 1.5
-# Alternatively, in distances of plain transformers from float32: a deep model adds the rounding of all its layers.
+# Alternatively, in distances of plain transformers from float32: a deep model adds the rounding of
+# all its layers.
 _PLAIN_DISTANCES = 2.0
 _BLOCK_SIZE = 16
 _PROMPT_LENGTH = 20
@@ -74,8 +79,8 @@ class BackendOption(NamedTuple):
     name: str
     takes: Callable[[Any], bool]
     make: Callable[[Any, ModelConfig, int], Backend]
-    """Return the backend of a model. Further arguments: the requested formats, and the tokens of the longest text (0 is
-    the model's own limit).
+    """Return the backend of a model. Further arguments: the requested formats, and the tokens of
+    the longest text (0 is the model's own limit).
     """
 
 
@@ -108,10 +113,11 @@ BACKENDS = (
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
-    """Return the shape of the K and V that the model passes to the hook, found by calling the model once.
+    """Return the shape of the K and V that the model passes to the hook, found by calling the model
+    once.
 
-    A model with weights in blocks (GGUF) is not called, because they would be dequantised: its configuration states the
-    shape.
+    A model with weights in blocks (GGUF) is not called, because they would be dequantised: its
+    configuration states the shape.
     """
     if has_blocks(loaded.model):
         config = loaded.model.config
@@ -142,11 +148,12 @@ def choose_backend(
     longest: int = 0,
     backends: Sequence[BackendOption] | None = None,
 ) -> BackendChoice:
-    """Return the fastest backend that reproduces the model's numbers; raise LoadError if there is none.
+    """Return the fastest backend that reproduces the model's numbers; raise LoadError if there is
+    none.
 
-    block_size: tokens of a block while serving, for which kernels are compiled; config: requested number formats;
-    longest: tokens of the longest text that is served, 0 is the model's own limit; backends: options to try,
-    fastest first; all if None.
+    block_size: tokens of a block while serving, for which kernels are compiled; config: requested
+    number formats; longest: tokens of the longest text that is served, 0 is the model's own limit;
+    backends: options to try, fastest first; all if None.
     """
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
@@ -162,9 +169,11 @@ def choose_backend(
                 # Tiles of the largest size: a device may lack the memory for them.
                 probe(loaded, shape, *choice, _LONG_PROMPT, block_size, only_warns)
             return choice
-        except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
+        # Wrong numbers, weights of other shapes, a kernel that cannot be compiled.
+        except Exception as error:
             raise_if_lost(device, error)
-            # Memory may end on one rank only, which must not try another backend while other ranks wait for its share.
+            # Memory may end on one rank only, which must not try another backend while other ranks
+            # wait for its share.
             is_alone = loaded.is_share and isinstance(error, torch.cuda.OutOfMemoryError)
             if is_alone or (option, paged_kernel) == attempts[-1]:
                 raise
@@ -176,7 +185,9 @@ def choose_backend(
 def _attempts(
     model: Any, device: torch.device, backends: Sequence[BackendOption]
 ) -> list[tuple[BackendOption, PagedKernel | None]]:
-    """Return the backends that take the model, in the order of trying: with the attention kernel, then without."""
+    """Return the backends that take the model, in the order of trying: with the attention kernel,
+    then without.
+    """
     kernel = attention_kernel(device)
     kernels = (None,) if kernel is None else (kernel, None)
     options = [option for option in backends if option.takes(model)]
@@ -184,8 +195,8 @@ def _attempts(
 
 
 def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) -> None:
-    """Let the model itself compute in the type of the device's arithmetic; raise ConfigError if `config` asks for a
-    format of weights or K/V that only the CPU decoder has.
+    """Let the model itself compute in the type of the device's arithmetic; raise ConfigError if
+    `config` asks for a format of weights or K/V that only the CPU decoder has.
     """
     is_int4_decoded = config.weights == "int4" and not has_quantised(loaded.model)
     is_decoded = config.weights == "int8" or is_int4_decoded
@@ -224,8 +235,8 @@ def attention_kernel(device: torch.device) -> PagedKernel | None:
 def is_replayed(loaded: LoadedModel, choice: BackendChoice) -> bool:
     """Whether steps of a model are recorded and replayed as CUDA graphs.
 
-    Steps of a split model are not: the exchange between ranks is not recorded. All ranks must decide alike, because
-    they make the same passes together.
+    Steps of a split model are not: the exchange between ranks is not recorded. All ranks must
+    decide alike, because they make the same passes together.
     """
     return choice.paged_kernel is not None and loaded.model.device.type == "cuda" and not loaded.is_share
 
@@ -239,9 +250,11 @@ def probe(
     block_size: int = _BLOCK_SIZE,
     only_warns: bool = False,
 ) -> float:
-    """Return the largest logit difference between a backend and the model in float32, as a share of the tolerance.
+    """Return the largest logit difference between a backend and the model in float32, as a share of
+    the tolerance.
 
-    Raise LoadError if it is larger than the tolerance (`distance`); only_warns: log a warning instead, if it is finite.
+    Raise LoadError if it is larger than the tolerance (`distance`); only_warns: log a warning
+    instead, if it is finite.
     """
     num_blocks = prompt_length // block_size + 6
     sizes = num_blocks, block_size, loaded.vocab_size
@@ -294,7 +307,8 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
             difference = distance(logits_NV, plain_NV, plain_NV, dtype)
             if difference <= 1:
                 return difference
-            # A deep model amplifies the rounding of single numbers up to the effect of all rounding.
+            # A deep model amplifies the rounding of single numbers up to the effect of all
+            # rounding.
             return distance(logits_NV, plain_NV, plain(), dtype)
         plain_NV = plain()
         exact_NV = plain_NV
@@ -302,7 +316,8 @@ def _difference(loaded: LoadedModel, runner: ModelRunner, prompt_length: int, dt
             try:
                 with widened(loaded.model):
                     exact_NV = plain()
-            except Exception as error:  # a model that computes in its own type, or memory: the bound is smaller then
+            # A model that computes in its own type, or memory: the bound is smaller then.
+            except Exception as error:
                 log.warning("%s: probed without float32: %s", loaded.name, error)
     return distance(logits_NV, plain_NV, exact_NV, dtype)
 
@@ -312,9 +327,9 @@ def distance(logits_NV: Tensor, plain_NV: Tensor, exact_NV: Tensor, dtype: torch
 
     plain_NV: logits of plain transformers; exact_NV: the same in float32. NaN if a number is.
 
-    The tolerance is the largest of three: a share of the rows' standard deviation; some units in the last place of the
-    largest logit, because the last product alone rounds to the model's dtype; a multiple of the difference of plain
-    transformers from the exact logits.
+    The tolerance is the largest of three: a share of the rows' standard deviation; some units in
+    the last place of the largest logit, because the last product alone rounds to the model's dtype;
+    a multiple of the difference of plain transformers from the exact logits.
     """
     plain_difference = float((plain_NV - exact_NV).abs().max())
     by_deviation = _TOLERANCE[dtype] * float(exact_NV.std(-1).min().clamp(min=1e-6))
@@ -329,7 +344,9 @@ def distance(logits_NV: Tensor, plain_NV: Tensor, exact_NV: Tensor, dtype: torch
 def _paged_logits(
     runner: ModelRunner, prompt: list[int], chains: list[list[int]], last: int
 ) -> list[tuple[list[int], Tensor]]:
-    """Return (path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
+    """Return (path, logits of the path's last tokens) for prompt, tree and the token after an
+    acceptance.
+    """
     block_size = runner.block_size
     num_blocks = len(prompt) // block_size + 6
     # Blocks out of order, including the last one of the pool.

@@ -22,7 +22,8 @@ def profile_file(folder: str, described: Any, progress: Progress) -> Path | None
     """
     if folder == "off":
         return None
-    machine = [_processor(), os.cpu_count()]  # without its name, which differs at every start of a container
+    # Without its name, which differs at every start of a container.
+    machine = [_processor(), os.cpu_count()]
     key = json.dumps([described, machine], sort_keys=True, default=str)
     digest = hashlib.sha256(key.encode()).hexdigest()
     try:
@@ -50,7 +51,9 @@ def read_profile(file: Path) -> Any:
 
 
 def write_profile(file: Path | None, measured: Any, progress: Progress) -> None:
-    """Store measurements. If the folder cannot be written, report that the next start measures again."""
+    """Store measurements. If the folder cannot be written, report that the next start measures
+    again.
+    """
     if file is None:
         return
     try:

@@ -1,4 +1,6 @@
-"""Process of one rank of a split target: it loads its share, then repeats what rank 0's runner does."""
+"""Process of one rank of a split target: it loads its share, then repeats what rank 0's runner
+does.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ from engine.start.probe import choose_backend, find_kv_shape
 
 
 def end_with_parent() -> None:
-    """Have Linux end this process when the engine ends, even while it waits for other ranks and reads nothing."""
+    """Have Linux end this process when the engine ends, even while it waits for other ranks and
+    reads nothing.
+    """
     die_with_parent = 1
     call_glibc("prctl", die_with_parent, signal.SIGKILL)
 
 
 def main() -> NoReturn:
-    """Run until the standard input ends; the engine first sends "probe", then "runner", then the calls of its
-    runner.
+    """Run until the standard input ends; the engine first sends "probe", then "runner", then the
+    calls of its runner.
     """
     end_with_parent()
     calls = sys.stdin.buffer

@@ -1,4 +1,6 @@
-"""Serves synthetic requests at start, before the engine is announced. Not for: measuring steps (`calibration.py`)."""
+"""Serves synthetic requests at start, before the engine is announced. Not for: measuring steps
+(`calibration.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ from engine.step.engine import Engine
 _REHEARSED_TOKENS, _REHEARSAL_S = 24, 0.25
 """Tokens of a synthetic prompt and of its answer, and the time after which it is ended."""
 _PLAIN_TOKENS = 64
-"""Tokens of an answer without drafts: more than the steps in which the caches hold other weights."""
+"""Tokens of an answer without drafts: more than the steps in which the caches hold other
+weights.
+"""
 
 
 def rehearse(engine: Engine, speculation: Speculation) -> None:
     """Serve synthetic requests, one with a seed and one without, and discard their answers.
 
-    The first real request then finds its code and the caches warm. Its speedup is computed from times of served steps,
-    which take longer than measured ones; a request without drafts shows how long plain ones take. The prefix
-    cache forgets what the engine computed earlier, such as texts of the self-check. Blocks, counts and what the
-    controller learns are discarded.
+    The first real request then finds its code and the caches warm. Its speedup is computed from
+    times of served steps, which take longer than measured ones; a request without drafts shows how
+    long plain ones take. The prefix cache forgets what the engine computed earlier, such as texts
+    of the self-check. Blocks, counts and what the controller learns are discarded.
     """
     drafting = with_fixed_shape(speculation, engine.limits, engine.facts.device), speculation
     # Cold steps are not informative for the model of step times.

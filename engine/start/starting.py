@@ -1,4 +1,6 @@
-"""The start of an engine: compile, load, measure, check, rehearse. Not for: serving requests (`process.py`)."""
+"""The start of an engine: compile, load, measure, check, rehearse. Not for: serving requests
+(`process.py`).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def start_engine(config: EngineConfig, progress: Progress) -> Engine:
     if config.calibrate:
         _calibrate(engine, config, speculation, progress)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
-        from engine.start.distribution_check import short_check  # scipy.stats takes a while to import
+        # scipy.stats takes a while to import.
+        from engine.start.distribution_check import short_check
 
         short_check(engine, speculation, progress)
     _restart_garbage_collection()
@@ -60,7 +63,8 @@ def _calibrate(engine: Engine, config: EngineConfig, speculation: Speculation, p
 
 
 def _restart_garbage_collection() -> None:
-    """Collect once, exempt all loaded objects from later collections, and enable the collector again.
+    """Collect once, exempt all loaded objects from later collections, and enable the collector
+    again.
 
     Each later collection would otherwise scan them, and stop the steps for a quarter of a second.
     """

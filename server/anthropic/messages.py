@@ -1,6 +1,8 @@
-"""`POST /v1/messages`: the request becomes a chat; the answer is a list of content blocks and, in a stream, events.
+"""`POST /v1/messages`: the request becomes a chat; the answer is a list of content blocks and, in a
+stream, events.
 
-Supports text, thinking and function tools, for coding agents with Anthropic's protocol. Nothing is stored.
+Supports text, thinking and function tools, for coding agents with Anthropic's protocol. Nothing is
+stored.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    """Body of `POST /v1/messages`; `speculation`, `seed` and `metrics` are extensions of this server."""
+    """Body of `POST /v1/messages`; `speculation`, `seed` and `metrics` are extensions of this
+    server.
+    """
 
     max_tokens: Count
     stop_sequences: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
@@ -132,7 +136,9 @@ class MessagesRequest(CountTokensRequest):
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
-    """Return the request as a chat. Raises RequestError for unsupported values, ValidationError for invalid values."""
+    """Return the request as a chat. Raises RequestError for unsupported values, ValidationError for
+    invalid values.
+    """
     refuse_unsupported(body)
     messages = _messages(body)
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
@@ -220,7 +226,9 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return the messages of one turn's blocks: the results of calls, then the rest of the turn unless it is empty."""
+    """Return the messages of one turn's blocks: the results of calls, then the rest of the turn
+    unless it is empty.
+    """
     message: dict[str, Any] = {"role": role, "content": ""}
     results: list[dict[str, Any]] = []
     for block in blocks:

@@ -1,1 +1,3 @@
-"""OpenAI's files and batches: stored in a folder, and answered by the functions of the generating routes."""
+"""OpenAI's files and batches: stored in a folder, and answered by the functions of the generating
+routes.
+"""

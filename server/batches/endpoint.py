@@ -1,6 +1,7 @@
 """Answers the request of a line by the functions of the generating routes, without a network.
 
-The application has the same routes as the daemon's, and no limits of clients: a line needs no key and has no rate.
+The application has the same routes as the daemon's, and no limits of clients: a line needs no key
+and has no rate.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class LineEndpoint:
     async def answer(self, request: LineRequest, client: str) -> LineResponse:
         """Return the response of the endpoint. Cancelling it aborts the generation.
 
-        client: opaque name; requests of the same client take turns with requests of other clients. Runs in a task of
-        its own, whose call it replaces.
+        client: opaque name; requests of the same client take turns with requests of other clients.
+        Call it in a separate task: it sets the task's current call.
         """
         call = HttpCall(new_id(), request.url, client=client, added_priority=LINE_PRIORITY)
         current_call.set(call)

@@ -1,4 +1,6 @@
-"""Objects of `/v1/files` and `/v1/batches`, and lines of output files, as OpenAI's clients read them."""
+"""Objects of `/v1/files` and `/v1/batches`, and lines of output files, as OpenAI's clients read
+them.
+"""
 
 from __future__ import annotations
 

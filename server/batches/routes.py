@@ -1,4 +1,6 @@
-"""Routes of `/v1/files` and `/v1/batches`. Without `--batch-folder` they refuse by the name of the flag."""
+"""Routes of `/v1/files` and `/v1/batches`. Without `--batch-folder` they refuse by the name of the
+flag.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ async def _refuse() -> Response:
 
 
 class _Owners:
-    """Names of clients in the store: equal for equal API keys. Without keys there is a single owner."""
+    """Names of clients in the store: equal for equal API keys. Without keys there is a single
+    owner.
+    """
 
     def __init__(self, server: Server) -> None:
         self._has_keys = bool(server.settings.api_key)

@@ -1,7 +1,9 @@
-"""Runs the lines of open batches, a bounded number at a time, and gives way to requests of interactive clients.
+"""Runs the lines of open batches, a bounded number at a time, and gives way to requests of
+interactive clients.
 
-Lines of all batches take turns. A line begins only while there is room, its requests have the last priority, and if a
-request of another client finds no free seat, the line that began last is aborted and begins again later.
+Lines of all batches take turns. A line begins only while there is room, its requests have the last
+priority, and if a request of another client finds no free seat, the line that began last is aborted
+and begins again later.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class BatchRunner:
         self._has_calls = asyncio.Event()
 
     async def run(self) -> None:
-        """Run the batches that are open, and new ones, until cancelled. Cancelling aborts the running lines."""
+        """Run the batches that are open, and new ones, until cancelled. Cancelling aborts the
+        running lines.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._give_way())
             for batch_id in await self._store.do(self._store.open_batches):
@@ -175,7 +179,9 @@ class BatchRunner:
 
     @property
     def _has_room(self) -> bool:
-        """Whether a line may begin. A line that has begun may not be among the open requests yet."""
+        """Whether a line may begin. A line that has begun may not be among the open requests
+        yet.
+        """
         num_taken = self._load.num_more_urgent(LINE_PRIORITY // 2) + len(self._calls)
         return self._load.is_ready and max(num_taken, self._load.num_open) < self._at_once
 

@@ -1,9 +1,11 @@
 """Files and batches in a folder: an SQLite database, and one file for each stored file.
 
-The answer of a line, and the counts of its batch, are one durable transaction. Output files are written from the
-database when a batch ends, so that each line is in them exactly once whenever the daemon was killed.
+The answer of a line, and the counts of its batch, are one durable transaction. Output files are
+written from the database when a batch ends, so that each line is in them exactly once whenever the
+daemon was killed.
 
-All methods but `do` and `close` run in the store's own thread: `await store.do(store.get_file, owner, file_id)`.
+All methods but `do` and `close` run in the store's own thread: `await store.do(store.get_file,
+owner, file_id)`.
 """
 
 from __future__ import annotations
@@ -101,10 +103,13 @@ class NewBatch:
 
 
 class BatchStore:
-    """Files and batches of a daemon. An owner is an opaque name of a client; clients see their own objects only."""
+    """Files and batches of a daemon. An owner is an opaque name of a client; clients see their own
+    objects only.
+    """
 
     def __init__(self, folder: Path, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the store. Raises ConfigError if the folder cannot be used, or if another daemon uses it.
+        """Open or create the store. Raises ConfigError if the folder cannot be used, or if another
+        daemon uses it.
 
         clock: returns the Unix time.
         """
@@ -165,7 +170,9 @@ class BatchStore:
     # Files
 
     def add_file(self, owner: str, filename: str, source: BinaryIO) -> FileObject:
-        """Store a file for batches. Raises RequestError for an empty one, or if the client has too many."""
+        """Store a file for batches. Raises RequestError for an empty one, or if the client has too
+        many.
+        """
         query = "SELECT count(*) FROM files WHERE owner = ?"
         num_files = self._database.execute(query, (owner,)).fetchone()[0]
         if num_files >= self.limits.files:
@@ -196,7 +203,9 @@ class BatchStore:
 
     @contextmanager
     def _written(self, file_id: str) -> Iterator[BinaryIO]:
-        """Open a new file for writing; it has its name, durably, after the block, and is gone if the block raises."""
+        """Open a new file for writing; it has its name, durably, after the block, and is gone if
+        the block raises.
+        """
         path = self._files / f"{file_id}.new"
         try:
             with open(path, "wb", opener=_private) as file:
@@ -243,7 +252,9 @@ class BatchStore:
         return self._page(page, FileObject, "owner = ? AND purpose = ?", owner, purpose)
 
     def _page(self, page: _ListPage, kind: type[Stored], condition: str, *values: str) -> tuple[Sequence[Stored], bool]:
-        """Return the objects of a page, and whether more follow. Raises RequestError for an unknown `after`."""
+        """Return the objects of a page, and whether more follow. Raises RequestError for an unknown
+        `after`.
+        """
         operands: list[str | int] = list(values)
         if page.after is not None:
             query = f"SELECT seq FROM {page.table} WHERE id = ? AND owner = ?"
@@ -260,7 +271,9 @@ class BatchStore:
     # Batches
 
     def add_batch(self, owner: str, wanted: NewBatch) -> BatchObject:
-        """Store a new batch. Raises RequestError if its file does not exist, or if too many batches are open."""
+        """Store a new batch. Raises RequestError if its file does not exist, or if too many batches
+        are open.
+        """
         try:
             purpose = self.get_file(owner, wanted.input_file_id).purpose
         except ApiError as error:
@@ -333,7 +346,8 @@ class BatchStore:
     # Lines
 
     def validate(self, batch_id: str) -> BatchObject:
-        """Read the lines of a new batch, whose status becomes `in_progress` or `failed`; return a later one as it is.
+        """Read the lines of a new batch, whose status becomes `in_progress` or `failed`; return a
+        later one as it is.
 
         Lines with errors have their answers at once.
         """
@@ -404,7 +418,9 @@ class BatchStore:
             return file.read(line.size)
 
     def record(self, batch_id: str, number: int, answer: OutputLine) -> None:
-        """Store the answer of a line durably; a line that has an answer, or whose batch is over, stays as it is."""
+        """Store the answer of a line durably; a line that has an answer, or whose batch is over,
+        stays as it is.
+        """
         is_error = answer.response is None or answer.response.status_code >= 400
         encoded = msgspec.json.encode(answer)
         with self._transaction() as database:

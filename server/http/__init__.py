@@ -1,1 +1,3 @@
-"""HTTP below the APIs: bodies, connections, responses of errors, middleware and the description of the API."""
+"""HTTP below the APIs: bodies, connections, responses of errors, middleware and the description of
+the API.
+"""

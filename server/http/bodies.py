@@ -1,8 +1,8 @@
-"""Reads request bodies: bounds the number of values before decoding, then decodes with msgspec and validates with
-pydantic.
+"""Reads request bodies: bounds the number of values before decoding, then decodes with msgspec and
+validates with pydantic.
 
-Decoding and validation hold the interpreter's lock, so a thread would not keep the event loop responsive. The bounds
-keep each step short instead. All routes with a body use `BodyRoute`.
+Decoding and validation hold the interpreter's lock, so a thread would not keep the event loop
+responsive. The bounds keep each step short instead. All routes with a body use `BodyRoute`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class BodyRoute(APIRoute):
 
 
 class _BoundedRequest(Request):
-    """Request that decodes its body with `read_json`, after a wait in the queue unless it is small."""
+    """Request that decodes its body with `read_json`, after a wait in the queue unless it is
+    small.
+    """
 
     def __init__(self, request: Request, names: Sequence[str]) -> None:
         super().__init__(request.scope, request.receive, request._send)
@@ -95,18 +97,23 @@ class _BoundedRequest(Request):
 
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[None]:
-        """Wait for a turn of the event loop in which no other body is refused, decoded or validated."""
+        """Wait for a turn of the event loop in which no other body is refused, decoded or
+        validated.
+        """
         turn: asyncio.Lock = self.app.state.body_turn
         await turn.acquire()
         try:
             yield
         finally:
-            # The framework answers, or validates the values, in this turn of the loop, after this block.
+            # The framework answers, or validates the values, in this turn of the loop, after this
+            # block.
             asyncio.get_running_loop().call_soon(turn.release)
 
 
 def _return_memory_soon() -> None:
-    """Return the memory of large bodies to the system later; glibc would hold five times what is needed."""
+    """Return the memory of large bodies to the system later; glibc would hold five times what is
+    needed.
+    """
     loop = asyncio.get_running_loop()
     loop.call_later(_GONE_S, lambda: loop.run_in_executor(None, _return_freed_memory))
 
@@ -120,8 +127,8 @@ def _return_freed_memory() -> None:
 async def read_json(body: bytes, names: Sequence[str]) -> Any:
     """Decode a body. Raises RequestError if it is not JSON or has too many values.
 
-    names: the body's fields; the error names the faulty one. The event loop runs other tasks between the steps of a
-    large body.
+    names: the body's fields; the error names the faulty one. The event loop runs other tasks
+    between the steps of a large body.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     if _may_hold_too_much(body) and (excess := await _excess(body)):

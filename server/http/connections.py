@@ -1,6 +1,7 @@
 """Bounds of connections: their number, the bytes outside bodies, and the time to send a request.
 
-Not for: contents of requests (`middleware.py`, `bodies.py`), or clients that do not read (`--send-timeout`).
+Not for: contents of requests (`middleware.py`, `bodies.py`), or clients that do not read
+(`--send-timeout`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Seldom(logging.Filter):
-    """Log filter that passes each warning once a minute, because clients can trigger them at will."""
+    """Log filter that passes each warning once a minute, because clients can trigger them at
+    will.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +50,9 @@ class Seldom(logging.Filter):
 
 
 class Waiting:
-    """Connections without a complete request, oldest first, and the maximum number of open connections."""
+    """Connections without a complete request, oldest first, and the maximum number of open
+    connections.
+    """
 
     def __init__(self, most: int, receive_timeout_s: float, most_discarded_bytes: int = 256 << 20) -> None:
         """most_discarded_bytes: what a connection that closes may still send."""
@@ -57,7 +62,9 @@ class Waiting:
         self.order: OrderedDict[Connection, None] = OrderedDict()
 
     def make_room(self, newest: Connection, num_open: int) -> None:
-        """Close the connection that has waited longest if there are too many; refuse the new one if none waits."""
+        """Close the connection that has waited longest if there are too many; refuse the new one if
+        none waits.
+        """
         if num_open <= self.most:
             return
         log.warning(
@@ -74,7 +81,9 @@ class Waiting:
 
 
 class _Transport:
-    """Transport whose `close` waits for the rest of a body, so that a client that still sends can read the response."""
+    """Transport whose `close` waits for the rest of a body, so that a client that still sends can
+    read the response.
+    """
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self.raw = transport
@@ -90,8 +99,8 @@ class _Transport:
 class _OfferParser:
     """Parser of requests that ignores offers of another protocol, as RFC 9110 allows (7.8).
 
-    The library's parser ends with a head that has an offer, and skips the body. A new parser then reads this head
-    again without the offer, and everything after it.
+    The library's parser ends with a head that has an offer, and skips the body. A new parser then
+    reads this head again without the offer, and everything after it.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -113,7 +122,9 @@ class _OfferParser:
         return bool(self._parser.should_upgrade()) and self._parser.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
-        """Parse data. Raises httptools.HttpParserError, and HttpParserUpgrade for the method CONNECT."""
+        """Parse data. Raises httptools.HttpParserError, and HttpParserUpgrade for the method
+        CONNECT.
+        """
         rest = memoryview(data)
         while True:
             try:
@@ -182,7 +193,9 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def on_message_begin(self) -> None:
-        """Start to count the bytes of a head, and its time if it arrived together with an earlier request."""
+        """Start to count the bytes of a head, and its time if it arrived together with an earlier
+        request.
+        """
         self._head_bytes = 0
         self._is_in_message = True
         if self._deadline is None:
@@ -250,7 +263,9 @@ class Connection(HttpToolsProtocol):
         self.refuse(431, f"address and headers are larger than {_MOST_HEAD_BYTES} bytes")
 
     def refuse(self, status: int, message: str) -> None:
-        """Respond unless a response has started, and close after the client has had time to read it."""
+        """Respond unless a response has started, and close after the client has had time to read
+        it.
+        """
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if is_answering:
             self.drop()
@@ -267,7 +282,9 @@ class Connection(HttpToolsProtocol):
         self._arm(_LINGER_S)
 
     def close(self) -> None:
-        """Close after the rest of a body, because closing with unread bytes resets the connection."""
+        """Close after the rest of a body, because closing with unread bytes resets the
+        connection.
+        """
         self._is_closing = True
         if self._is_in_body:
             self.flow.resume_reading()

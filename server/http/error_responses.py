@@ -1,7 +1,7 @@
 """Responses of errors, in OpenAI's format (in Anthropic's under /v1/messages).
 
-Every status has this format, also errors that the framework raises (404, 405, validation). Not for: the table of errors
-(`wire/errors.py`).
+Every status has this format, also errors that the framework raises (404, 405, validation). Not for:
+the table of errors (`wire/errors.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ API_PATHS = (
 
 
 PROTECTED = ("/v1/", "/infill", "/tokenize", "/detokenize", "/dashboard/state")
-"""Beginnings of the paths that need a key, if the server has keys; `/tokenizer_info` is among them."""
+"""Beginnings of the paths that need a key, if the server has keys; `/tokenizer_info` is among
+them.
+"""
 
 
 def error_response(error: Exception, path: str = "") -> Response:
@@ -94,7 +96,9 @@ def _validation_message(error: RequestValidationError) -> ErrorBody:
 
 
 def _param(problem: dict[str, Any], body: Any) -> str | None:
-    """Return the faulty field as the client wrote it; pydantic also names the branches of its unions."""
+    """Return the faulty field as the client wrote it; pydantic also names the branches of its
+    unions.
+    """
     path: list[str] = []
     for part in problem["loc"][1:]:
         if isinstance(body, Mapping) and (part in body or problem["type"] == "missing"):
@@ -107,7 +111,9 @@ def _param(problem: dict[str, Any], body: Any) -> str | None:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Break the cycle of error and frames that would hold the request in memory until garbage collection."""
+    """Break the cycle of error and frames that would hold the request in memory until garbage
+    collection.
+    """
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -1,6 +1,8 @@
-"""`POST /infill` of llama.cpp's server, for editors: the body, its translation to a completion, and the answer.
+"""`POST /infill` of llama.cpp's server, for editors: the body, its translation to a completion, and
+the answer.
 
-Not for: marks of gaps and their order (`text/infill.py`), or bounds of lines (`text/line_bounds.py`).
+Not for: marks of gaps and their order (`text/infill.py`), or bounds of lines
+(`text/line_bounds.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class InfillRequest(GenerationFields):
     samplers: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
     """Samplers to apply; the order is fixed."""
     response_fields: Listed[str] = Field(default_factory=list, max_length=MAX_STRINGS)
-    """Fields of a whole answer; `timings/prompt_n` takes a field out of an object. Empty for all."""
+    """Fields of a whole answer; `timings/prompt_n` takes a field out of an object. Empty for
+    all.
+    """
     return_tokens: bool = False
     """Whether the answer has token ids; streams always have them."""
 
@@ -106,7 +110,9 @@ async def prepare_infill(server: Server, body: InfillRequest) -> tuple[Generatio
 
 
 def _refuse_fields_of_completions(body: InfillRequest) -> None:
-    """Raise RequestError for fields of completions that the answer or the prompt has no place for."""
+    """Raise RequestError for fields of completions that the answer or the prompt has no place
+    for.
+    """
     for name in ("prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "stream_options"):
         if getattr(body, name) is not None:
             raise RequestError(f"{name} is not served here; leave it out, or use /v1/completions", name, UNSUPPORTED)
@@ -120,14 +126,18 @@ def _max_tokens(body: InfillRequest) -> int | None:
 
 
 def _answer_room(max_tokens: int | None, context: int) -> int:
-    """Return the number of tokens that the texts leave to the answer: at most a half of the context."""
+    """Return the number of tokens that the texts leave to the answer: at most a half of the
+    context.
+    """
     if max_tokens is None:
         return context // _SUFFIX_SHARE
     return min(max(1, max_tokens), context // 2)
 
 
 def _sampling_fields(server: Server, body: InfillRequest) -> dict[str, Any]:
-    """Return the values of fields that the list of samplers changes. Raises RequestError for lists not served."""
+    """Return the values of fields that the list of samplers changes. Raises RequestError for lists
+    not served.
+    """
     if body.samplers is None:
         return {}
     names = [name for name in body.samplers if name not in _BY_OWN_FIELDS]
@@ -142,7 +152,8 @@ def _sampling_fields(server: Server, body: InfillRequest) -> dict[str, Any]:
     if "temperature" not in names:
         fields["temperature"] = 1.0
     if is_infilling:
-        # It leaves tokens of at least a fifth of the probability, so the likeliest token is closest to it.
+        # It leaves tokens of at least a fifth of the probability, so the likeliest token is closest
+        # to it.
         fields["temperature"] = body.temperature or 0.0
         server.unknown_fields.ignore("samplers.infill", "it is not served; the answer is greedy in its place")
     neutral = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
@@ -155,7 +166,8 @@ def _sampling_fields(server: Server, body: InfillRequest) -> dict[str, Any]:
 def _gap_of(server: Server, body: InfillRequest, room: int) -> tuple[Gap, bool]:
     """Return the texts as tokens, at most `room` of them, and whether some were cut.
 
-    The prefix is cut at its beginning, the suffix at its end. Raises RequestError if `prompt` leaves no room.
+    The prefix is cut at its beginning, the suffix at its end. Raises RequestError if `prompt`
+    leaves no room.
     """
     infill = infill_for(server, "input_suffix")
     most = server.tokenizer.longest_token
@@ -189,7 +201,9 @@ def _gap_of(server: Server, body: InfillRequest, room: int) -> tuple[Gap, bool]:
 
 
 def _further_of(infill: Infill, body: InfillRequest, room: int) -> tuple[list[int], int]:
-    """Return the last of the other files' texts that fit into `room` tokens together, and their number."""
+    """Return the last of the other files' texts that fit into `room` tokens together, and their
+    number.
+    """
     texts = [FurtherText(extra.filename, extra.text) for extra in body.input_extra]
     parts = infill.further_ids(texts)
     num_taken = 0
@@ -358,7 +372,9 @@ class InfillWriter(AnswerWriter):
 
 
 def selected(answer: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the named fields of an answer. A name with slashes takes a field out of objects; others are left out."""
+    """Return the named fields of an answer. A name with slashes takes a field out of objects;
+    others are left out.
+    """
     fields = {}
     for name in names:
         value: Any = answer

@@ -35,8 +35,8 @@ _CHANGES_NOTHING = frozenset(
 def generation_defaults(name: str, revision: str | None = None) -> GenerationDefaults:
     """Return a model's sampling defaults; neutral defaults if it has none.
 
-    Raises ConfigError for values that requests may not have. `do_sample: false` means greedy, as in transformers. The
-    log lists other fields as not applied.
+    Raises ConfigError for values that requests may not have. `do_sample: false` means greedy, as in
+    transformers. The log lists other fields as not applied.
     """
     path = model_file(name, "generation_config.json", revision)
     if path is None:

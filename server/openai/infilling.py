@@ -20,7 +20,9 @@ _NOT_WITH_SUFFIX = {
 
 
 def infill_for(server: Server, param: str) -> Infill:
-    """Return the infilling of the served model. Raises RequestError about `param` if the model has none."""
+    """Return the infilling of the served model. Raises RequestError about `param` if the model has
+    none.
+    """
     if server.infill is None:
         raise RequestError(
             f"{param}: this model has no tokens for filling gaps that the server knows; serve a model that has them, "
@@ -36,8 +38,8 @@ async def infill_prompts(
 ) -> list[list[int]]:
     """Return the prompts of gaps between each prompt, a text or token ids, and the suffix.
 
-    Raises RequestError if the model fills no gaps, for fields that do not go with a suffix, and for texts that are
-    longer than the context.
+    Raises RequestError if the model fills no gaps, for fields that do not go with a suffix, and for
+    texts that are longer than the context.
     """
     infill = infill_for(server, "suffix")
     for name, why in _NOT_WITH_SUFFIX.items():

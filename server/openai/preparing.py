@@ -1,6 +1,7 @@
 """Turns a validated body into a `Generation`: prompts, tokens, grammars, engine requests.
 
-Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of single fields (`sampling_fields.py`).
+Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of single fields
+(`sampling_fields.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
 _DECIDING_FIELDS = ("reasoning_effort", "enable_thinking", "reasoning.effort", "thinking")
 """Fields about thinking, from the first that counts."""
-# Arguments that `render_chat` passes, that would change the result's type, or that would run other templates.
+# Arguments that `render_chat` passes, that would change the result's type, or that would run other
+# templates.
 _OWN_VARIABLES = frozenset(
     """
     conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding
@@ -57,7 +59,9 @@ _OWN_VARIABLES = frozenset(
 
 
 def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Return variables for the chat template. Raises RequestError for names that the server sets itself."""
+    """Return variables for the chat template. Raises RequestError for names that the server sets
+    itself.
+    """
     for name in asked or {}:
         if name in _OWN_VARIABLES:
             raise RequestError(f"chat_template_kwargs: {name!r} is set by the server", "chat_template_kwargs")
@@ -65,8 +69,8 @@ def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def check_model(server: Server, name: str | None) -> str:
-    """Return the model's name, by default the served one. Raises a 404 for a model that is not served, and
-    RequestError if a strict server gets no name.
+    """Return the model's name, by default the served one. Raises a 404 for a model that is not
+    served, and RequestError if a strict server gets no name.
     """
     names = server.settings.served_names()
     if name is None and server.settings.strict_fields:
@@ -240,7 +244,9 @@ def _most_tokens(server: Server, body: GenerationFields) -> int | None:
 
 
 def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
-    """Return the body's fields about thinking as variables of the chat template; none if the template reads none."""
+    """Return the body's fields about thinking as variables of the chat template; none if the
+    template reads none.
+    """
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
@@ -346,7 +352,9 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
 
 
 def listed_prompts(prompt: Any) -> list[str] | list[list[int]]:
-    """Return the prompts of a completion, all of them texts or token ids. Raises RequestError for too many or none."""
+    """Return the prompts of a completion, all of them texts or token ids. Raises RequestError for
+    too many or none.
+    """
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
@@ -361,7 +369,9 @@ def listed_prompts(prompt: Any) -> list[str] | list[list[int]]:
 async def _token_prompts(
     server: Server, body: CompletionRequest, prompts: Sequence[str | Sequence[int]]
 ) -> list[list[int]]:
-    """Return prompts as token ids. Raises RequestError for a text of more tokens than the context has."""
+    """Return prompts as token ids. Raises RequestError for a text of more tokens than the context
+    has.
+    """
     most = _most_tokens(server, body)
     tokens = []
     for prompt in prompts:

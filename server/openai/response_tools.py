@@ -1,7 +1,8 @@
 """Translates tools of `/v1/responses` to tools of a chat.
 
-A namespace is a named group of functions. Chat templates know single functions only. Functions of a namespace are
-offered under their own names, or, if another function has the same one, with the name of the namespace as a prefix.
+A namespace is a named group of functions. Chat templates know single functions only. Functions of a
+namespace are offered under their own names, or, if another function has the same one, with the name
+of the namespace as a prefix.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Names:
         return self.by_member.get((namespace, name), name)
 
     def called(self, name: str) -> dict[str, str]:
-        """Return the fields of a call's item that name the function: name, and namespace if there is one."""
+        """Return the fields of a call's item that name the function: name, and namespace if there
+        is one.
+        """
         for (namespace, member), offered in self.by_member.items():
             if offered == name:
                 return {"name": member, "namespace": namespace}
@@ -67,7 +70,9 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: Names) -> list[dict[str, 
 
 
 def described(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as the response repeats it: a function has all its fields, and is strict only if it says so."""
+    """Return a tool as the response repeats it: a function has all its fields, and is strict only
+    if it says so.
+    """
     members = tool.get("tools")
     if tool.get("type") == "namespace" and isinstance(members, list):
         return {**tool, "tools": [described(member) if isinstance(member, dict) else member for member in members]}
@@ -101,7 +106,9 @@ def _function(tool: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 
 def _functions_of(namespace: dict[str, Any], names: Names) -> list[dict[str, Any]]:
-    """Return the functions of a namespace (the first with its description), and the types of its other tools."""
+    """Return the functions of a namespace (the first with its description), and the types of its
+    other tools.
+    """
     space = _text(namespace, "name")
     description = namespace.get("description")
     functions: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """Translates sampling fields of a body to the engine's parameters.
 
-Not for: unsupported fields (`unsupported_fields.py`), prompts (`preparing.py`), or limits that depend on the prompt's
-length (the engine's `request_checks`).
+Not for: unsupported fields (`unsupported_fields.py`), prompts (`preparing.py`), or limits that
+depend on the prompt's length (the engine's `request_checks`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def given_or(value: Value | None, default: Value) -> Value:
 
 
 def stop_strings(body: GenerationFields) -> list[str]:
-    """Return the stop strings as a list. Raises RequestError for an empty string or too many strings."""
+    """Return the stop strings as a list. Raises RequestError for an empty string or too many
+    strings.
+    """
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
     if len(stops) > MAX_STOPS:
         raise RequestError(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "stop")
@@ -53,7 +55,9 @@ def stop_strings(body: GenerationFields) -> list[str]:
 
 
 def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
-    """Return (token, bias) pairs. Raises RequestError for keys that are not token ids, and for values out of range."""
+    """Return (token, bias) pairs. Raises RequestError for keys that are not token ids, and for
+    values out of range.
+    """
     pairs = []
     for key, added in (body.logit_bias or {}).items():
         if not _is_token_id(key):
@@ -70,7 +74,9 @@ def _is_token_id(key: str) -> bool:
 
 
 def repetition_penalty_of(body: GenerationFields) -> float | None:
-    """Return the repetition penalty under either of its names. Raises RequestError if both are given and differ."""
+    """Return the repetition penalty under either of its names. Raises RequestError if both are
+    given and differ.
+    """
     if body.repetition_penalty is None or body.repeat_penalty is None:
         return given_or(body.repetition_penalty, body.repeat_penalty)
     if body.repetition_penalty != body.repeat_penalty:
@@ -90,11 +96,11 @@ def sampling_of(
     seed_stable: bool = False,
     thinking: Thinking | None = None,
 ) -> Sampling:
-    """Return the sampling parameters. Omitted parameters come from the model's generation_config, an omitted seed from
-    the system.
+    """Return the sampling parameters. Omitted parameters come from the model's generation_config,
+    an omitted seed from the system.
 
-    bad_words: token ids of the body's words. grammar: grammar of its structured output. seed_stable: the server's
-    setting. thinking: thoughts that the engine tracks.
+    bad_words: token ids of the body's words. grammar: grammar of its structured output.
+    seed_stable: the server's setting. thinking: thoughts that the engine tracks.
     """
     seed = body.seed
     if seed is None:
@@ -125,10 +131,12 @@ def max_tokens_of(body: GenerationFields) -> int | None:
 def answer_bound(
     num_prompt: int, body: GenerationFields, max_tokens: int | None, max_model_len: int, is_strict: bool
 ) -> int:
-    """Return the maximum number of answer tokens: the requested number, cut to the room that the context leaves.
+    """Return the maximum number of answer tokens: the requested number, cut to the room that the
+    context leaves.
 
-    num_prompt: number of prompt tokens. max_tokens: requested number; None asks for all the room. is_strict: refuse
-    a number that would be cut. Raises RequestError if the room is less than that, than `min_tokens`, or than a token.
+    num_prompt: number of prompt tokens. max_tokens: requested number; None asks for all the room.
+    is_strict: refuse a number that would be cut. Raises RequestError if the room is less than that,
+    than `min_tokens`, or than a token.
     """
     room = max_model_len - num_prompt
     min_tokens = body.min_tokens or 0
@@ -181,7 +189,9 @@ def truncated(
 
 
 def _room_of_answer(body: GenerationFields, max_tokens: int | None, max_model_len: int) -> int:
-    """Return the number of tokens that a truncated prompt leaves to the answer. Raises RequestError if it is all."""
+    """Return the number of tokens that a truncated prompt leaves to the answer. Raises RequestError
+    if it is all.
+    """
     room = given_or(max_tokens, 1)
     if room >= max_model_len:
         # A cut of the answer would leave one token of the prompt.
@@ -195,7 +205,9 @@ def _room_of_answer(body: GenerationFields, max_tokens: int | None, max_model_le
 
 
 def num_logprobs_of(body: GenerationFields) -> int | None:
-    """Number of likeliest tokens reported with each emitted token; None if no logprobs are requested."""
+    """Number of likeliest tokens reported with each emitted token; None if no logprobs are
+    requested.
+    """
     if isinstance(body, CompletionRequest):
         return body.logprobs
     assert isinstance(body, ChatRequest)
@@ -207,7 +219,9 @@ def num_logprobs_of(body: GenerationFields) -> int | None:
 
 
 def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> int | None:
-    """Number of likeliest tokens reported with each prompt token; None unless requested, also by `echo`."""
+    """Number of likeliest tokens reported with each prompt token; None unless requested, also by
+    `echo`.
+    """
     num_echoed = None
     if isinstance(body, CompletionRequest) and body.echo:
         num_echoed = num_logprobs
@@ -219,7 +233,9 @@ def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> 
 
 
 def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, body: GenerationFields) -> None:
-    """Raise RequestError if the prompts' logprobs would make an answer too large. num_top: alternatives per token."""
+    """Raise RequestError if the prompts' logprobs would make an answer too large. num_top:
+    alternatives per token.
+    """
     if num_top is None:
         return
     num_tokens = sum(map(len, prompts))
@@ -234,7 +250,9 @@ def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, bod
 
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
-    """Return the request's speculation: its values in place of the server's defaults. Limits are not checked here."""
+    """Return the request's speculation: its values in place of the server's defaults. Limits are
+    not checked here.
+    """
     asked = body.speculation or SpeculationFields()
     if not asked.enabled or asked.rule == "off":
         return Speculation()
@@ -303,7 +321,9 @@ def _model_speculation(
 
 
 def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> tuple[str, ...]:
-    """Return the drafters that the request names, else the defaults and its prediction; empty for plain decoding."""
+    """Return the drafters that the request names, else the defaults and its prediction; empty for
+    plain decoding.
+    """
     asked = body.speculation
     if asked is not None and asked.drafters is not None:
         return tuple(dict.fromkeys(asked.drafters))
@@ -320,7 +340,9 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
 def with_seed(
     speculation: Speculation, sampling: Sampling, limits: SpeculationConfig, facts: EngineFacts
 ) -> Speculation:
-    """Return speculation with a fixed shape for a request with a seed, unless the shape cannot change the answer."""
+    """Return speculation with a fixed shape for a request with a seed, unless the shape cannot
+    change the answer.
+    """
     if not speculation.adaptive or sampling.is_certain:
         return speculation
     return with_fixed_shape(speculation, limits, facts.device)

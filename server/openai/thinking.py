@@ -1,7 +1,7 @@
 """Decides whether an answer may begin with thoughts, and whether the engine tracks them.
 
-The engine tracks thoughts that have a budget, or after which a grammar applies. Not for: separating thoughts from the
-answer's text (`text/reasoning.py`).
+The engine tracks thoughts that have a budget, or after which a grammar applies. Not for: separating
+thoughts from the answer's text (`text/reasoning.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class GrammarScope:
     """Part of an answer to which a request's grammar applies."""
 
     is_whole: bool
-    """Whether all of the answer but its thoughts must follow the grammar; false for text with strict calls."""
+    """Whether all of the answer but its thoughts must follow the grammar; false for text with
+    strict calls.
+    """
     covers_thoughts: bool
     """Whether the grammar contains the thoughts."""
 
@@ -49,9 +51,9 @@ def thoughts_of(
 ) -> Thoughts:
     """Return the thoughts that an answer may contain.
 
-    bound: maximum number of answer tokens. grammar: None if the request has none. It applies after the thoughts, or, if
-    it contains them or the marks are not tokens of the model, from the first token on. Raises RequestError for a budget
-    that cannot be enforced.
+    bound: maximum number of answer tokens. grammar: None if the request has none. It applies after
+    the thoughts, or, if it contains them or the marks are not tokens of the model, from the first
+    token on. Raises RequestError for a budget that cannot be enforced.
     """
     marks = server.thoughts
     if marks is None or not isinstance(body, ChatRequest):

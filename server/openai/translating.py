@@ -30,7 +30,9 @@ class Streamable(Protocol):
 Asked = TypeVar("Asked")
 Streamed = TypeVar("Streamed", bound=Streamable)
 Writer = Callable[[Streamed, Generation, bool], AnswerWriter]
-"""Factory of a writer; the arguments are the body, the generation, and whether the answer has metrics."""
+"""Factory of a writer; the arguments are the body, the generation, and whether the answer has
+metrics.
+"""
 
 
 async def respond(
@@ -51,7 +53,9 @@ async def answer_translated(
     writer: Writer[Streamed],
     params: Mapping[str, str],
 ) -> Response:
-    """Answer a body that stands for a chat; params: names that the endpoint has for chat's fields."""
+    """Answer a body that stands for a chat; params: names that the endpoint has for chat's
+    fields.
+    """
     with endpoint_names(params):
         generation = await prepare_chat(server, checked(as_chat, body))
         conversation = getattr(body, params.get("messages", "messages"))

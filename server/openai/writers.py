@@ -38,7 +38,9 @@ def known(value: Item | None) -> Item | msgspec.UnsetType:
 
 
 class ChunkWriter(AnswerWriter):
-    """Common part of both APIs: an answer is an object with choices, and so is each chunk of its stream."""
+    """Common part of both APIs: an answer is an object with choices, and so is each chunk of its
+    stream.
+    """
 
     last_frame = b"data: [DONE]\n\n"
     id_prefix: ClassVar[str]
@@ -94,7 +96,9 @@ class ChunkWriter(AnswerWriter):
         """Do nothing: the choices hold all that a whole answer needs."""
 
     def whole(self) -> list[bytes]:
-        """Return the answer, each choice encoded by itself: the encoder holds the interpreter's lock."""
+        """Return the answer, each choice encoded by itself: the encoder holds the interpreter's
+        lock.
+        """
         usage = self._generation.usage()
         answer = self._answer(self.object_whole, [], usage, self._metrics(), self.prompt_ids())
         # A bracket after this name is never in a string: its quotes would be escaped.
@@ -186,7 +190,9 @@ class ChatWriter(ChunkWriter):
 
 
 def _message(choice: Choice) -> ChatMessage:
-    """Return the message of a choice; its content is null if it has calls or thoughts and no text."""
+    """Return the message of a choice; its content is null if it has calls or thoughts and no
+    text.
+    """
     calls = [
         AnsweredCall(call_id, AnsweredFunction(call.name, call.arguments))
         for call_id, call in zip(choice.call_ids, choice.calls, strict=True)

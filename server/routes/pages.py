@@ -1,7 +1,7 @@
 """Pages for people: `/`, the live page with its state, and the API's description at `/docs`.
 
-Nothing is loaded from another host. Scripts and styles carry a nonce that changes with every response, and browsers
-run no others.
+Nothing is loaded from another host. Scripts and styles carry a nonce that changes with every
+response, and browsers run no others.
 """
 
 from __future__ import annotations
@@ -93,13 +93,16 @@ def _add_files(app: FastAPI, path: str, folder: Path) -> None:
 
 
 def _add_live_page(app: FastAPI, server: Server) -> None:
-    _add(app, "/dashboard", _Page("page.html", _NO_MARKUP).response)  # it contains no state of the server
+    # It contains no state of the server.
+    _add(app, "/dashboard", _Page("page.html", _NO_MARKUP).response)
     _add_files(app, "/dashboard/static", _STATIC)
     _add_files(app, "/dashboard/static/lezer", _LEZER)
 
     @app.get("/dashboard/state")
     async def dashboard_state() -> dict[str, Any]:
-        """Return model, totals and running requests, without their text. Needs an API key if keys are configured."""
+        """Return model, totals and running requests, without their text. Needs an API key if keys
+        are configured.
+        """
         facts = server.client.facts
         about = None
         num_blocks = 0

@@ -1,6 +1,7 @@
 """One choice of an answer: takes each step's tokens and releases their text.
 
-Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not for: formats of APIs.
+Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not for:
+formats of APIs.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class Choice:
         if options.skip_special_tokens and options.stops:
             hidden = tokenizer.special_texts(options.shown)
         self._cut = StopCut(options.stops, options.include_stop, hidden)
-        # One parser splits the released text, which lags because of stop strings; the other counts tokens at once.
+        # One parser splits the released text, which lags because of stop strings; the other counts
+        # tokens at once.
         self._reasoning: ThoughtReader | None = None
         self._counting: ThoughtReader | None = None
         if options.thoughts is not None:
@@ -146,7 +148,9 @@ class Choice:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """Stop string, or the id from stop_token_ids, that has ended the answer; None if neither has."""
+        """Stop string, or the id from stop_token_ids, that has ended the answer; None if neither
+        has.
+        """
         if self.finish_reason is None or self.stop_string is not None:
             return self.stop_string
         is_stop_token = self._last_token in self.request.limits.stop_token_ids
@@ -178,8 +182,8 @@ class Choice:
         return self._prompt.by_place
 
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None, Outcome]:
-        """Take a step's tokens. Returns the parts to release, the seconds per token, and the part of the outcome in
-        the answer.
+        """Take a step's tokens. Returns the parts to release, the seconds per token, and the part
+        of the outcome in the answer.
         """
         self.num_cached = outcome.num_cached
         echoed = self._echo_prompt()
@@ -249,7 +253,9 @@ class Choice:
         return parts
 
     def _read_calls(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
-        """Return the text outside calls and the pieces of calls. If only one call is allowed, it ends the answer."""
+        """Return the text outside calls and the pieces of calls. If only one call is allowed, it
+        ends the answer.
+        """
         if self._calls is None:
             return [text] if text else []
         parts: list[str | CallPiece] = []
@@ -268,7 +274,9 @@ class Choice:
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 
     def _echo_prompt(self) -> str:
-        """Return the prompt's text before the first tokens, and take its logprobs. Empty if it is not echoed."""
+        """Return the prompt's text before the first tokens, and take its logprobs. Empty if it is
+        not echoed.
+        """
         if self._has_begun or self._prompt is None:
             return ""
         self._has_begun = True
@@ -299,7 +307,9 @@ class Choice:
             self._counting_calls.feed(text, False)
 
     def _hidden_text(self, token: int) -> str:
-        """Return the text of a token that the answer leaves out, if a stop string may spell it; else ""."""
+        """Return the text of a token that the answer leaves out, if a stop string may spell it;
+        else "".
+        """
         if not self._cut.looks_at_hidden or token in self._shown:
             return ""
         if not self._tokenizer.is_special(token):
@@ -307,7 +317,9 @@ class Choice:
         return self._tokenizer.token_text(token)
 
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
-        """Return the released text and the number of tokens in the answer; the end token counts, without its text."""
+        """Return the released text and the number of tokens in the answer; the end token counts,
+        without its text.
+        """
         text = ""
         self._num_characters = []
         ended_by_token = outcome.finish_reason == "stop"

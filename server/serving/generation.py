@@ -1,4 +1,6 @@
-"""Runs the requests of one HTTP call and yields one `Delta` per choice and step. Not for: formats of APIs."""
+"""Runs the requests of one HTTP call and yields one `Delta` per choice and step. Not for: formats
+of APIs.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,9 @@ class Generation:
         grammar_param: str | None = None,
         cut_bound: int | None = None,
     ) -> None:
-        """grammar_param: field of the body that defines the grammar. cut_bound: maximum number of answer tokens, if
-        the context left less room than the body asked for; the least bound of all prompts.
+        """grammar_param: field of the body that defines the grammar. cut_bound: maximum number of
+        answer tokens, if the context left less room than the body asked for; the least bound of all
+        prompts.
         """
         self._grammar_param = grammar_param
         self.cut_bound = cut_bound
@@ -100,7 +103,9 @@ class Generation:
         return self._prompts[number // self.num_choices]
 
     async def run(self, client: EngineClient, observer: Observer) -> AsyncGenerator[Delta, None]:
-        """Yield `ADMITTED`, then the deltas of all choices. Closing the iterator aborts the running requests."""
+        """Yield `ADMITTED`, then the deltas of all choices. Closing the iterator aborts the running
+        requests.
+        """
         call = this_call()
         early_end = "abort"
         requests = [choice.request for choice in self.choices]

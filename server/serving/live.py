@@ -51,8 +51,8 @@ class Live:
     def state(self, num_blocks: int, num_held: int | None = None) -> dict[str, Any]:
         """Return the state that a page polls.
 
-        num_blocks: of the K/V cache, 0 while the model loads. num_held: requests that wait for the engine to wake; None
-        while it is awake.
+        num_blocks: of the K/V cache, 0 while the model loads. num_held: requests that wait for the
+        engine to wake; None while it is awake.
         """
         num_running = num_waiting = num_blocks_used = 0
         if num_held is not None:

@@ -1,7 +1,8 @@
 """The Prometheus registry of the HTTP process. Names and buckets: `docs/observability.md`.
 
-Labels have a bounded number of values for any requests, and never contain a request id. The children of metrics that
-change with every step are looked up once, so that a step costs the HTTP process microseconds.
+Labels have a bounded number of values for any requests, and never contain a request id. The
+children of metrics that change with every step are looked up once, so that a step costs the HTTP
+process microseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _ITL_S = (
     0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
     0.5, 1, 2.5,
 )  # fmt: skip
-# No length is below 1. Prometheus interpolates in the lowest bucket from 0, so an empty bucket precedes it.
+# No length is below 1. Prometheus interpolates in the lowest bucket from 0, so an empty bucket
+# precedes it.
 _ACCEPTANCE = (0.999, 1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 _SPEEDUP = (0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 _STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -57,7 +59,8 @@ def position_label(position: int) -> str:
 def num_reached(outcome: Outcome) -> int:
     """Return the number of positions at which a drafted token was verified.
 
-    Positions after the end of an answer do not count. Chains shorter than the longest one count with its length.
+    Positions after the end of an answer do not count. Chains shorter than the longest one count
+    with its length.
     """
     was_cut = len(outcome.token_ids) <= outcome.num_accepted
     return outcome.num_accepted if was_cut else min(outcome.num_accepted + 1, outcome.draft_length)
@@ -81,8 +84,8 @@ class ServerMetrics:
             self.registry.register(VllmNames(self.registry))
 
     def _add(self, kind: type[_Child], name: str, text: str, *labels: str, **options: Any) -> Callable[..., _Child]:
-        """Define a metric, whose first labels are the model's name and the engine's number. Returns a function that
-        takes the values of the other labels and looks up their child once.
+        """Define a metric, whose first labels are the model's name and the engine's number. Returns
+        a function that takes the values of the other labels and looks up their child once.
         """
         metric = kind(f"polydraft_{name}", text, [*self._common, *labels], registry=self.registry, **options)
         return cache(partial(metric.labels, *self._common.values()))
@@ -184,7 +187,9 @@ class ServerMetrics:
         )
 
     def watch_engine(self, pid: Callable[[], int]) -> None:
-        """Publish CPU time, memory and files of the engine process, too; pid: 0 while there is none."""
+        """Publish CPU time, memory and files of the engine process, too; pid: 0 while there is
+        none.
+        """
         self.registry.register(EngineProcesses(pid))
 
     def watch_batches(self, num_lines_left: Callable[[], int]) -> None:
@@ -223,7 +228,9 @@ class ServerMetrics:
         self._sleeping.set(0)
 
     def wake(self, duration_s: float) -> None:
-        """Count a sleep that is over; duration_s: time from the first request to an engine that serves."""
+        """Count a sleep that is over; duration_s: time from the first request to an engine that
+        serves.
+        """
         self._wakes.inc()
         self._wake_seconds.inc(duration_s)
 
@@ -302,7 +309,9 @@ class ServerMetrics:
             self._lengths["prompt_tokens"].observe(length)
 
     def cut_bound(self) -> None:
-        """Count a call whose answer may have fewer tokens than requested, because the context has no more room."""
+        """Count a call whose answer may have fewer tokens than requested, because the context has
+        no more room.
+        """
         self._cut_bounds.inc()
 
     def tokens(self, num_tokens: int, gap_s: float | None, ttft_s: float | None) -> None:
@@ -321,7 +330,9 @@ class ServerMetrics:
         times_s: dict[str, float | None],
         counted: SpeculationCount,
     ) -> None:
-        """Count an answer that has ended; `times_s` has any of e2e, queue, prefill, decode, tpot."""
+        """Count an answer that has ended; `times_s` has any of e2e, queue, prefill, decode,
+        tpot.
+        """
         self._success(reason).inc()
         self._lengths["generation_tokens"].observe(num_tokens)
         for name, seconds in times_s.items():
@@ -340,15 +351,15 @@ class ServerMetrics:
         self._lengths["max_num_generation_tokens"].observe(max(answer_lengths))
 
     def abort(self, num_answers: int, reason: str) -> None:
-        """Count answers that ended early: `abort` if their client left, `error` if the engine or the daemon ended
-        them.
+        """Count answers that ended early: `abort` if their client left, `error` if the engine or
+        the daemon ended them.
         """
         if num_answers:
             self._success(reason).inc(num_answers)
 
     def error(self, status: int, rejection: str | None = None) -> None:
-        """Count an error response to a POST; rejection: reason why the request was not admitted, if that was the
-        error.
+        """Count an error response to a POST; rejection: reason why the request was not admitted, if
+        that was the error.
         """
         self._errors(str(status)).inc()
         if rejection is not None:
@@ -357,7 +368,8 @@ class ServerMetrics:
     def render(self, is_healthy: bool = True, num_held: int | None = None) -> bytes:
         """Return the metrics in Prometheus' text format.
 
-        is_healthy: whether /health is 200. num_held: requests that wait for the engine to wake; None while it is awake.
+        is_healthy: whether /health is 200. num_held: requests that wait for the engine to wake;
+        None while it is awake.
         """
         self._count_taken()
         if num_held is not None:
@@ -369,7 +381,9 @@ class ServerMetrics:
 
 
 def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
-    """Yield drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; the draft model has the rest."""
+    """Yield drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; the draft model
+    has the rest.
+    """
     counts: dict[str, tuple[int, int, int]] = {}
     for part in outcome.text_draft_counts:
         chains, nodes, accepted = counts.get(part.name, (0, 0, 0))
@@ -382,7 +396,9 @@ def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
 
 
 class EngineProcesses(ProcessCollector):
-    """Collector of the engine process: memory and files of the one that runs, and CPU time of those that ended, too."""
+    """Collector of the engine process: memory and files of the one that runs, and CPU time of those
+    that ended, too.
+    """
 
     def __init__(self, pid: Callable[[], int]) -> None:
         """pid: of the process that runs, 0 for none."""
@@ -405,7 +421,9 @@ class EngineProcesses(ProcessCollector):
 
 
 def _ended_children_s() -> float:
-    """Return the CPU time of child processes that have ended; they were engines, and processes of engines."""
+    """Return the CPU time of child processes that have ended; they were engines, and processes of
+    engines.
+    """
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -424,14 +442,18 @@ _NAMES = frozenset(
 
 
 class VllmNames(Collector):
-    """Collector of copies of the metrics that vLLM has, too, so that dashboards and benchmarks made for vLLM work."""
+    """Collector of copies of the metrics that vLLM has, too, so that dashboards and benchmarks made
+    for vLLM work.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._is_collecting = False
 
     def collect(self) -> Iterable[Metric]:
-        """Return the copies. The registry calls all collectors, also this one: the inner call returns nothing."""
+        """Return the copies. The registry calls all collectors, also this one: the inner call
+        returns nothing.
+        """
         if self._is_collecting:
             return
         self._is_collecting = True

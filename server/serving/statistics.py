@@ -124,17 +124,22 @@ class SpeculationCount:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean number of tokens of a speculative step, with the bonus token; plain steps do not count."""
+        """Mean number of tokens of a speculative step, with the bonus token; plain steps do not
+        count.
+        """
         return _ratio(self.num_emitted, self.num_steps)
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Mean number of tokens of a target pass, plain passes included; None before the first token."""
+        """Mean number of tokens of a target pass, plain passes included; None before the first
+        token.
+        """
         return _ratio(self.num_tokens, self.num_passes)
 
     @property
     def speedup(self) -> float | None:
-        """Time of plain decoding for the same tokens and prompts, divided by the measured time (`Timing`).
+        """Time of plain decoding for the same tokens and prompts, divided by the measured time
+        (`Timing`).
 
         None if nothing was drafted or timed.
         """
@@ -166,7 +171,9 @@ class SpeculationCount:
         )
 
     def _drafters(self) -> dict[str, DrafterMetrics]:
-        """Return the contribution of each drafter; the model has all that text drafters do not have."""
+        """Return the contribution of each drafter; the model has all that text drafters do not
+        have.
+        """
         counts = self.text_draft_counts
         names = dict.fromkeys(name for name, _ in counts)
         drafters = {
@@ -196,7 +203,9 @@ class Clock:
         self.num_tokens = 0
 
     def add(self, outcome: Outcome, num_taken: int) -> float | None:
-        """Note a step's tokens. Returns the seconds per token since the last step, None for the first step."""
+        """Note a step's tokens. Returns the seconds per token since the last step, None for the
+        first step.
+        """
         now = time.perf_counter()
         gap = None
         if self.first_token is None:
@@ -216,7 +225,8 @@ class Clock:
         return self.first_token - self.started
 
     def times_s(self) -> dict[str, float | None]:
-        """Return the durations for the histograms of `ServerMetrics.finish`; empty before the first token.
+        """Return the durations for the histograms of `ServerMetrics.finish`; empty before the first
+        token.
 
         The time per token is None for an answer of one token.
         """

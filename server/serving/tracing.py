@@ -20,7 +20,8 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
 }
-# The attribute of each fact of `observer.facts_of`; the conventions have no names for facts about speculation.
+# The attribute of each fact of `observer.facts_of`; the conventions have no names for facts about
+# speculation.
 _ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "answer_tokens": "gen_ai.usage.output_tokens",
@@ -61,7 +62,9 @@ class Tracing:
         self._model = model
 
     def record(self, state: GenerationState, call: HttpCall, facts: dict[str, Any]) -> None:
-        """Send the span of a generation that has ended; it is a child of the client's span, if there is one."""
+        """Send the span of a generation that has ended; it is a child of the client's span, if
+        there is one.
+        """
         # The path may have a proxy's prefix.
         operation = next((name for path, name in _OPERATIONS.items() if call.path.endswith(path)), "chat")
         parent = None

@@ -1,1 +1,3 @@
-"""Settings of the daemon: flags, environment and file, other servers' flags, checks before anything is loaded."""
+"""Settings of the daemon: flags, environment and file, other servers' flags, checks before anything
+is loaded.
+"""

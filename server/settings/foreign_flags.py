@@ -1,7 +1,8 @@
 """Flags of vLLM, SGLang and llama.cpp's server, translated to settings of this one.
 
-Each flag is another name of a setting, has no effect here (one log line), or is refused with advice. No flag that
-would change an answer is dropped. The keys of a --config file are translated in the same way.
+Each flag is another name of a setting, has no effect here (one log line), or is refused with
+advice. No flag that would change an answer is dropped. The keys of a --config file are translated
+in the same way.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def _ignored(text: str, switches: str = "", values: str = "") -> dict[str, Forei
 
 
 def _refused(text: str, switches: str = "", values: str = "", accepts: tuple[str, ...] = ()) -> dict[str, Foreign]:
-    """Return flags that are refused unless their value has no effect; names: separated by spaces."""
+    """Return flags that are refused unless their value has no effect; names: separated by
+    spaces.
+    """
     switch = Foreign(text=text, is_refused=True, is_switch=True)
     value = Foreign(text=text, is_refused=True, accepts=accepts)
     return dict.fromkeys(switches.split(), switch) | dict.fromkeys(values.split(), value)
@@ -204,10 +207,11 @@ _SPECULATION_KEYS = ("method", "model", "num_speculative_tokens", "revision", "q
 
 
 def translate(given: Mapping[str, Any], shown: str = "--{}") -> dict[str, Any]:
-    """Return the settings of this server for names and values of any server; unknown names are returned unchanged.
+    """Return the settings of this server for names and values of any server; unknown names are
+    returned unchanged.
 
-    shown: spelling of a name in messages, as a format. Raises ConfigError for a flag that would change an answer and is
-    not supported, and for two names of one setting with different values.
+    shown: spelling of a name in messages, as a format. Raises ConfigError for a flag that would
+    change an answer and is not supported, and for two names of one setting with different values.
     """
     result: dict[str, Any] = {}
     name_of: dict[str, str] = {}
@@ -254,7 +258,9 @@ def _check(foreign: Foreign, name: str, value: Any) -> None:
 
 
 def _read_speculation(value: Any, name: str) -> dict[str, Any]:
-    """Return the object of a --speculative-config, from JSON or a file's table; names with underscores."""
+    """Return the object of a --speculative-config, from JSON or a file's table; names with
+    underscores.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -276,7 +282,9 @@ def _speculation(asked: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_speculation(asked: dict[str, Any], name: str) -> None:
-    """Raise ConfigError for keys that are not known or may change answers; log the keys without effect."""
+    """Raise ConfigError for keys that are not known or may change answers; log the keys without
+    effect.
+    """
     for key, value in asked.items():
         if key in _METHOD_KEYS:
             if value not in (None, *_EXACT_METHODS):
@@ -290,7 +298,9 @@ def _check_speculation(asked: dict[str, Any], name: str) -> None:
 
 
 def _drafter_settings(asked: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings of the drafter that is asked for; None for settings that keep their default."""
+    """Return the settings of the drafter that is asked for; None for settings that keep their
+    default.
+    """
     method = asked.get("method")
     model = asked.get("model")
     num_tokens = asked.get("num_speculative_tokens")

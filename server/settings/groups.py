@@ -1,6 +1,8 @@
-"""The settings of `polydraft serve` by group, as `--help` prints them; `settings.py` combines them in one class.
+"""The settings of `polydraft serve` by group, as `--help` prints them; `settings.py` combines them
+in one class.
 
-Flags have vLLM's names if the meaning is the same. The docstring of a group is its title, that of a setting its help.
+Flags have vLLM's names if the meaning is the same. The docstring of a group is its title, that of a
+setting its help.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2
 
 
 def _words(value: Any) -> Any:
-    """Return the values of one text or of several; each is a JSON list or has commas between its values."""
+    """Return the values of one text or of several; each is a JSON list or has commas between its
+    values.
+    """
     texts = value
     if isinstance(value, str):
         texts = [value]
@@ -45,7 +49,9 @@ def _split(text: str) -> list[Any]:
 
 
 def _tokens(value: Any) -> Any:
-    """Return the values of a text as `_words` does; a text such as [PREFIX],[SUFFIX] is no JSON list."""
+    """Return the values of a text as `_words` does; a text such as [PREFIX],[SUFFIX] is no JSON
+    list.
+    """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, str) and not value.startswith('["'):
@@ -157,8 +163,10 @@ class ModelSettings(_Group):
     revision: str | None = None
     """hub revision of the target and its tokenizer"""
     quantization: str | None = None
-    """quantisation method of MODEL, as in its config.json; int8, fp8 or int4 of a plain checkpoint: the same as
-    --weights"""
+    """quantisation method of MODEL, as in its config.json; int8, fp8 or int4 of a plain checkpoint:
+    the same as
+    --weights
+    """
     dtype: Dtype = "auto"
     """type of the weights; auto: the checkpoint's (a CPU computes in float32)"""
     device: Device = "auto"
@@ -166,43 +174,59 @@ class ModelSettings(_Group):
     num_threads: NotNegative = 0
     """most CPU cores of the engine; 0: all"""
     tensor_parallel_size: Positive = 1
-    """devices (on a CPU: processes) over which the target is split; experimental, never run on CUDA devices"""
+    """devices (on a CPU: processes) over which the target is split; experimental, never run on CUDA
+    devices
+    """
     max_model_len: Annotated[NotNegativeAmount, BeforeValidator(_automatic)] = 0
     """maximum tokens of prompt plus answer; 0: the model's limit, or the K/V cache's capacity"""
     served_model_name: Words = []
     """name that clients use; repeat for several, metrics have the first; default: MODEL"""
     lora_modules: Annotated[Words, AfterValidator(_adapters)] = []
-    """NAME=PATH of a LoRA adapter in peft's format, merged into the target's weights at start; clients use NAME"""
+    """NAME=PATH of a LoRA adapter in peft's format, merged into the target's weights at start;
+    clients use NAME
+    """
     chat_template: Annotated[str, AfterValidator(_template)] | None = None
-    """file with a Jinja chat template, or one that comes with the server: chatml-tools, deepseek-tools, gemma-tools"""
+    """file with a Jinja chat template, or one that comes with the server: chatml-tools,
+    deepseek-tools, gemma-tools
+    """
     special_tokens_in_messages: Literal["control", "text"] = "control"
-    """special tokens that the text of messages spells: control tokens, as with the templates of transformers, or text,
-    so that no part of a prompt can end a turn"""
+    """special tokens that the text of messages spells: control tokens, as with the templates of
+    transformers, or text, so that no part of a prompt can end a turn
+    """
     tool_call_parser: Literal["auto"] | CallFormat = "auto"
-    """format of the model's tool calls; auto: the one that reads a call of the chat template back"""
+    """format of the model's tool calls; auto: the one that reads a call of the chat template
+    back
+    """
     reasoning_parser: Parser = "auto"
-    """marks around the thoughts in answers, by the family that has them; qwen3: <think> tags; deepseek_r1: the prompt
-    opens them; auto: from chat template and prompt"""
+    """marks around the thoughts in answers, by the family that has them; qwen3: <think> tags;
+    deepseek_r1: the prompt opens them; auto: from chat template and prompt
+    """
     fim_tokens: Rare[Tokens] = []
-    """tokens that fill gaps, PREFIX,SUFFIX,MIDDLE, or PREFIX,SUFFIX if the suffix comes first; default: those of known
-    families"""
+    """tokens that fill gaps, PREFIX,SUFFIX,MIDDLE, or PREFIX,SUFFIX if the suffix comes first;
+    default: those of known families
+    """
     generation_config: Rare[Literal["auto", "neutral"]] = "auto"
     """sampling defaults: the model's generation_config.json, or neutral ones"""
     weights: Weights = "auto"
-    """numbers of the weights: the checkpoint's; on a CPU int8 or int4, with a scale for every 32; on CUDA fp8 or int4,
-    by torchao. The target is then the quantised model"""
+    """numbers of the weights: the checkpoint's; on a CPU int8 or int4, with a scale for every 32;
+    on CUDA fp8 or int4, by torchao. The target is then the quantised model
+    """
     draft_weights: Weights = "auto"
-    """the same for the draft model or head, whose numbers change no answer's distribution; auto: those of --weights for
-    a model, the head's own for a head"""
+    """the same for the draft model or head, whose numbers change no answer's distribution; auto:
+    those of --weights for a model, the head's own for a head
+    """
     activations: Rare[Activations] = "auto"
-    """numbers that a CPU multiplies with weights; auto: rounded to bfloat16 or to 8 bits where the processor's dot
-    products need that; float32: never rounded, which is slower"""
+    """numbers that a CPU multiplies with weights; auto: rounded to bfloat16 or to 8 bits where the
+    processor's dot products need that; float32: never rounded, which is slower
+    """
     kv_cache_dtype: KVDtype = "auto"
     """type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"""
     enforce_eager: Rare[bool] = False
     """on a CUDA device, launch the operations of decode steps one by one, without CUDA graphs"""
     probe: Rare[Probe] = "refuse"
-    """if a model's logits differ from plain transformers by more than rounding explains: refuse to serve it, or warn"""
+    """if a model's logits differ from plain transformers by more than rounding explains: refuse to
+    serve it, or warn
+    """
 
     @field_validator("fim_tokens")
     @classmethod
@@ -226,8 +250,9 @@ class SpeculationSettings(_Group):
     draft_length: Positive = 5
     """tokens in a chain (L)"""
     spec_shape: str = "adaptive"
-    """adaptive: up to K chains of L tokens, by load and acceptance; fixed: always K chains of L; fixed:4,5: always 4 of
-    5"""
+    """adaptive: up to K chains of L tokens, by load and acceptance; fixed: always K chains of L;
+    fixed:4,5: always 4 of 5
+    """
     spec_rule: str = "bv_race"
     """verification rule (docs/speculation.md lists them), or off"""
     seed_stable: bool = False
@@ -239,8 +264,9 @@ class SpeculationSettings(_Group):
     draft_method: Rare[str | None] = None
     """sampling method of a node's children; default: the rule's"""
     draft_window: Rare[NotNegativeAmount] = 0
-    """last tokens of a text that the draft model reads and stores; 0: all. With a window the answer to a seed may
-    depend on other requests"""
+    """last tokens of a text that the draft model reads and stores; 0: all. With a window the answer
+    to a seed may depend on other requests
+    """
     seed_shape: Rare[str | None] = None
     """fixed K,L of requests with a seed; default: 1,4 on a CPU, else num-drafts and draft-length"""
     max_copied_tokens: Rare[NotNegative] = 32
@@ -254,7 +280,9 @@ class SpeculationSettings(_Group):
     spec_observed_share: Rare[Share] = 0.01
     """share of steps on which acceptance is compared with the optimum"""
     profile_cache: Rare[str] = "~/.cache/polydraft"
-    """folder that stores measurements, and what GGUF files say, for the next start; off: nothing is stored"""
+    """folder that stores measurements, and what GGUF files say, for the next start; off: nothing is
+    stored
+    """
     selfcheck: Rare[bool] = False
     """check at start that outputs follow the target distribution (some seconds)"""
 
@@ -288,12 +316,15 @@ class SchedulingSettings(_Group):
     max_num_batched_tokens: PositiveAmount = 2048
     """tokens of one target pass"""
     max_prompt_tokens_per_step: Rare[NotNegativeAmount] = 0
-    """maximum prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit; with measured
-    step times, prompts also add at most the time of decoding, or 0.1 s"""
+    """maximum prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that
+    fit; with measured step times, prompts also add at most the time of decoding, or 0.1 s
+    """
     max_num_queued_reqs: NotNegative = 1024
     """requests that may wait; more get 429"""
     max_num_queued_tokens: Rare[NotNegativeAmount] = 0
-    """prompt tokens of requests without a first token; more get 429, unless none wait; 0: no limit"""
+    """prompt tokens of requests without a first token; more get 429, unless none wait; 0: no
+    limit
+    """
     request_timeout: Seconds = 0.0
     """seconds a request may take, waiting included; then it ends with 504; 0: no limit"""
     stall_timeout: Rare[Seconds] = 60.0
@@ -314,8 +345,9 @@ class MemorySettings(_Group):
     kv_cache_memory_bytes: NotNegativeAmount = 0
     """memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of the memory that a step leaves free"""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """share of a CUDA device's memory for weights, steps and K/V together; default: 90 % of the memory that weights and
-    steps leave free"""
+    """share of a CUDA device's memory for weights, steps and K/V together; default: 90 % of the
+    memory that weights and steps leave free
+    """
     enable_prefix_caching: bool = True
     """cache K/V of ended requests for others with the same prefix"""
     block_size: Rare[Positive] = 16
@@ -323,8 +355,9 @@ class MemorySettings(_Group):
     num_gpu_blocks_override: Rare[NotNegative] = 0
     """K/V blocks; 0 sizes the pool from memory"""
     sleep_idle_seconds: Annotated[Seconds, BeforeValidator(_never)] = 0.0
-    """seconds without a request after which weights and K/V are released; the next request waits until they are loaded
-    again; 0: never"""
+    """seconds without a request after which weights and K/V are released; the next request waits
+    until they are loaded again; 0: never
+    """
 
 
 class HttpSettings(_Group):
@@ -337,11 +370,13 @@ class HttpSettings(_Group):
     uds: str | None = None
     """unix socket to listen on instead of host and port"""
     api_key: Words = []
-    """key that clients must send; repeat for several, or put commas between. Other users of the machine see flags:
-    better set POLYDRAFT_API_KEY"""
+    """key that clients must send; repeat for several, or put commas between. Other users of the
+    machine see flags: better set POLYDRAFT_API_KEY
+    """
     allowed_hosts: Words = []
-    """name that requests may have in Host besides this machine's, if the daemon listens on loopback without a key;
-    repeat for several, * for all"""
+    """name that requests may have in Host besides this machine's, if the daemon listens on loopback
+    without a key; repeat for several, * for all
+    """
     root_path: Rare[str] = ""
     """path prefix that a proxy strips"""
     allowed_origins: Words = []
@@ -351,17 +386,25 @@ class HttpSettings(_Group):
     ssl_certfile: File = None
     """TLS certificate"""
     rate_limit: str | None = None
-    """limit of POSTs under /v1/, and to /infill, per key (without keys: per address), such as 60/minute,5/second"""
+    """limit of POSTs under /v1/, and to /infill, per key (without keys: per address), such as
+    60/minute,5/second
+    """
     max_request_bytes: PositiveAmount = 4 << 20
     """largest request body; more gets 413"""
     dashboard: bool = True
     """serve the live page at /dashboard"""
     strict_fields: bool = False
-    """refuse unknown request fields, and a max_tokens beyond the context, instead of ignoring or cutting them"""
+    """refuse unknown request fields, and a max_tokens beyond the context, instead of ignoring or
+    cutting them
+    """
     send_timeout: Rare[Seconds] = 60.0
-    """seconds that a client may leave its answer unread before its requests are aborted; 0: no limit"""
+    """seconds that a client may leave its answer unread before its requests are aborted; 0: no
+    limit
+    """
     receive_timeout: Rare[Seconds] = 60.0
-    """seconds that a client may take to begin and to send a request; slower ones get 408; 0: no limit"""
+    """seconds that a client may take to begin and to send a request; slower ones get 408; 0: no
+    limit
+    """
     max_connections: Rare[NotNegative] = 0
     """maximum open connections; 0: the limit of open files decides"""
     sse_keep_alive_interval: Rare[Seconds] = 15.0
@@ -402,7 +445,9 @@ class BatchSettings(_Group):
     """batches"""
 
     batch_folder: str | None = None
-    """folder of files and batches, made with mode 0700; with it /v1/files and /v1/batches are served"""
+    """folder of files and batches, made with mode 0700; with it /v1/files and /v1/batches are
+    served
+    """
     batch_max_num_seqs: Rare[NotNegative] = 0
     """lines of batches that run at once; 0: three quarters of --max-num-seqs"""
     batch_max_file_bytes: Rare[PositiveAmount] = 200 << 20

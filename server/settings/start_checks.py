@@ -1,5 +1,5 @@
-"""Steps before anything is loaded, so that a wrong setting fails at once: the daemon's socket is bound, and the models
-are looked for.
+"""Steps before anything is loaded, so that a wrong setting fails at once: the daemon's socket is
+bound, and the models are looked for.
 
 The checks of models read file names and the first bytes of files.
 """
@@ -50,7 +50,9 @@ def with_sources(config: EngineConfig) -> EngineConfig:
 
 
 def check_pair(model: ModelConfig) -> None:
-    """Raise ConfigError if a draft model in a folder has other tokens than the target; warn of an unused adapter."""
+    """Raise ConfigError if a draft model in a folder has other tokens than the target; warn of an
+    unused adapter.
+    """
     warn_of_adapter(model.target)
     source = model.draft_source
     if source is None or source[0] == model.target:
@@ -69,10 +71,11 @@ def _is_language_model(folder: Path) -> bool:
 
 
 def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
-    """Return a configuration that quantises the target as requested, or reads it quantised; raise ConfigError if the
-    checkpoint is quantised by another method.
+    """Return a configuration that quantises the target as requested, or reads it quantised; raise
+    ConfigError if the checkpoint is quantised by another method.
 
-    wanted: the method's name in checkpoints or in vLLM, or a format of `--weights`; None changes nothing.
+    wanted: the method's name in checkpoints or in vLLM, or a format of `--weights`; None changes
+    nothing.
     """
     if wanted is None:
         return config
@@ -115,7 +118,9 @@ def _method(name: str) -> str:
 
 
 def bind(settings: Serve) -> socket.socket:
-    """Return a listening socket; clients queue from now on. Raises OSError if the address cannot be bound."""
+    """Return a listening socket; clients queue from now on. Raises OSError if the address cannot be
+    bound.
+    """
     address: str | tuple[str, int]
     if settings.uds:
         _remove_stale(Path(settings.uds))

@@ -1,7 +1,8 @@
 """Types arguments that a format writes as plain text, by their JSON schema.
 
-A text becomes the JSON value that it spells if the schema admits that value, else a string. Types, enum, const,
-internal references and combinations of a schema are considered; bounds and patterns do not decide between two types.
+A text becomes the JSON value that it spells if the schema admits that value, else a string. Types,
+enum, const, internal references and combinations of a schema are considered; bounds and patterns do
+not decide between two types.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def _readings(text: str) -> list[Any]:
     with contextlib.suppress(ValueError, RecursionError):
         spelled = json.loads(text, parse_constant=finite_number, parse_float=finite_number)
         if isinstance(spelled, str):
-            # A string in quotes is text; its quotes are dropped only if the schema does not admit them.
+            # A string in quotes is text; its quotes are dropped only if the schema does not admit
+            # them.
             readings.append(text)
         readings.append(spelled)
     if (spelled := text.strip().lower()) in _SPELLINGS and not readings:
@@ -76,7 +78,9 @@ def _readings(text: str) -> list[Any]:
 
 
 def finite_number(text: str) -> float:
-    """Return a JSON number. Raises ValueError for NaN and infinity, which Python's decoder accepts."""
+    """Return a JSON number. Raises ValueError for NaN and infinity, which Python's decoder
+    accepts.
+    """
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(text)

@@ -1,7 +1,7 @@
 """Formats in which models write calls, except those described by a tokenizer's response template.
 
-Most formats write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`). Others write each
-argument between tags, as plain text (`XmlFormat`, read by `xml_calls.py`).
+Most formats write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`).
+Others write each argument between tags, as plain text (`XmlFormat`, read by `xml_calls.py`).
 
 Not for: finding a model's format (`dialogue.py`).
 """
@@ -31,18 +31,26 @@ _HARMONY_TYPE = r"\s{0,9}(?:<\|constrain\|>)?\s{0,9}\w{0,32}<\|message\|>" + _SP
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """Marks around a call's JSON. Patterns are regular expressions, matched at the end of the previous part."""
+    """Marks around a call's JSON. Patterns are regular expressions, matched at the end of the
+    previous part.
+    """
 
     opens: Mapping[str, str]
-    """Marks that begin a call, each with the pattern of the text up to the object's first bracket."""
+    """Marks that begin a call, each with the pattern of the text up to the object's first
+    bracket.
+    """
     after: str = ""
-    """Pattern of the text after the object; a group `more` matches the text up to the next object's bracket."""
+    """Pattern of the text after the object; a group `more` matches the text up to the next object's
+    bracket.
+    """
     close: str | None = None
     """Mark that ends a call whose JSON is invalid."""
     last: str | None = None
     """Mark after all calls."""
     is_named: bool = field(default=False)
-    """Whether the opening pattern contains the function's name and the object only the arguments."""
+    """Whether the opening pattern contains the function's name and the object only the
+    arguments.
+    """
 
 
 def _deepseek(head: str, before_end: str) -> JsonFormat:
@@ -81,7 +89,9 @@ JSON_FORMATS: dict[str, JsonFormat] = {
 
 @dataclass(frozen=True)
 class XmlFormat:
-    """Tags around a call's arguments, as regular expressions. A tag may be several words with white space between."""
+    """Tags around a call's arguments, as regular expressions. A tag may be several words with white
+    space between.
+    """
 
     mark: str
     """Text with which a call begins."""
@@ -118,7 +128,9 @@ XML_FORMATS: dict[str, XmlFormat] = {
 
 
 def call_marks(form: str | None) -> tuple[str, ...]:
-    """Return the texts with which a format's calls may begin, the outermost first; empty if they are not known."""
+    """Return the texts with which a format's calls may begin, the outermost first; empty if they
+    are not known.
+    """
     if form == HARMONY:
         return ("<|start|>assistant to=",)
     if form in JSON_FORMATS:

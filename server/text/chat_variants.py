@@ -25,8 +25,8 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def with_calls_as_text(messages: Messages) -> Messages:
-    """Return the messages with calls in their texts, as models with a list of calls write them (Granite 3, Phi-4-mini),
-    for templates that show texts only.
+    """Return the messages with calls in their texts, as models with a list of calls write them
+    (Granite 3, Phi-4-mini), for templates that show texts only.
     """
     result: Messages = []
     for message in messages:
@@ -124,7 +124,9 @@ def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
 
 
 def _with_texts_before_thoughts(messages: Messages) -> Messages:
-    """Return the messages with the text next to thoughts and calls in a separate message before them."""
+    """Return the messages with the text next to thoughts and calls in a separate message before
+    them.
+    """
     result: Messages = []
     for message in messages:
         if _has_text_and_thoughts(message):
@@ -151,7 +153,9 @@ def with_one_call_a_turn(messages: Messages) -> Messages:
 
 
 def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
-    """Return the calls of a message in separate messages, each followed by its results, then other results."""
+    """Return the calls of a message in separate messages, each followed by its results, then other
+    results.
+    """
     result: Messages = []
     turn = message
     for call in message["tool_calls"]:
@@ -163,7 +167,9 @@ def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
 
 
 def _with_one_system_prompt(messages: Messages) -> Messages:
-    """Return the messages with one system prompt at the beginning; later system prompts become the user's."""
+    """Return the messages with one system prompt at the beginning; later system prompts become the
+    user's.
+    """
     system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     result: Messages = []
     if system:
@@ -175,8 +181,8 @@ def _with_one_system_prompt(messages: Messages) -> Messages:
 
 
 def _with_alternating_turns(messages: Messages) -> Messages:
-    """Return the messages with adjacent texts of one role joined; user text after results of calls joins the last
-    result.
+    """Return the messages with adjacent texts of one role joined; user text after results of calls
+    joins the last result.
     """
     result: Messages = []
     for message in messages:
@@ -189,7 +195,9 @@ def _with_alternating_turns(messages: Messages) -> Messages:
 
 
 def _may_join(message: dict[str, Any], later: dict[str, Any]) -> bool:
-    """Whether two adjacent messages are texts of one role, or the later one is the user's after a result."""
+    """Whether two adjacent messages are texts of one role, or the later one is the user's after a
+    result.
+    """
     if not _is_text(later):
         return False
     if message["role"] == "tool" and later["role"] == "user":

@@ -2,9 +2,9 @@
 
     <|channel|>analysis<|message|>THOUGHT<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
-The channel `analysis` has thoughts, `final` and `commentary` have text. A message with a recipient (`to=`, before or
-after the channel) is a call. It stays as it is, with its header, for the reader of calls (`call_formats.py`).
-Source: docs/format.md of openai/harmony.
+The channel `analysis` has thoughts, `final` and `commentary` have text. A message with a recipient
+(`to=`, before or after the channel) is a call. It stays as it is, with its header, for the reader
+of calls (`call_formats.py`). Source: docs/format.md of openai/harmony.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class _Kind(Enum):
 
 
 class HarmonyMessages:
-    """Parser of one answer's text, in pieces of any size. Text without a valid header is text of the answer."""
+    """Parser of one answer's text, in pieces of any size. Text without a valid header is text of
+    the answer.
+    """
 
     def __init__(self, prompt_end: str) -> None:
         """prompt_end: last part of the prompt, with the header that it has opened."""
@@ -67,7 +69,9 @@ class HarmonyMessages:
         return self._kind is _Kind.THOUGHT
 
     def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
-        """Return the parts found in a piece of text; the last piece releases everything but an unfinished header."""
+        """Return the parts found in a piece of text; the last piece releases everything but an
+        unfinished header.
+        """
         self._held += text
         parts: list[str | Thought] = []
         while self._held and self._advance(parts):
@@ -114,7 +118,9 @@ class HarmonyMessages:
         return True
 
     def _release(self, length: int, parts: list[str | Thought]) -> None:
-        """Release held text as a part of the open message. An empty line separates messages of one kind."""
+        """Release held text as a part of the open message. An empty line separates messages of one
+        kind.
+        """
         text = self._held[:length]
         self._held = self._held[length:]
         if not text:

@@ -1,8 +1,9 @@
 """Reads calls with JSON arguments incrementally.
 
-A call ends with its object; marks inside strings are text. A region that is not a call becomes text as a whole:
-invalid JSON, an unknown name, a head that the format does not have. Reading continues right after it. If the JSON
-becomes invalid after the name has been reported, the call contains the model's text up to the next end mark.
+A call ends with its object; marks inside strings are text. A region that is not a call becomes text
+as a whole: invalid JSON, an unknown name, a head that the format does not have. Reading continues
+right after it. If the JSON becomes invalid after the name has been reported, the call contains the
+model's text up to the next end mark.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class JsonRegions:
             pass
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer. The beginning of a mark is text, unless the mark would end a complete call."""
+        """Read the end of the answer. The beginning of a mark is text, unless the mark would end a
+        complete call.
+        """
         rest = self._text[self._position :]
         if self._at is _JsonState.TEXT:
             output.say(rest)
@@ -161,7 +164,8 @@ class JsonRegions:
 
 
 class JsonAnswer:
-    """Reader of llama3_json: an answer that begins with { (or <|python_tag|>) contains calls separated by ;.
+    """Reader of llama3_json: an answer that begins with { (or <|python_tag|>) contains calls
+    separated by ;.
 
     Any other answer is text. From the first object on that is not a call, the rest is text.
     """

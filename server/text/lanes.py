@@ -1,6 +1,7 @@
 """Threads for work on texts. Short texts never wait for long texts.
 
-Not for: the amount of text that waits, which is bounded before bodies are decoded (`http/body_queue.py`).
+Not for: the amount of text that waits, which is bounded before bodies are decoded
+(`http/body_queue.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ _CHARACTERS_PER_OBJECT = 128
 
 
 def size_of_chat(num_characters: int, num_objects: int) -> int:
-    """Return the size of a chat, as a number of characters of text. Messages, tools and documents are objects."""
+    """Return the size of a chat, as a number of characters of text. Messages, tools and documents
+    are objects.
+    """
     return num_characters + _CHARACTERS_PER_OBJECT * num_objects
 
 

@@ -1,8 +1,8 @@
-"""Ends an answer at a line that is indented too little, or after a time, as llama.cpp's `n_indent` and
-`t_max_predict_ms` do for editors.
+"""Ends an answer at a line that is indented too little, or after a time, as llama.cpp's `n_indent`
+and `t_max_predict_ms` do for editors.
 
-The first line continues a line of the editor, so both bounds apply from the first line break on. A blank line has no
-indentation to compare.
+The first line continues a line of the editor, so both bounds apply from the first line break on. A
+blank line has no indentation to compare.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ class LineBounds:
     """Filter that releases text until the bounds end the answer."""
 
     def __init__(self, min_indent: int = 0, most_s: float = 0.0) -> None:
-        """min_indent: minimum number of characters of white space before the text of a line. most_s: seconds from the
-        first text on; 0 for no limit.
+        """min_indent: minimum number of characters of white space before the text of a line.
+        most_s: seconds from the first text on; 0 for no limit.
         """
         self._min_indent = min_indent
         self._most_s = most_s
         self._begun_s: float | None = None
         self._has_break = False
         self._indent: int | None = None
-        """White space of the line so far; None in the first line, and after a line's first other character."""
+        """White space of the line so far; None in the first line, and after a line's first other
+        character.
+        """
         self.is_over = False
         """Whether the answer has ended."""
 

@@ -1,12 +1,15 @@
-"""Encodes chats in which the clients' text never becomes control tokens (`--special-tokens-in-messages text`).
+"""Encodes chats in which the clients' text never becomes control tokens
+(`--special-tokens-in-messages text`).
 
-Before a chat is rendered, each spelling of a control token in the client's text gets a break inside it, which no client
-can guess. In the rendered prompt, spellings without a break are the template's own. They get other names, which a copy
-of the tokenizer knows in their place, and the breaks are removed. So one encoding of the whole prompt turns the
-template's marks into control tokens and the same words of clients into ordinary text.
+Before a chat is rendered, each spelling of a control token in the client's text gets a break inside
+it, which no client can guess. In the rendered prompt, spellings without a break are the template's
+own. They get other names, which a copy of the tokenizer knows in their place, and the breaks are
+removed. So one encoding of the whole prompt turns the template's marks into control tokens and the
+same words of clients into ordinary text.
 
-Control tokens are special tokens, and other added tokens with signs that the chat template contains, such as Qwen's
-<tool_call>. Not for: raw prompts of completions, which belong to the client as a whole.
+Control tokens are special tokens, and other added tokens with signs that the chat template
+contains, such as Qwen's <tool_call>. Not for: raw prompts of completions, which belong to the
+client as a whole.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class PlainMessages:
         self._check(backend)
 
     def escaped(self, value: Any) -> Any:
-        """Return a client's value with breaks in the control tokens that its texts spell, or could help to spell."""
+        """Return a client's value with breaks in the control tokens that its texts spell, or could
+        help to spell.
+        """
         if isinstance(value, str):
             return self._escaped_text(value)
         if isinstance(value, Mapping):
@@ -62,7 +67,9 @@ class PlainMessages:
         return [self._numbers.get(number, number) for number in encoded.ids]
 
     def without_breaks(self, text: str) -> str:
-        """Return a rendered prompt without breaks, also without breaks that a template has written in JSON."""
+        """Return a rendered prompt without breaks, also without breaks that a template has written
+        in JSON.
+        """
         for spelling in self._breaks:
             text = text.replace(spelling, "")
         return text
@@ -76,7 +83,9 @@ class PlainMessages:
         return broken
 
     def _renamed(self, backend: Any, added: Mapping[int, str]) -> tuple[Any, dict[int, int]]:
-        """Return a copy of the tokenizer with other names of control tokens, and the right number of each number."""
+        """Return a copy of the tokenizer with other names of control tokens, and the right number
+        of each number.
+        """
         description = json.loads(backend.to_str())
         for token in description["added_tokens"]:
             token["content"] = self._names.get(token["content"], token["content"])
@@ -86,7 +95,9 @@ class PlainMessages:
         return copy, {copied: number for copied, number in numbers.items() if copied is not None}
 
     def _check(self, backend: Any) -> None:
-        """Raise ConfigError if the copy encodes a control token, or a text that spells one, in another way."""
+        """Raise ConfigError if the copy encodes a control token, or a text that spells one, in
+        another way.
+        """
         controls = frozenset(self._controls.values())
         for text in self._controls:
             around = f"a{text}b"
@@ -99,7 +110,9 @@ class PlainMessages:
 
 
 def _pattern(words: Sequence[str]) -> str:
-    """Return a regular expression for the longest of some words, which looks at each character once."""
+    """Return a regular expression for the longest of some words, which looks at each character
+    once.
+    """
     rests: dict[str, list[str]] = {}
     for word in filter(None, words):
         rests.setdefault(word[0], []).append(word[1:])

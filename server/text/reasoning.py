@@ -1,10 +1,10 @@
 """Separates a model's thoughts, between two marks at its beginning, from its answer.
 
-Most families do so, with different marks (`thought_marks.py`). If the chat template has opened the thoughts, the
-answer has only the closing mark.
+Most families do so, with different marks (`thought_marks.py`). If the chat template has opened the
+thoughts, the answer has only the closing mark.
 
-Not for: whether a model thinks, which its chat template decides (`thinking_variables`); answers of several messages
-(`harmony.py`).
+Not for: whether a model thinks, which its chat template decides (`thinking_variables`); answers of
+several messages (`harmony.py`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Reasoning:
         return parts
 
     def _advance(self, parts: list[str | Thought]) -> bool:
-        """Release the text whose type is known. Returns whether the state has changed, so that more may follow."""
+        """Release the text whose type is known. Returns whether the state has changed, so that more
+        may follow.
+        """
         before = self._state
         if self._state is _State.START:
             start = self._held.lstrip()
@@ -122,7 +124,9 @@ class Reasoning:
 
 
 class WrappedReasoning:
-    """Parser of an answer whose rest stands between two tags, which are dropped with the white space next to them."""
+    """Parser of an answer whose rest stands between two tags, which are dropped with the white
+    space next to them.
+    """
 
     def __init__(self, reader: ThoughtReader, wrapper: tuple[str, str]) -> None:
         self._reader = reader
@@ -190,7 +194,9 @@ class WrappedReasoning:
 
 
 def reasoning_of(starts_inside: bool, marks: ThoughtMarks) -> ThoughtReader:
-    """Return a parser of an answer with these marks; starts_inside: the prompt has opened the thoughts."""
+    """Return a parser of an answer with these marks; starts_inside: the prompt has opened the
+    thoughts.
+    """
     reader = Reasoning(starts_inside, marks)
     if not marks.wrapper[0]:
         return reader
@@ -203,7 +209,9 @@ def is_open(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
 
 
 def is_closed(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
-    """Return whether a prompt with this end has begun the rest of the answer, so that no thoughts may follow."""
+    """Return whether a prompt with this end has begun the rest of the answer, so that no thoughts
+    may follow.
+    """
     return prompt_end.rstrip().endswith(marks.lead or marks.close)
 
 
@@ -213,7 +221,9 @@ def knows_thinking(chat_template: str) -> bool:
 
 
 def thinking_variables(effort: Effort | None, is_wanted: bool | None) -> dict[str, Any]:
-    """Return the variables that switch thinking on or off in chat templates; none if nothing is requested."""
+    """Return the variables that switch thinking on or off in chat templates; none if nothing is
+    requested.
+    """
     if is_wanted is None and effort is None:
         return {}
     is_on = effort != "none"

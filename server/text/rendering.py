@@ -1,11 +1,12 @@
 """Renders a conversation with a chat template, and checks that no part of it is lost.
 
-Templates differ in what they accept: arguments as an object or as text, ids of nine letters and digits, one call per
-message, no text next to thoughts and calls. The first variant that the template accepts is used. Then a copy of the
-conversation, with a marker word in each part, shows which parts the template omits. A system prompt that is omitted or
-refused moves into the user's last message. Calls after the first get messages of their turn, and omitted calls are
-rendered without content. Omitted text next to calls moves before the calls, and any other omitted part is refused by
-name.
+Templates differ in what they accept: arguments as an object or as text, ids of nine letters and
+digits, one call per message, no text next to thoughts and calls. The first variant that the
+template accepts is used. Then a copy of the conversation, with a marker word in each part, shows
+which parts the template omits. A system prompt that is omitted or refused moves into the user's
+last message. Calls after the first get messages of their turn, and omitted calls are rendered
+without content. Omitted text next to calls moves before the calls, and any other omitted part is
+refused by name.
 
 Not for: thoughts. Most templates omit the thoughts of earlier turns on purpose.
 """
@@ -55,8 +56,9 @@ def render_conversation(
 ) -> str:
     """Return the prompt of a conversation.
 
-    Raises RequestError for parts that the template refuses or omits, with the code TEMPLATE_FAILED for a mistake in
-    the template. marks: texts with which the model's calls may begin; text before calls is inserted before them.
+    Raises RequestError for parts that the template refuses or omits, with the code TEMPLATE_FAILED
+    for a mistake in the template. marks: texts with which the model's calls may begin; text before
+    calls is inserted before them.
     """
     chat = _Chat(render, tools, documents)
     chat.take_any(list(messages))
@@ -100,7 +102,9 @@ class _Chat:
         return [number for missing_kind, number in self.parts_missing if missing_kind == kind]
 
     def take(self, candidates: Iterable[Messages]) -> None:
-        """Take the first variant that the template accepts; raises RequestError if there is none."""
+        """Take the first variant that the template accepts; raises RequestError if there is
+        none.
+        """
         errors: list[Exception] = []
         for variant in candidates:
             try:
@@ -120,8 +124,8 @@ class _Chat:
         raise RequestError(message, "messages", TEMPLATE_FAILED) from errors[0]
 
     def take_any(self, messages: Messages) -> None:
-        """Take the first variant that the template accepts; if there is none, with the system prompts in the user's
-        last message.
+        """Take the first variant that the template accepts; if there is none, with the system
+        prompts in the user's last message.
         """
         try:
             self.take(variants(messages))
@@ -136,12 +140,16 @@ class _Chat:
             raise
 
     def take_calls_alone(self) -> None:
-        """Take messages with a content of None in messages with calls; changes nothing if the template refuses them."""
+        """Take messages with a content of None in messages with calls; changes nothing if the
+        template refuses them.
+        """
         with contextlib.suppress(RequestError):
             self.take(variants(with_calls_alone(self.messages)))
 
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
-        """Return the prompt with the texts of some messages inserted before their calls, their original position."""
+        """Return the prompt with the texts of some messages inserted before their calls, their
+        original position.
+        """
         marked = copy.deepcopy(self.messages)
         names: dict[str, str] = {}
         digest = hashlib.sha256(repr(self.messages).encode()).hexdigest()
@@ -161,7 +169,9 @@ class _Chat:
         return prompt
 
     def _parts_missing(self) -> list[tuple[str, int]]:
-        """Return (type, number) of the parts that the template omits; empty if it refuses the copy."""
+        """Return (type, number) of the parts that the template omits; empty if it refuses the
+        copy.
+        """
         copies = _MarkedCopies(self.messages, self._tools, self._documents)
         try:
             text = self.render(copies.messages, copies.tools, copies.documents)
@@ -178,7 +188,9 @@ class _Chat:
 
 
 class _MarkedPart(NamedTuple):
-    """Part of a conversation, and the marker words in its copy; a word in the prompt proves that the part is shown."""
+    """Part of a conversation, and the marker words in its copy; a word in the prompt proves that
+    the part is shown.
+    """
 
     kind: str
     number: int
@@ -234,7 +246,9 @@ class _MarkedCopies:
 
 
 def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:
-    """Render messages with the tools as a text in the system prompt, where Phi-4-mini's template expects them."""
+    """Render messages with the tools as a text in the system prompt, where Phi-4-mini's template
+    expects them.
+    """
     system = {"role": "system", "content": ""}
     rest = messages
     if messages and messages[0]["role"] == "system":
@@ -265,8 +279,8 @@ def _fault(error: BaseException | None) -> str:
 
 
 def _failed_line(error: BaseException | None) -> int | None:
-    """Return the line of a mistake in the template. None for errors that it raises on purpose or that come from
-    elsewhere.
+    """Return the line of a mistake in the template. None for errors that it raises on purpose or
+    that come from elsewhere.
     """
     if type(error) is TemplateError:
         return None

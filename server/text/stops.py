@@ -1,8 +1,8 @@
 """Cuts an answer at its stop strings, also if one spans several tokens or steps.
 
-Text that may become a stop string is held back, so no character of one is ever released. An answer may leave out the
-text of its special tokens. A stop string that spells such a token is looked for in the text with these tokens, any
-other stop string in the text that the client sees.
+Text that may become a stop string is held back, so no character of one is ever released. An answer
+may leave out the text of its special tokens. A stop string that spells such a token is looked for
+in the text with these tokens, any other stop string in the text that the client sees.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Collection, Sequence
 
 
 def num_held(text: str, marks: Sequence[str]) -> int:
-    """Return the number of last characters of a text that may begin a mark; no whole mark may be among them."""
+    """Return the number of last characters of a text that may begin a mark; no whole mark may be
+    among them.
+    """
     longest_mark = max(map(len, marks), default=1)
     for size in range(min(len(text), longest_mark - 1), 0, -1):
         end = text[-size:]
@@ -31,7 +33,9 @@ class StopCut:
         self._include = include
         self._held = ""
         self._places: list[int] = []
-        """Places of the shown characters in the text that is held back; the other characters are hidden."""
+        """Places of the shown characters in the text that is held back; the other characters are
+        hidden.
+        """
         self.stop: str | None = None
         """Stop string that has ended the answer."""
 
@@ -48,8 +52,8 @@ class StopCut:
     def feed(self, text: str, looks: bool = True, hidden: str = "") -> str:
         """Take a piece of text and return the text to release; nothing after the first stop string.
 
-        looks: False for text in which stop strings do not count (before min_tokens). hidden: text of a special token
-        after the piece.
+        looks: False for text in which stop strings do not count (before min_tokens). hidden: text
+        of a special token after the piece.
         """
         if self.is_cut:
             return ""
@@ -62,7 +66,8 @@ class StopCut:
         shown = self._shown_text()
         hits = self._hits(shown)
         if hits:
-            # The first complete stop string ends the answer, the longer stop string if two end together.
+            # The first complete stop string ends the answer, the longer stop string if two end
+            # together.
             _, begin, self.stop = min(hits)
             released = self._release(begin)
             return released + self.stop if self._include else released
@@ -73,7 +78,9 @@ class StopCut:
         return self._release(end)
 
     def _hits(self, shown: str) -> list[tuple[int, int, str]]:
-        """Return (end, begin, stop string) of the complete stop strings in the held text; shown: its shown part."""
+        """Return (end, begin, stop string) of the complete stop strings in the held text; shown:
+        its shown part.
+        """
         hits = []
         for stop in self._with_hidden:
             begin = self._held.find(stop)
@@ -98,7 +105,9 @@ class StopCut:
         return "".join(self._held[place] for place in self._places)
 
     def _release(self, count: int) -> str:
-        """Take the first `count` characters out of the text that is held back, and return the shown characters."""
+        """Take the first `count` characters out of the text that is held back, and return the shown
+        characters.
+        """
         released = "".join(self._held[place] for place in self._places if place < count)
         self._places = [place - count for place in self._places if place >= count]
         self._held = self._held[count:]

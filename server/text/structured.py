@@ -1,7 +1,7 @@
 """Translates `response_format` and `structured_outputs` to a grammar for the engine.
 
-This is text processing only. A separate process compiles the grammar, so that a bad one cannot harm other requests.
-Not for: masks (`engine.grammar.grammar`).
+This is text processing only. A separate process compiles the grammar, so that a bad one cannot harm
+other requests. Not for: masks (`engine.grammar.grammar`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _SCHEMAS = frozenset(
 _NULL_VALUES = frozenset({"const", "default"})
 """Keywords with null as a value."""
 _LARGEST_INTEGER = 92 * 10**17
-"""Bound of integers without one: all of 64 bits but the last per cent, where the grammar library's own bounds are."""
+"""Bound of integers without one: all of 64 bits but the last per cent, where the grammar library's
+own bounds are.
+"""
 _BOUNDS = (("minimum", "exclusiveMinimum", -_LARGEST_INTEGER), ("maximum", "exclusiveMaximum", _LARGEST_INTEGER))
 # Keys with which an object may have properties that are not listed.
 _PARTS = frozenset(
@@ -69,7 +71,9 @@ class Structure:
     param: str | None = None
     """Field that requested it."""
     rule: str = ""
-    """The same as the right side of a rule in Lark, to combine it with others; "" for grammars of clients."""
+    """The same as the right side of a rule in Lark, to combine it with others; "" for grammars of
+    clients.
+    """
 
 
 class Wish(NamedTuple):
@@ -198,19 +202,22 @@ def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
 
 
 def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without keywords that are null, which generators write for absent keywords, and without formats
-    that the grammar library does not support, as JSON schema ignores unknown formats. Its integers have bounds.
+    """Return a schema without keywords that are null, which generators write for absent keywords,
+    and without formats that the grammar library does not support, as JSON schema ignores unknown
+    formats. Its integers have bounds.
     """
     result: dict[str, Any] = _cleaned(schema)
     return result
 
 
 def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-    """Return a schema of arguments whose objects allow only the listed properties, unless it says otherwise.
+    """Return a schema of arguments whose objects allow only the listed properties, unless it says
+    otherwise.
 
-    Without this, a model may invent names. Objects without listed properties remain open, except for the root. Objects
-    that are combined from parts (`allOf`, a reference next to properties) remain open, and so do definitions in such
-    schemas: a closed part would forbid the properties of the other parts.
+    Without this, a model may invent names. Objects without listed properties remain open, except
+    for the root. Objects that are combined from parts (`allOf`, a reference next to properties)
+    remain open, and so do definitions in such schemas: a closed part would forbid the properties of
+    the other parts.
     """
     result: dict[str, Any] = _closed(schema, is_root, with_definitions=not _has_parts(schema))
     return result
@@ -276,7 +283,9 @@ def _cleaned_value(key: str, value: Any, is_negated: bool) -> Any:
 
 
 def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose integers have bounds: a small model that repeats a digit would never end its answer."""
+    """Return a schema whose integers have bounds: a small model that repeats a digit would never
+    end its answer.
+    """
     types = schema.get("type")
     if not isinstance(types, list):
         types = [types]
@@ -302,7 +311,9 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
 
 
 def _lark(param: str, grammar: str) -> str:
-    """Return a grammar in Lark's notation; a grammar in GBNF (llama.cpp) or EBNF is translated. Raises RequestError."""
+    """Return a grammar in Lark's notation; a grammar in GBNF (llama.cpp) or EBNF is translated.
+    Raises RequestError.
+    """
     if not _GBNF_RULE.search(grammar) or len(grammar) > LONGEST_GRAMMAR:
         return grammar
     # Imported when it is needed: other requests do without the library in this process.
@@ -317,6 +328,8 @@ def _lark(param: str, grammar: str) -> str:
 
 
 def lark_literal(regex: str) -> str:
-    """Return a regular expression as a literal of Lark, with escapes for characters that would end it."""
+    """Return a regular expression as a literal of Lark, with escapes for characters that would end
+    it.
+    """
     escaped = _IN_LITERAL.sub(lambda match: _ESCAPES.get(match[0], match[0]), regex)
     return f"/{escaped}/"

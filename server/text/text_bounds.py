@@ -1,8 +1,8 @@
 """Bound on the number of characters per token, derived from a tokenizer's description.
 
-A text longer than the context times this bound is refused before it is encoded. The bound holds for every text. A
-tokenizer that drops or joins characters without limit (removed white space, runs of unknown characters that become one
-token) has no bound.
+A text longer than the context times this bound is refused before it is encoded. The bound holds for
+every text. A tokenizer that drops or joins characters without limit (removed white space, runs of
+unknown characters that become one token) has no bound.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _parts(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, A
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Return the maximum number of characters that the normalizer turns into one; None if there is no bound."""
+    """Return the maximum number of characters that the normalizer turns into one; None if there is
+    no bound.
+    """
     factor = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "Replace":
@@ -73,7 +75,9 @@ def _knows_every_character(model: Mapping[str, Any], splits: Sequence[Mapping[st
 
 
 def byte_characters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary: visible Latin-1 itself, others from U+0100 on."""
+    """Return the byte of each character of a byte-level vocabulary: visible Latin-1 itself, others
+    from U+0100 on.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

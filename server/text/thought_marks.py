@@ -1,4 +1,6 @@
-"""Marks around the thoughts of model families, found in their chat templates. A family is one line of the table."""
+"""Marks around the thoughts of model families, found in their chat templates. A family is one line
+of the table.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ _WRAPPERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
 
 
 def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
-    """Return the marks of thoughts, by the setting or else by the chat template; None if there are none."""
+    """Return the marks of thoughts, by the setting or else by the chat template; None if there are
+    none.
+    """
     if setting != "auto":
         return MARKS.get(setting)
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:

@@ -18,7 +18,9 @@ _ENDING: set[asyncio.Task[None]] = set()
 
 
 class TookTooLong(BaseException):
-    """A call exceeded its time limit. Not an `Exception`, because libraries such as jinja catch those and continue."""
+    """A call exceeded its time limit. Not an `Exception`, because libraries such as jinja catch
+    those and continue.
+    """
 
 
 class LimitedCall:
@@ -70,13 +72,17 @@ class LimitedCall:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread, between two instructions of the interpreter; None cancels a pending one."""
+    """Raise an error in a thread, between two instructions of the interpreter; None cancels a
+    pending one.
+    """
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 async def _end(limited: LimitedCall) -> None:
-    """End a call. Errors inside finalizers are lost, so the error is raised again until the call has ended."""
+    """End a call. Errors inside finalizers are lost, so the error is raised again until the call
+    has ended.
+    """
     limited.end()
     while limited.is_running():
         await asyncio.sleep(_AGAIN_S)
@@ -84,11 +90,12 @@ async def _end(limited: LimitedCall) -> None:
 
 
 async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result], *args: Any) -> Result:
-    """Return the result of `call(*args)` in the pool; raises TookTooLong after `seconds` in its thread.
+    """Return the result of `call(*args)` in the pool; raises TookTooLong after `seconds` in its
+    thread.
 
-    The interpreter checks for the exception between its instructions. Loops in Python (and so in templates) end at
-    once, a long call into a library ends afterwards. Waiting for a thread does not count. Cancelling the caller ends
-    the call, too.
+    The interpreter checks for the exception between its instructions. Loops in Python (and so in
+    templates) end at once, a long call into a library ends afterwards. Waiting for a thread does
+    not count. Cancelling the caller ends the call, too.
     """
     limited = LimitedCall(call)
 

@@ -1,7 +1,7 @@
 """Encodes and decodes text in a few threads, so that the event loop never waits.
 
-Uses the tokenizers library and transformers' chat templates; neither loads torch. Long texts use the library's batched
-calls, which release the interpreter's lock; `encode` and `decode` hold it.
+Uses the tokenizers library and transformers' chat templates; neither loads torch. Long texts use
+the library's batched calls, which release the interpreter's lock; `encode` and `decode` hold it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Tokenizer:
     ) -> None:
         """Load from a folder, or a revision of a hub name; raises ConfigError if there is none.
 
-        chat_limit_s: time to render a chat. has_plain_messages: special tokens that messages spell are text.
+        chat_limit_s: time to render a chat. has_plain_messages: special tokens that messages spell
+        are text.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -101,8 +102,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text, encoded in the threads.
 
-        Raises a RequestError about `param` for a text of more than `most` tokens, before encoding if the number of
-        characters proves it.
+        Raises a RequestError about `param` for a text of more than `most` tokens, before encoding
+        if the number of characters proves it.
         """
         self.check_length(text, most, param)
         return await self.run(self.encode, text, add_special_tokens, most, param, size=len(text))
@@ -110,10 +111,11 @@ class Tokenizer:
     async def run_chat(
         self, messages: Sequence[dict[str, Any]], *args: Any, most: int | None = None, **options: Any
     ) -> list[int]:
-        """Return the token ids of a rendered chat; rendering runs in the threads for a limited time.
+        """Return the token ids of a rendered chat; rendering runs in the threads for a limited
+        time.
 
-        A client's values may cause long loops in a template. Encoding does not count. Raises RequestError for more
-        than `most` tokens.
+        A client's values may cause long loops in a template. Encoding does not count. Raises
+        RequestError for more than `most` tokens.
         """
         content = _encoder.encode([messages, args, options])
         size = size_of_chat(len(content), content.count(b"{"))
@@ -133,7 +135,9 @@ class Tokenizer:
         return tokens
 
     def check_length(self, text: str, most: int | None, param: str) -> None:
-        """Raise RequestError for a text whose number of characters proves that it has more than `most` tokens."""
+        """Raise RequestError for a text whose number of characters proves that it has more than
+        `most` tokens.
+        """
         if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
             raise _too_long(most, f"{len(text)} characters", param)
 
@@ -145,14 +149,18 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Return the token ids of a text; raises a RequestError about `param` if there are more than `most`."""
+        """Return the token ids of a text; raises a RequestError about `param` if there are more
+        than `most`.
+        """
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is not None and len(encoded) > most:
             raise _too_long(most, f"{len(encoded)} tokens", param)
         return list(encoded.ids)
 
     def encode_as_text(self, text: str, controls: frozenset[int]) -> list[int]:
-        """Return the token ids of a text in which spellings of `controls`, added tokens, are ordinary text."""
+        """Return the token ids of a text in which spellings of `controls`, added tokens, are
+        ordinary text.
+        """
         pieces = [text]
         while True:
             encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
@@ -174,7 +182,8 @@ class Tokenizer:
         return [part for part in parts if part]
 
     def encode_inside(self, text: str, controls: frozenset[int]) -> list[int]:
-        """Return the token ids of a text inside another one: without the space that some tokenizers add before a text.
+        """Return the token ids of a text inside another one: without the space that some tokenizers
+        add before a text.
 
         controls: added tokens whose spellings are ordinary text.
         """
@@ -194,8 +203,8 @@ class Tokenizer:
         return bool(first) and self.token_text(first[0]).startswith(_SPACES)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of words, at the beginning of a text and after a space; words without tokens are
-        omitted.
+        """Return the token ids of words, at the beginning of a text and after a space; words
+        without tokens are omitted.
         """
         encoded: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -215,9 +224,10 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the model's chat template.
 
-        continue_final_message: leave the last message open. variables: additional variables for the template. tools:
-        functions that the model may call. documents: texts to answer from. call_marks: texts with which the model's
-        calls may begin. Raises RequestError if the template omits a part of the conversation.
+        continue_final_message: leave the last message open. variables: additional variables for the
+        template. tools: functions that the model may call. documents: texts to answer from.
+        call_marks: texts with which the model's calls may begin. Raises RequestError if the
+        template omits a part of the conversation.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -230,7 +240,8 @@ class Tokenizer:
         def render(
             messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]
         ) -> str:
-            # Not by `apply_chat_template`, which drops a content of None. Some templates show calls only with None.
+            # Not by `apply_chat_template`, which drops a content of None. Some templates show calls
+            # only with None.
             ((text, *_), _) = render_jinja_template(
                 [messages],
                 list(tools) or None,
@@ -295,7 +306,9 @@ class Tokenizer:
 
     @cached_property
     def _before(self) -> list[int]:
-        """Token of plain text to decode other tokens after it, because many decoders drop a leading space."""
+        """Token of plain text to decode other tokens after it, because many decoders drop a leading
+        space.
+        """
         return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
 
     def _decode_after(self, token: int) -> str:
@@ -307,7 +320,9 @@ class Tokenizer:
         return str(self._backend.decode([token], skip_special_tokens=False))
 
     def spell(self, token: int) -> tuple[str, bytes]:
-        """Return a token's text after other tokens, and its bytes, which may be a part of a character."""
+        """Return a token's text after other tokens, and its bytes, which may be a part of a
+        character.
+        """
         if token not in self._spelled:
             self._spelled[token] = self._new_spelling(token)
         return self._spelled[token]
@@ -330,8 +345,8 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def describe(self) -> dict[str, Any]:
-        """Return class, size, special tokens (by name, as in vLLM) and chat template, for clients that tokenize
-        themselves.
+        """Return class, size, special tokens (by name, as in vLLM) and chat template, for clients
+        that tokenize themselves.
         """
         description: dict[str, Any] = {
             "tokenizer_class": type(self._backend.model).__name__,
@@ -388,8 +403,8 @@ class Detokenizer:
     """Incremental decoder of one answer; holds back partial UTF-8 characters."""
 
     def __init__(self, backend: Any, before: Sequence[int], skipped: frozenset[int]) -> None:
-        """before: tokens of plain text before the answer, so that a leading space is decoded. skipped: tokens without
-        text.
+        """before: tokens of plain text before the answer, so that a leading space is decoded.
+        skipped: tokens without text.
         """
         self._backend = backend
         self._before = before
@@ -411,6 +426,7 @@ class Detokenizer:
         except Exception as error:  # the library has no class for it
             if "Invalid prefix" not in str(error):
                 raise
-            # Invalid bytes change the decoding of earlier bytes, so decoding starts again after them.
+            # Invalid bytes change the decoding of earlier bytes, so decoding starts again after
+            # them.
             self._stream = self._new_stream()
             return _REPLACEMENT + (self._stream.step(self._backend, token) or "")

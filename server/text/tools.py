@@ -1,11 +1,14 @@
-"""Function tools of a chat request: their description for the template, and the grammar of an answer.
+"""Function tools of a chat request: their description for the template, and the grammar of an
+answer.
 
-Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
-with name and parameters; Llama 3), the formats of `call_formats.py` (Mistral, GLM, DeepSeek and others), and formats
-that a tokenizer's `response_template` describes (transformers). Grammars (`call_grammars.py`) enforce forced calls and
-strict tools in all formats but the last.
+Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json`
+(the answer is JSON with name and parameters; Llama 3), the formats of `call_formats.py` (Mistral,
+GLM, DeepSeek and others), and formats that a tokenizer's `response_template` describes
+(transformers). Grammars (`call_grammars.py`) enforce forced calls and strict tools in all formats
+but the last.
 
-Not for: finding the model's format (`dialogue.py`), or reading calls from an answer (`tool_calls.py`).
+Not for: finding the model's format (`dialogue.py`), or reading calls from an answer
+(`tool_calls.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class ToolUse:
 
     @property
     def followed(self) -> frozenset[str]:
-        """Names of the functions whose calls follow their schema, because a grammar forces them to."""
+        """Names of the functions whose calls follow their schema, because a grammar forces them
+        to.
+        """
         return frozenset(tool.function.name for tool in self.tools if self.forced or tool.function.strict)
 
     @property
@@ -62,8 +67,9 @@ class ToolUse:
     def structure(self, answer: Structure, special_token: SpecialToken) -> Structure:
         """Return the structure of the answer; an empty one if the model is unrestricted.
 
-        answer: structure of an answer without calls. Calls are the alternative, or the only option if a call is
-        forced. special_token: returns the special token with a text, with which the model may write a mark.
+        answer: structure of an answer without calls. Calls are the alternative, or the only option
+        if a call is forced. special_token: returns the special token with a text, with which the
+        model may write a mark.
         """
         bound = bool(answer.grammar) and not self.forced
         if not bound and not self.forced and not any(tool.function.strict for tool in self.tools):
@@ -147,8 +153,8 @@ def plain_text(content: str | list[TextPart], param: str) -> str:
 
 
 def template_message(message: Message, number: int) -> dict[str, Any]:
-    """Return the `number`-th message in the format of chat templates; raises RequestError for parts that its role
-    forbids.
+    """Return the `number`-th message in the format of chat templates; raises RequestError for parts
+    that its role forbids.
     """
     if message.content is None and not (message.tool_calls or message.reasoning_content or message.reasoning):
         raise RequestError("a message needs content, reasoning or tool_calls", f"messages.{number}.content")
@@ -179,7 +185,8 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
 def _arguments(call: MadeCall) -> dict[str, Any]:
     """Return a call's arguments, which are sent as a string, as an object for templates.
 
-    Arguments that are not JSON, for example truncated arguments or arguments with NaN, become one text in the object.
+    Arguments that are not JSON, for example truncated arguments or arguments with NaN, become one
+    text in the object.
     """
     if nests_too_deeply(call.function.arguments):
         raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages")

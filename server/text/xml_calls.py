@@ -1,4 +1,5 @@
-"""Reads calls whose arguments stand between tags, as plain text (`XmlFormat`). For example, `qwen3_coder`:
+"""Reads calls whose arguments stand between tags, as plain text (`XmlFormat`). For example,
+`qwen3_coder`:
 
     <tool_call>
     <function=NAME>
@@ -15,10 +16,10 @@ and `glm`:
     <arg_value>VALUE</arg_value>
     </tool_call>
 
-A call is reported when it is complete. A value may contain tags: it ends only at a closing tag before another parameter
-or before the call's end, and a whole call inside it is a part of it. Two values are ambiguous: one that contains
-the end of a call without its beginning, and one that contains the end of a parameter directly before the beginning of
-another one.
+A call is reported when it is complete. A value may contain tags: it ends only at a closing tag
+before another parameter or before the call's end, and a whole call inside it is a part of it. Two
+values are ambiguous: one that contains the end of a call without its beginning, and one that
+contains the end of a parameter directly before the beginning of another one.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class _Region:
     """Parser of one call, tag by tag."""
 
     def __init__(self, name: str, opening: str, quotes: bool, is_value: IsValue | None = None) -> None:
-        """opening: the tag that begins the call. quotes: whether values may contain whole calls. is_value: whether a
-        text is a value of an argument; None if values need not follow their schema.
+        """opening: the tag that begins the call. quotes: whether values may contain whole calls.
+        is_value: whether a text is a value of an argument; None if values need not follow their
+        schema.
         """
         self.name = name
         self.raw = [opening]
@@ -114,7 +116,9 @@ class _Region:
         self.values[self._key].append(tag)
 
     def _may_end(self) -> bool:
-        """Return whether the open value may end here. JSON that must follow a schema ends when it is complete."""
+        """Return whether the open value may end here. JSON that must follow a schema ends when it
+        is complete.
+        """
         if self._is_value is None:
             return True
         return self._is_value(self._key, "".join(self.values[self._key]))
@@ -159,7 +163,9 @@ class XmlRegions:
         return self._opens if self._region is None else self._tags
 
     def _first_held(self, position: int) -> int:
-        """Return the begin of the text that may become a tag; the end of the text if there is none."""
+        """Return the begin of the text that may become a tag; the end of the text if there is
+        none.
+        """
         place = self._text.find("<", max(position, len(self._text) - _LONGEST_TAG))
         while place >= 0:
             tag = self._pattern().match(self._text, place, partial=True)
@@ -209,8 +215,8 @@ class XmlRegions:
         self._region = None
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer. A quoted beginning of a call without its end may have hidden the end of the open
-        call.
+        """Read the end of the answer. A quoted beginning of a call without its end may have hidden
+        the end of the open call.
         """
         if self._region is None:
             output.say(self._text)

@@ -1,8 +1,9 @@
 """Grammars of a call's arguments between tags, as plain text, by their JSON schema (`XmlFormat`).
 
-A string is written as it is, any other value as JSON. A string never contains the tag that ends it or the mark that
-begins calls, so that the reader (`xml_calls.py`) reads it back as it is. The reader types a text by the schema
-(`argument_types.py`), so the grammar allows a text only if the value that it becomes follows the schema.
+A string is written as it is, any other value as JSON. A string never contains the tag that ends it
+or the mark that begins calls, so that the reader (`xml_calls.py`) reads it back as it is. The
+reader types a text by the schema (`argument_types.py`), so the grammar allows a text only if the
+value that it becomes follows the schema.
 
 Not for: the rest of a call (`call_grammars.py`).
 """
@@ -52,8 +53,9 @@ class XmlArguments:
     def __init__(
         self, syntax: XmlSyntax, with_marks: Callable[[str], str], end_token: str, function: str, number: int
     ) -> None:
-        """with_marks: replaces marks in the right side of a rule. end_token: the special token for the tag that ends a
-        value, in Lark; "" if it is text. number: of the function, for names of rules.
+        """with_marks: replaces marks in the right side of a rule. end_token: the special token for
+        the tag that ends a value, in Lark; "" if it is text. number: of the function, for names of
+        rules.
         """
         self._syntax = syntax
         self._with_marks = with_marks
@@ -68,7 +70,9 @@ class XmlArguments:
         return [f"args_{self._number}: ({argument})*", *self._rules]
 
     def following(self, schema: Schema) -> list[str]:
-        """Return the rules for arguments that follow a schema, in the order of its properties. Raises RequestError."""
+        """Return the rules for arguments that follow a schema, in the order of its properties.
+        Raises RequestError.
+        """
         properties, required = self._properties(schema)
         arguments = []
         for place, (key, key_schema) in enumerate(properties.items()):
@@ -80,7 +84,9 @@ class XmlArguments:
         return [f"args_{self._number}: {every}", *self._rules]
 
     def _properties(self, schema: Schema) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Return the properties of the arguments and the names of the required properties. Raises RequestError."""
+        """Return the properties of the arguments and the names of the required properties. Raises
+        RequestError.
+        """
         try:
             root = merged(schema, schema)
         except CannotSplit as error:
@@ -102,7 +108,9 @@ class XmlArguments:
         return f"{begin} {value} {self._syntax.after}"
 
     def _value(self, name: str, key: str, schema: Any, root: Schema) -> str:
-        """Return the right side of a rule for a value with the tag that ends it. Raises RequestError."""
+        """Return the right side of a rule for a value with the tag that ends it. Raises
+        RequestError.
+        """
         try:
             values = alternatives(schema, root)
         except CannotSplit as error:
@@ -117,7 +125,9 @@ class XmlArguments:
         return f"({' | '.join(sides)})"
 
     def _json(self, name: str, schemas: Sequence[Schema], root: Schema) -> str:
-        """Add a rule for values of any of these schemas in JSON. Return it with the tag that ends them."""
+        """Add a rule for values of any of these schemas in JSON. Return it with the tag that ends
+        them.
+        """
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         self._rules.append(f"json_{name}: %json {json.dumps(compact(with_root(schema, root)))}")
         parts = [f"json_{name}"]
@@ -140,7 +150,9 @@ class XmlArguments:
         return [["|".join(spelled)]]
 
     def _text(self, name: str, patterns: Sequence[str], excluded: Sequence[str] = ()) -> str:
-        """Add a terminal for texts that match all patterns. Return it with the tag that ends them."""
+        """Add a terminal for texts that match all patterns. Return it with the tag that ends
+        them.
+        """
         tag = re.escape(self._syntax.end)
         end = re.escape(self._syntax.padding)
         # The first tag is the last tag.

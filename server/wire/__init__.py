@@ -1,1 +1,3 @@
-"""Ground floor of all APIs: bodies, answers and errors, fields that are not served, ids, the current call."""
+"""Ground floor of all APIs: bodies, answers and errors, fields that are not served, ids, the
+current call.
+"""

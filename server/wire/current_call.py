@@ -17,7 +17,9 @@ class HttpCall:
     trace_parent: str | None = None
     """The caller's span (W3C `traceparent`)."""
     client: str = ""
-    """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has no keys."""
+    """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has
+    no keys.
+    """
     added_priority: int = 0
     """Added to the priority of its requests; a higher number is served later."""
     is_generation: bool = False

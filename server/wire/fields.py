@@ -1,8 +1,9 @@
 """Models of request bodies (pydantic, strict). Not for: answers (`answers.py`).
 
-Fields that would change an answer and are not supported are refused by name. Other unknown names at the top of a body
-are ignored and reported (`unsupported_fields.py`). Inside this server's own objects they are refused. Messages, their
-parts and tools may have unknown keys, because clients send back what other servers returned.
+Fields that would change an answer and are not supported are refused by name. Other unknown names at
+the top of a body are ignored and reported (`unsupported_fields.py`). Inside this server's own
+objects they are refused. Messages, their parts and tools may have unknown keys, because clients
+send back what other servers returned.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ MAX_TOOLS = 512
 
 
 class Wire(BaseModel):
-    """Model with strict types, without NaN or infinity; unknown keys are ignored, and null means omitted."""
+    """Model with strict types, without NaN or infinity; unknown keys are ignored, and null means
+    omitted.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
@@ -144,9 +147,13 @@ class GenerationFields(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Priority; lower values are served earlier, as in vLLM."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Number of the likeliest tokens that are reported at each position of the prompt (vLLM's field)."""
+    """Number of the likeliest tokens that are reported at each position of the prompt (vLLM's
+    field).
+    """
     seed_stable: bool | None = None
-    """Whether the answer depends on the seed but not on the drafts; by default the server's setting."""
+    """Whether the answer depends on the seed but not on the drafts; by default the server's
+    setting.
+    """
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Only requests with the same salt share K/V."""
     return_token_ids: bool = False
@@ -171,8 +178,8 @@ class GenerationFields(Body):
     service_tier: str | None = None
     verbosity: str | None = None
 
-    # Known and not supported (`foreign_fields.py` has the fields of other servers). `Neutral` lists values without
-    # effect; any other value is refused.
+    # Known and not supported (`foreign_fields.py` has the fields of other servers). `Neutral` lists
+    # values without effect; any other value is refused.
     best_of: Any = None
     spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
@@ -199,7 +206,9 @@ class Tool(Wire):
 
 
 class OtherTool(Wire):
-    """Tool other than a function. This server has no such tools, and prompts do not mention them."""
+    """Tool other than a function. This server has no such tools, and prompts do not mention
+    them.
+    """
 
     type: str
 
@@ -266,7 +275,9 @@ class Message(Wire):
     tool_calls: Annotated[Listed[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """Thoughts of the assistant, for chat templates that repeat them; `reasoning` is another name."""
+    """Thoughts of the assistant, for chat templates that repeat them; `reasoning` is another
+    name.
+    """
     reasoning: str | None = None
     # Known and not supported.
     function_call: None = None

@@ -1,8 +1,9 @@
-"""Unsupported fields of other servers that would change an answer, with the values that have no effect.
+"""Unsupported fields of other servers that would change an answer, with the values that have no
+effect.
 
-Sources: public descriptions of llama.cpp, vLLM, SGLang, Ollama, TGI, text-generation-webui, KoboldCpp, and of hosted
-APIs with OpenAI's protocol. A field that depends on a listed field is not listed: it may be ignored if the listed field
-is off (`dry_base` without `dry_multiplier`).
+Sources: public descriptions of llama.cpp, vLLM, SGLang, Ollama, TGI, text-generation-webui,
+KoboldCpp, and of hosted APIs with OpenAI's protocol. A field that depends on a listed field is not
+listed: it may be ignored if the listed field is off (`dry_base` without `dry_multiplier`).
 
 Not for: fields of this server, or the treatment of fields (`unsupported_fields.py`).
 """

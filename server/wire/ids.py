@@ -1,4 +1,5 @@
-"""Ids and seeds, drawn without a system call: in each one another thread may take the interpreter from the event loop.
+"""Ids and seeds, drawn without a system call: in each one another thread may take the interpreter
+from the event loop.
 
 Not for: secrets. They come from the system (`secrets`, `os.urandom`).
 """

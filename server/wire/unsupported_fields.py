@@ -1,10 +1,11 @@
 """Treatment of unsupported fields.
 
-A field that would change an answer is refused by name, unless its value has no effect. Any other field is ignored and
-reported in a log line and a response header; `--strict-fields` refuses such fields, too.
+A field that would change an answer is refused by name, unless its value has no effect. Any other
+field is ignored and reported in a log line and a response header; `--strict-fields` refuses such
+fields, too.
 
-Not for: the meaning of supported fields (`sampling_fields.py`), their models (`fields.py`), or the list of fields of
-other servers (`foreign_fields.py`).
+Not for: the meaning of supported fields (`sampling_fields.py`), their models (`fields.py`), or the
+list of fields of other servers (`foreign_fields.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ _HARMLESS = frozenset(
 """Names that every route ignores: they do not change an answer."""
 
 _REQUIRED = frozenset({"model", "messages", "prompt", "input", "tokens"})
-"""Fields whose misspelling is noticed, because they are then missing, or changes nothing (`model`)."""
+"""Fields whose misspelling is noticed, because they are then missing, or changes nothing
+(`model`).
+"""
 
 
 class Neutral:
@@ -108,14 +111,16 @@ def shown(name: str) -> str:
 def _misspelt(name: str, known: frozenset[str]) -> str | None:
     """Return the known name that a name misspells, or None.
 
-    Longer names such as `conversation_id` are not misspelt, nor are short names: `speed` is not `seed`.
+    Longer names such as `conversation_id` are not misspelt, nor are short names: `speed` is not
+    `seed`.
     """
     plain = _HUMP.sub("_", name[:_LONGEST_SHOWN]).replace("-", "_").lower()
     if plain in known:
         return plain
     if len(name) < _LONG or len(name) > _LONGEST_SHOWN:
         return None
-    # Comparison takes time on the event loop, so only names with the same first letter are compared.
+    # Comparison takes time on the event loop, so only names with the same first letter are
+    # compared.
     candidates = [candidate for candidate in known if candidate[0] == plain[0]]
     close = difflib.get_close_matches(plain, candidates, n=1, cutoff=_CLOSE)
     if not close or plain.startswith(f"{close[0]}_"):
@@ -124,7 +129,9 @@ def _misspelt(name: str, known: frozenset[str]) -> str | None:
 
 
 class UnknownFields:
-    """Policy for unknown fields: refuses fields that would change an answer, and ignores all other fields."""
+    """Policy for unknown fields: refuses fields that would change an answer, and ignores all other
+    fields.
+    """
 
     def __init__(
         self,
@@ -132,7 +139,9 @@ class UnknownFields:
         bodies: Iterable[type[BaseModel]] = (),
         foreign: Mapping[str, Neutral] | None = None,
     ) -> None:
-        """is_strict: refuse every unknown name. bodies: models of all routes. foreign: fields of other servers."""
+        """is_strict: refuse every unknown name. bodies: models of all routes. foreign: fields of
+        other servers.
+        """
         self._is_strict = is_strict
         self._foreign = foreign or {}
         self._elsewhere = {name: field for body in bodies for name, field in body.model_fields.items()}
@@ -142,7 +151,9 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def check(self, body: BaseModel) -> None:
-        """Raise RequestError for unknown names that must not be ignored, and report all other names."""
+        """Raise RequestError for unknown names that must not be ignored, and report all other
+        names.
+        """
         if not body.model_extra:
             return
         unknown = []
@@ -173,7 +184,9 @@ class UnknownFields:
         raise RequestError(f"{name} is not a field of this endpoint; {_LEAVE_OUT}", name, UNKNOWN)
 
     def ignore(self, name: str, why: str) -> None:
-        """Report a part of the current request that has no effect: in a response header, and once in the log."""
+        """Report a part of the current request that has no effect: in a response header, and once
+        in the log.
+        """
         ignored = this_call().ignored
         if name not in ignored and len(ignored) < _MOST_SHOWN:
             ignored.append(name)

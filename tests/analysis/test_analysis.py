@@ -1,4 +1,6 @@
-"""`analyze laws` prints what the golden vectors hold, and refuses bad input with the place of the fault."""
+"""`analyze laws` prints what the golden vectors hold, and refuses bad input with the place of the
+fault.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def test_every_golden_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert entry["E_tau"][rule] == pytest.approx(case["E_tau"][key], abs=1e-9), rule
             for outcome, probability in case["first_block_law"].get(key, {}).items():
                 assert entry["first_block_law"][rule][outcome] == pytest.approx(probability, abs=1e-9), rule
-        # The optimum at one position is at least as good as any rule that decides position by position.
+        # The optimum at one position is at least as good as any rule that decides position by
+        # position.
         assert entry["E_tau"]["ot_lp"] >= entry["E_tau"]["rrs"] - 1e-9
 
 

@@ -36,7 +36,8 @@ def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.Cap
     assert main(words) == 0
     printed = capsys.readouterr()
     cells = json.loads(printed.out)["cells"]
-    assert len(cells) == 2 * (1 + 4 * 2)  # temperatures x (one chain for block, two counts for the others)
+    # Temperatures x (one chain for block, two counts for the others)
+    assert len(cells) == 2 * (1 + 4 * 2)
     for cell in cells:
         assert 0 <= cell["acceptance"] <= 1
         if cell["rule"] in ("block", "bv_race", "weighted_race"):

@@ -1,4 +1,6 @@
-"""The pair of known law has the law it is built to have; transformers and the engine agree on it."""
+"""The pair of known law has the law it is built to have; transformers and the engine agree on
+it.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,9 @@ def test_peers_agree_and_are_compared(folder: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_a_gguf_file_is_compared_as_it_is(has_draft: bool, tmp_path: Path) -> None:
-    """Without a draft model nothing is drafted, and llama.cpp reads the same file where its library is installed."""
+    """Without a draft model nothing is drafted, and llama.cpp reads the same file where its library
+    is installed.
+    """
     file, output = str(write_model(tmp_path / "model.gguf", "llama", "Q8_0")), tmp_path / "peers.json"
     few = ("--concurrency", "1", "--repeats", "1", "--warm-up", "0", "--tokens", "4", "--prompt", "6", "--threads", "1")
     without = ["continuous", *([] if find_spec("llama_cpp") else ["llama.cpp"])]

@@ -1,4 +1,6 @@
-"""The model of a device does its sums right, agrees with what the embedded pair gives, and says that it is a model."""
+"""The model of a device does its sums right, agrees with what the embedded pair gives, and says
+that it is a model.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_times_follow_bandwidth_operations_and_counts() -> None:
 
 
 def test_the_model_fits_what_was_measured() -> None:
-    """8B with 0.6B on an H100; several drafts against the best single chain, many requests against few."""
+    """8B with 0.6B on an H100; several drafts against the best single chain, many requests against
+    few.
+    """
     pair = ModelPair(PAIR.target, PAIR.draft, DEVICES["h100"], 0.75)
     found = beside_measured(pair, Path(__file__).parents[2] / "docs/results/gpu/part-1-h100.json")
     assert len(found) == 8

@@ -1,4 +1,6 @@
-"""The check of exactness on a device finds wrong attention, pages and moves, which the damped pair hides."""
+"""The check of exactness on a device finds wrong attention, pages and moves, which the damped pair
+hides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kernels of a session on a device are compared and timed in groups that fail apart; here in Triton's interpreter."""
+"""Kernels of a session on a device are compared and timed in groups that fail apart; here in
+Triton's interpreter.
+"""
 
 from __future__ import annotations
 

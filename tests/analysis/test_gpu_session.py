@@ -1,4 +1,6 @@
-"""A session on a device leaves what it has found, whatever happens to its sections; run dry on a CPU."""
+"""A session on a device leaves what it has found, whatever happens to its sections; run dry on a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,9 @@ def test_a_fall_back_is_a_failure(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_recorded_steps_serve_the_arms() -> None:
-    """An arm is an engine around the models of one that has recorded steps; without them it would be a slow one."""
+    """An arm is an engine around the models of one that has recorded steps; without them it would
+    be a slow one.
+    """
     pytest.importorskip("triton")
     target = tiny.llama(1, layers=1)
     with tiny.with_recorded_steps([(0, 0), (1, 2)]):
@@ -213,7 +217,8 @@ def test_quantised_weights_are_measured_beside_the_others(tmp_path: Path) -> Non
     assert result["ended"] == "ended", (tmp_path / "log").read_text()[-2000:]
     assert result["found"]["failures"] == []
     of = result["found"]["weights"]
-    # On a CPU the decoder has its own int4, laid out when it first runs; torchao's are those of fp8.
+    # On a CPU the decoder has its own int4, laid out when it first runs; torchao's are those of
+    # fp8.
     assert of["fp8"]["memory_plan"]["weights"] < of["auto"]["memory_plan"]["weights"]
     assert all(0 < one["probe_distance"] < 1 and one["check"]["num_answers"] == 200 for one in of.values())
 

@@ -93,7 +93,8 @@ def test_findings_say_no_where_the_numbers_do() -> None:
 
     as_told = [row(0.2, 0.9, 0.92, 0.95), row(0.9, 0.8, 0.83, 0.83), row(1.4, 0.85, 0.88, 0.80)]
     held = [one["holds"] for one in optimal.findings(as_told)]
-    assert held == [True, True, True, False, True, True]  # the fourth is what the weighted race disproves
+    # The fourth is what the weighted race disproves.
+    assert held == [True, True, True, False, True, True]
     for missed in (0.07, -0.02):
         against = [
             row(0.2, 0.9, 0.88, 0.80, 0.01),
@@ -106,7 +107,9 @@ def test_findings_say_no_where_the_numbers_do() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_rejections_of_a_markov_chain_are_those_of_all_its_texts(batch: int) -> None:
-    """Merged states give what the enumeration of all prefixes gives; and the algorithm's runs agree with both."""
+    """Merged states give what the enumeration of all prefixes gives; and the algorithm's runs agree
+    with both.
+    """
     p, q = (laws[:4, :3, :3] for laws in theoretical.markov_chain(3))
     p, q = (laws / laws.sum(-1, keepdims=True) for laws in (p, q))
 
@@ -126,7 +129,9 @@ def test_rejections_of_a_markov_chain_are_those_of_all_its_texts(batch: int) -> 
 
 
 def test_rejections_are_counted_as_the_steps_went() -> None:
-    """Against a count by hand: drafts that are the target's own are never rejected, others as often as they differ."""
+    """Against a count by hand: drafts that are the target's own are never rejected, others as often
+    as they differ.
+    """
     target = tiny.llama(1)
     for draft, rejects in ((target, False), (tiny.llama(9), True)):
         pair = cases.ServedPair(tiny.build(target, draft), "", "tiny", 1, 20)
@@ -135,13 +140,16 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
         verified, rejections = theoretical.verified_and_rejected(answer)
         assert len(answer.tokens) == len(verified) == 20
         assert (rejections > 0) == rejects
-        # Between two bonus tokens lie four accepted ones; a rejection is verified, and its token counts.
+        # Between two bonus tokens lie four accepted ones; a rejection is verified, and its token
+        # counts.
         runs = [len(list(group)) for value, group in itertools.groupby(verified) if value]
         assert rejects or runs == [4, 4, 4, 4]
 
 
 def test_closed_forms_are_those_of_the_steps_that_were_served() -> None:
-    """With laws that differ: every rule's accepted tokens lie where its own closed form has them, not another's."""
+    """With laws that differ: every rule's accepted tokens lie where its own closed form has them,
+    not another's.
+    """
     pair = cases.ServedPair(tiny.build(tiny.llama(1), tiny.llama(9)), "", "tiny", 1, 24)
     prompts = [tuple(range(5 + i, 9 + i)) for i in range(15)]
 
@@ -194,7 +202,9 @@ def test_recorded_laws_are_laws(models: TinyModels) -> None:
 
 
 def test_recorded_lengths_of_equal_and_of_different_models() -> None:
-    """A draft that is the target is always kept; of others the weighted race keeps most of a single token."""
+    """A draft that is the target is always kept; of others the weighted race keeps most of a single
+    token.
+    """
     prompts, grid = [(5, 6, 7), (8, 9)], RacesGrid()
     for draft, is_equal in ((tiny.llama(1), True), (tiny.llama(9), False)):
         pair = cases.ServedPair(tiny.build(tiny.llama(1), draft), "", "tiny", 1, 16)

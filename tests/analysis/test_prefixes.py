@@ -1,4 +1,5 @@
-"""The prefix cache finds as much of a prompt with a head as without, and a head's tokens have the stated size.
+"""The prefix cache finds as much of a prompt with a head as without, and a head's tokens have the
+stated size.
 
 Requests with a few shared beginnings, four at once, to the embedded target with heads of random
 weights: what the cache finds depends on no weights.
@@ -37,7 +38,9 @@ class Prompts(NamedTuple):
 
 
 def load(kind: str) -> Engine:
-    """Return an engine of the embedded target with a head of one layer, or without a draft model."""
+    """Return an engine of the embedded target with a head of one layer, or without a draft
+    model.
+    """
     target = load_target("embedded")  # an engine takes the weights out of its target
     head = None if kind == "none" else random_head(kind, target, 1, LENGTH)
     config = EngineConfig(
@@ -50,7 +53,9 @@ def load(kind: str) -> Engine:
 
 
 def cell(kind: str, prompts: Prompts) -> dict[str, object]:
-    """Answer the requests; return tokens asked for and found, and bytes of one token in target and head."""
+    """Answer the requests; return tokens asked for and found, and bytes of one token in target and
+    head.
+    """
     engine = load(kind)
     drafts = Speculation(rule="block", num_drafts=1, draft_length=LENGTH)
     beginnings = itertools.cycle(random_prompts(prompts.beginnings, prompts.shared, 0))
@@ -86,7 +91,9 @@ def token_bytes(runner: ModelRunner) -> int:
 
 @pytest.mark.parametrize("kind", ["none", "dflash"])
 def test_requests_find_the_whole_blocks_of_beginnings_that_others_computed(kind: str) -> None:
-    """Two beginnings of two blocks and a half, six requests: all but the first two find two blocks."""
+    """Two beginnings of two blocks and a half, six requests: all but the first two find two
+    blocks.
+    """
     measured = cell(kind, Prompts(requests=6, beginnings=2, shared=40, own=5))
     assert (measured["cached_prompt_tokens"], measured["queries"]) == (4 * 32, 6 * 45)
     assert (measured["head_bytes_per_token"] == 0) == (kind == "none")

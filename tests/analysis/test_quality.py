@@ -16,7 +16,9 @@ from demo import bench_pair
 
 
 def test_a_difference_is_of_all_tokens_and_its_interval_of_texts() -> None:
-    """Texts of 10 and 30 tokens that lose 0.1 nats a token, and texts that lose between 0 and 0.2."""
+    """Texts of 10 and 30 tokens that lose 0.1 nats a token, and texts that lose between 0 and
+    0.2.
+    """
     found = quality.compared([10.0, 60.0], [11.0, 63.0], [10, 30])
     assert found["perplexity_before"] == pytest.approx(math.exp(70 / 40))
     assert found["perplexity"] == pytest.approx(math.exp(74 / 40))

@@ -1,4 +1,6 @@
-"""`analyze reports`: speedups that answers report, compared with plain answers to the same requests, in turns."""
+"""`analyze reports`: speedups that answers report, compared with plain answers to the same
+requests, in turns.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ TOKENS = 150
 
 @dataclass
 class FakeArm:
-    """Answers of 150 tokens, with a fixed number of tokens per step of a second; reports who stepped when."""
+    """Answers of 150 tokens, with a fixed number of tokens per step of a second; reports who
+    stepped when.
+    """
 
     name: str
     tokens: int

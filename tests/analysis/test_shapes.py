@@ -1,4 +1,6 @@
-"""`analyze shapes` predicts tokens a pass of every shape from the distributions along the target's own text."""
+"""`analyze shapes` predicts tokens a pass of every shape from the distributions along the target's
+own text.
+"""
 
 from __future__ import annotations
 

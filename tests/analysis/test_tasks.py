@@ -1,4 +1,6 @@
-"""Answers to the prompts of several tasks, measured on a small GGUF file (`analysis.peers --task-prompts`)."""
+"""Answers to the prompts of several tasks, measured on a small GGUF file (`analysis.peers
+--task-prompts`).
+"""
 
 from __future__ import annotations
 

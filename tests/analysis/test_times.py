@@ -1,4 +1,6 @@
-"""`polydraft analyze times` measures rules, steps and passes in turns, and refuses flags of another measurement."""
+"""`polydraft analyze times` measures rules, steps and passes in turns, and refuses flags of another
+measurement.
+"""
 
 from __future__ import annotations
 

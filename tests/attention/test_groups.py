@@ -36,8 +36,8 @@ CONFIGS: dict[str, Any] = {
 
 
 def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
-    """Prompts of nine sequences in scattered blocks, then a decode step of them: single tokens and trees, some of which
-    see no key before the sixth.
+    """Prompts of nine sequences in scattered blocks, then a decode step of them: single tokens and
+    trees, some of which see no key before the sixth.
     """
     chance = np.random.default_rng(seed)
     blocks = chance.permutation(200).tolist()
@@ -169,7 +169,8 @@ def seen_in(groups: list[Group]) -> dict[int, tuple[int, dict[int, int]]]:
 
 
 def test_every_row_sees_what_its_place_allows() -> None:
-    """Chunks, single tokens, trees, nodes below cached ones; some begin at a later key; blocks in order and scattered.
+    """Chunks, single tokens, trees, nodes below cached ones; some begin at a later key; blocks in
+    order and scattered.
 
     All together, two of them, and each alone.
     """

@@ -1,6 +1,8 @@
-"""A synthetic GPU: a pass takes as long as reading its weights or computing its tokens, and some steps are recorded.
+"""A synthetic GPU: a pass takes as long as reading its weights or computing its tokens, and some
+steps are recorded.
 
-Steps advance a simulated clock. Calibration, scheduler, controller and telemetry are the engine's own.
+Steps advance a simulated clock. Calibration, scheduler, controller and telemetry are the engine's
+own.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ NOISE = 0.01
 
 
 def _pass_s(num_weights: float, tokens: float, attended_bytes: float, launches_s: float) -> float:
-    """Return the seconds of a pass whose launches take the host this long; the device works meanwhile."""
+    """Return the seconds of a pass whose launches take the host this long; the device works
+    meanwhile.
+    """
     device_s = max(2 * num_weights / BYTES_PER_S, 2 * num_weights * tokens / FLOPS) + attended_bytes / BYTES_PER_S
     return max(device_s, launches_s) + 0.0003
 
@@ -88,7 +92,9 @@ class Device:
         return parts_s(work, is_eager, self.num_weights)
 
     def carry_out(self, plan: Plan) -> None:
-        """Advance the clock by the step's time; only a plan with a recorded shape is not launched one by one."""
+        """Advance the clock by the step's time; only a plan with a recorded shape is not launched
+        one by one.
+        """
         self.telemetry.is_eager = self.recorded.find(plan) is None
         draft_s, rest_s = parts_s(StepWork.of(plan), self.telemetry.is_eager, self.num_weights)
         with self.telemetry.phase("parts"):
@@ -98,7 +104,9 @@ class Device:
 
 
 class Load:
-    """Requests that follow one another at a number of clients: every answer is followed by another prompt."""
+    """Requests that follow one another at a number of clients: every answer is followed by another
+    prompt.
+    """
 
     def __init__(
         self,
@@ -151,7 +159,9 @@ class Load:
                 self.submit(self.answer)
 
     def verdict(self, plan: Plan) -> StepVerdict:
-        """Accept each drafted token by chance, given those before it; more often with more chains."""
+        """Accept each drafted token by chance, given those before it; more often with more
+        chains.
+        """
         return StepVerdict(tuple([self.emission(row.num_drafts, row.draft_length) for row in plan.sampling_rows]))
 
     def emission(self, num_drafts: int, length: int) -> Emission:

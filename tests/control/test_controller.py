@@ -1,4 +1,6 @@
-"""The controller on simulated machines: never slower than plain decoding, near the best shape, for any load."""
+"""The controller on simulated machines: never slower than plain decoding, near the best shape, for
+any load.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def mostly(shapes: list[Shape]) -> Shape:
     return Counter(shapes).most_common(1)[0][0]
 
 
-# -- never slower, and near the best ----------------------------------------------------------------------------------
+# -- never slower, and near the best ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_requests", grid([1, 4, 16], {4}))
@@ -67,7 +69,9 @@ def test_drafting_that_is_slower_than_measured_costs_little(slow: float) -> None
 
 
 def test_many_requests_draft_less_than_few() -> None:
-    """Sixty-four requests fill the machine: further nodes are not worth their time. Then they leave, one by one."""
+    """Sixty-four requests fill the machine: further nodes are not worth their time. Then they
+    leave, one by one.
+    """
     machine = Machine(row_s=0.0002)
     server = Server(machine, dict.fromkeys(range(64), 0.7))
     everybody, nodes = server.sequences, []
@@ -82,7 +86,7 @@ def test_many_requests_draft_less_than_few() -> None:
     assert nodes[1] == pytest.approx(nodes[3], rel=0.3)
 
 
-# -- what is tried ----------------------------------------------------------------------------------------------------
+# -- what is tried ---------------------------------------------------------------------------------
 
 
 def without_trials() -> contextlib.AbstractContextManager[Any]:
@@ -91,7 +95,8 @@ def without_trials() -> contextlib.AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("tries", [True, False])
 def test_plain_steps_show_that_plain_decoding_is_faster_than_it_was(tries: bool) -> None:
-    """All was measured on a busy machine, plain decoding most of all: speculation looked like a gain and is a loss.
+    """All was measured on a busy machine, plain decoding most of all: speculation looked like a
+    gain and is a loss.
 
     The wrong variant trusts what was measured, as nothing contradicts it while it drafts.
     """
@@ -144,7 +149,9 @@ def test_a_trial_of_plain_steps_goes_on_while_requests_come_and_go() -> None:
 
 
 def test_a_trial_of_plain_steps_ends_where_others_draft() -> None:
-    """Such steps are not informative about plain ones; and a burst of requests need not wait for the caches."""
+    """Such steps are not informative about plain ones; and a burst of requests need not wait for
+    the caches.
+    """
     for others, more in (([(1, 1)], []), ([], [sequence(1), sequence(2)])):
         server = Server(Machine(), {0: 0.8})
         while server.controller.choice.shape != PLAIN:
@@ -171,7 +178,7 @@ def test_no_plain_step_is_tried_beside_requests_that_draft_in_any_case() -> None
         assert controller.fanout(request)
 
 
-# -- what it adapts to ------------------------------------------------------------------------------------------------
+# -- what it adapts to -----------------------------------------------------------------------------
 
 
 def test_a_useless_drafter_is_given_up_soon_and_for_the_next_request_too() -> None:
@@ -199,7 +206,9 @@ def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
 
 @pytest.mark.parametrize(("times", "fewest", "most"), [(0.1, 2, 14), (1.0, 16, 28), (10.0, 40, 56)])
 def test_choices_are_few_while_plain_decoding_is_the_best(times: float, fewest: int, most: int) -> None:
-    """A choice takes time that plain decoding without a controller does not need; slow steps hide it."""
+    """A choice takes time that plain decoding without a controller does not need; slow steps hide
+    it.
+    """
     server = Server(Machine(node_s=0.002, times=times), {1: 0.0})
     server.run(256)
     choices = {id(choice): choice for choice in _choices(server, 320)}
@@ -245,8 +254,8 @@ def test_a_shape_that_is_slower_than_measured_gives_way_to_another_not_to_plain_
 def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Plain decoding seems faster at first, because its steps were measured before. The wrong variant assumes that
-    only drafting has become slower.
+    """Plain decoding seems faster at first, because its steps were measured before. The wrong
+    variant assumes that only drafting has become slower.
     """
     num_plain = {}
     for drift in (0.03, 0.0):
@@ -268,7 +277,7 @@ def test_a_choice_is_kept_until_another_is_clearly_better() -> None:
     assert shapes.count(mostly(shapes)) > 320
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 @given(num_drafts=st.integers(1, 16), draft_length=st.integers(1, 16))

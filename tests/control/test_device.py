@@ -1,4 +1,6 @@
-"""A GPU whose steps are recorded in part: times, shapes and prompts follow from calibration on a synthetic one."""
+"""A GPU whose steps are recorded in part: times, shapes and prompts follow from calibration on a
+synthetic one.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ READING = [reading(work, prompt) for work in (DECODING[3], *DRAFTING[15:19]) for
 
 @pytest.mark.parametrize("knows_eager", [True, False])
 def test_recorded_and_other_steps_are_predicted(device: Device, knows_eager: bool) -> None:
-    """The wrong variant charges the tokens that the draft model reads for what passes launched one by one take."""
+    """The wrong variant charges the tokens that the draft model reads for what passes launched one
+    by one take.
+    """
     times = times_of(device, knows_eager)
     ratios = errors(times, device, [*DECODING, *DRAFTING, *READING])
     assert (abs(ratios).max() < 0.08) == knows_eager, ratios
@@ -69,8 +73,9 @@ def test_a_device_without_recorded_steps_is_predicted(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("measures_large", [True, False])
 def test_large_chunks_of_prompts_are_predicted(device: Device, measures_large: bool) -> None:
-    """A GPU takes as long for 128 tokens as for one, which says nothing of 2,048. The wrong variant stops there, as on
-    a CPU: a step after a long text takes much longer than it may, and plain steps seem slow after those with prompts.
+    """A GPU takes as long for 128 tokens as for one, which says nothing of 2,048. The wrong variant
+    stops there, as on a CPU: a step after a long text takes much longer than it may, and plain
+    steps seem slow after those with prompts.
     """
     small = instead(calibration, "_chunks_on_device", lambda *_: [32, 128])
     with nullcontext() if measures_large else small:
@@ -125,7 +130,9 @@ def test_recorded_steps_follow_from_sizes(device: Device) -> None:
 
 
 def served(device: Device, times: StepTimes, speculation: Speculation, num_steps: int = 500) -> tuple[float, float]:
-    """Return (tokens per second, reported speedup) of 16 clients with prompts of 1,000 tokens and answers of 128."""
+    """Return (tokens per second, reported speedup) of 16 clients with prompts of 1,000 tokens and
+    answers of 128.
+    """
     device.serve_anew(times)
     load = Load(device, 16, 1000, 128, speculation)
     rate = load.rate(num_steps)
@@ -144,8 +151,8 @@ def best() -> float:
 
 @pytest.mark.parametrize("wrong", ["", "all steps are recorded", "drafts with prompts"])
 def test_adaptive_requests_with_prompts_are_as_fast_as_the_best_shape(device: Device, best: float, wrong: str) -> None:
-    """The wrong variants decode plainly, because reading prompts seems to take the draft model long; or draft in steps
-    with prompts, whose passes are not recorded.
+    """The wrong variants decode plainly, because reading prompts seems to take the draft model
+    long; or draft in steps with prompts, whose passes are not recorded.
     """
     points, options = device.measured(), {"is_eager": device.recorded.is_eager}
     always = instead(Controller, "drafts_with_prompt", lambda *_: True)
@@ -218,7 +225,9 @@ def unaware(choose: Any, controller: Controller, *asked: Any) -> None:
 def test_drafts_of_steps_that_are_never_recorded_are_priced_as_they_run(
     device: Device, clients: int, knows_eager: bool
 ) -> None:
-    """The wrong variant takes their passes for recorded ones, and is no faster than plain decoding."""
+    """The wrong variant takes their passes for recorded ones, and is no faster than plain
+    decoding.
+    """
     rates = []
     for speculation in (OFF, LIMITS):
         device.serve_anew(times_of(device))
@@ -265,7 +274,8 @@ def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str
             options.clear()
             load.step()
             taken = load.works[-1]
-            reads = taken.prompt > 0 or taken.read > taken.drafting  # which the controller does not know yet
+            # Which the controller does not know yet.
+            reads = taken.prompt > 0 or taken.read > taken.drafting
             for work in options[-1].works if options and not reads else ():
                 if (work.shape, work.rows, work.nodes) == (taken.shape, taken.rows, taken.nodes):
                     num_compared += 1
@@ -301,7 +311,9 @@ def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, retu
 def test_drafts_wait_for_prompts_if_their_passes_take_longer_than_their_tokens(
     monkeypatch: pytest.MonkeyPatch, num_weights: float, is_recorded: bool, drafts: bool
 ) -> None:
-    """With a large target each token is worth them. If nothing is recorded, prompts change nothing."""
+    """With a large target each token is worth them. If nothing is recorded, prompts change
+    nothing.
+    """
     device = Device(monkeypatch, bool(is_recorded), num_weights)
     device.serve_anew(times_of(device))
     load = Load(device, 4, 60, 100, LIMITS)
@@ -312,6 +324,7 @@ def test_drafts_wait_for_prompts_if_their_passes_take_longer_than_their_tokens(
     controller = device.scheduler.controller
     assert controller is not None
     assert controller.drafts_with_prompt(0)
-    if not drafts:  # the draft model has read the others' texts meanwhile, so the next step is a recorded one
+    # The draft model has read the others' texts meanwhile, so the next step is a recorded one.
+    if not drafts:
         after = [later for work, later in zip(load.works, load.works[1:], strict=False) if work.prompt > later.prompt]
         assert np.mean([device.recorded.is_eager(work) for work in after]) < 0.1

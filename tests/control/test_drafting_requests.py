@@ -1,4 +1,6 @@
-"""Which requests draft: their neighbours, prompts, lags, limits and ends decide about what drafting is worth."""
+"""Which requests draft: their neighbours, prompts, lags, limits and ends decide about what drafting
+is worth.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_free_nodes_are_drafted_and_dear_ones_are_not() -> None:
 
 
 def with_acceptance(controller: Controller, accepted: dict[int, float]) -> Controller:
-    """Return the controller after steps with this acceptance of first tokens, by number of chains."""
+    """Return the controller after steps with this acceptance of first tokens, by number of
+    chains.
+    """
     for num_drafts, share in accepted.items():
         for number in range(400):
             controller.acceptance.observe(num_drafts, 1, int(number % 10 < 10 * share))
@@ -27,8 +31,9 @@ def with_acceptance(controller: Controller, accepted: dict[int, float]) -> Contr
 
 
 def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
-    """Few nodes are free and more are not: alone a request drafts, with its neighbours' trees it does not. The wrong
-    variant counts the neighbours as requests without nodes, of which any number is free here.
+    """Few nodes are free and more are not: alone a request drafts, with its neighbours' trees it
+    does not. The wrong variant counts the neighbours as requests without nodes, of which any number
+    is free here.
     """
     chosen = []
     for others in ([], [(4, 1, 1, 1, 1)] * 2, [()] * 2):
@@ -39,8 +44,9 @@ def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
 
 
 def test_gains_of_neighbours_by_their_drafts_count() -> None:
-    """A node more makes the step longer by nearly a fifth: too much where all wait for it, if a neighbour emits two
-    tokens a step. The wrong variant takes it to emit one."""
+    """A node more makes the step longer by nearly a fifth: too much where all wait for it, if a
+    neighbour emits two tokens a step. The wrong variant takes it to emit one.
+    """
     for accepted, drafts in ((1.0, False), (0.0, True)):
         controller = with_acceptance(controller_of(row_s=1e-6, node_s=0.0082), {1: 0.5, 4: accepted})
         controller.choose([sequence(1, 1, 1)], [(4,)])
@@ -48,7 +54,9 @@ def test_gains_of_neighbours_by_their_drafts_count() -> None:
 
 
 def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
-    """Enough is gained for long answers, but not where every answer begins with a long prompt to be read."""
+    """Enough is gained for long answers, but not where every answer begins with a long prompt to be
+    read.
+    """
     for num_prompt, num_emitted, drafts in ((0, 20, True), (200, 20, False), (200, 2000, True)):
         controller = controller_of(node_s=0.004, read_s=0.0003)
         assert controller.reads, "nothing is known yet"
@@ -59,8 +67,10 @@ def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
 
 
 def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
-    """Plain decoding does not stay the choice because prompts were left unread: many that are far behind draft, if
-    their answers are long enough. The wrong variant charges all that is behind to a few steps."""
+    """Plain decoding does not stay the choice because prompts were left unread: many that are far
+    behind draft, if their answers are long enough. The wrong variant charges all that is behind to
+    a few steps.
+    """
     for num_emitted, drafts in ((1000, True), (10, False)):
         controller = controller_of(node_s=0.004, read_s=0.0003)
         for _ in range(40):
@@ -80,7 +90,9 @@ def test_requests_far_behind_decode_plainly_next_to_drafting_requests() -> None:
 
 
 def test_longer_texts_make_drafts_worth_more() -> None:
-    """More tokens share the cost that is added to every step; texts of other requests count, too."""
+    """More tokens share the cost that is added to every step; texts of other requests count,
+    too.
+    """
     for num_text, drafts in ((9, False), (4000, True)):
         controller, request = controller_of(node_s=0.015, text_s=1e-5), sequence(1)
         request.tokens += [1] * num_text
@@ -123,7 +135,9 @@ def test_the_end_of_one_answer_does_not_stop_the_reading_of_the_next_prompt() ->
 
 
 def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it() -> None:
-    """Drafts worth a little less than they take are kept: who stops, and starts again, must be caught up with."""
+    """Drafts worth a little less than they take are kept: who stops, and starts again, must be
+    caught up with.
+    """
     drafting: Callable[[Controller], set[int]] = lambda controller: controller.choice.drafting & {2, 3}  # noqa: E731
     good, weak, bad = sequence(1, 1, 1), sequence(2, 1, 1), sequence(3, 1, 1)
     for request, num_taken in ((good, 400), (weak, 150), (bad, 20)):

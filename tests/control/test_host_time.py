@@ -73,7 +73,9 @@ def test_a_controller_that_claims_more_than_there_was_changes_nothing() -> None:
 
 
 def test_cold_steps_do_not_count() -> None:
-    """A single plain step between drafting ones, as at the end of an answer, takes as long around it as those."""
+    """A single plain step between drafting ones, as at the end of an answer, takes as long around
+    it as those.
+    """
     times = StepTimes(Machine().points())
     for work, host_s in [(plain(1), 0.0002)] * 60 + [(chains(1, (1, 3)), 0.0003), (plain(1), 0.0003)] * 500:
         times.observe(work, *Machine().parts_s(work), 0.0, host_s)

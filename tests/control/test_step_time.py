@@ -1,4 +1,6 @@
-"""The model of step times: fitted to measured steps, it follows the machine, and prompts and plain steps come out."""
+"""The model of step times: fitted to measured steps, it follows the machine, and prompts and plain
+steps come out.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def errors(times: StepTimes, machine: Machine, works: list[StepWork]) -> np.ndar
     return times.step_s(works) / np.array([machine.step_s(work) for work in works]) - 1
 
 
-# -- what a step does -------------------------------------------------------------------------------------------------
+# -- what a step does ------------------------------------------------------------------------------
 
 
 def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
@@ -114,7 +116,7 @@ def test_nodes_of_the_last_depth_are_in_no_pass_of_the_draft_model() -> None:
     assert draft_passes(((1,), (4, 4, 4), (2, 2))) == (3, 6, 4)
 
 
-# -- fitting ----------------------------------------------------------------------------------------------------------
+# -- fitting ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("costs", [{}, {"node_s": 1e-6}, {"free_tokens": 16, "node_s": 0.003}, {"text_s": 1e-6}])
@@ -145,7 +147,9 @@ def test_each_token_of_a_longer_text_takes_longer(measured: tuple[int, ...]) -> 
 
 
 def test_a_lone_request_is_computed_in_a_way_of_its_own() -> None:
-    """On a CPU, several sequences cost a fixed amount more than one, and more for each token of their texts."""
+    """On a CPU, several sequences cost a fixed amount more than one, and more for each token of
+    their texts.
+    """
 
     def parts_s(work: StepWork) -> tuple[float, float]:
         together = work.rows > 1
@@ -201,12 +205,14 @@ def test_a_start_that_finds_all_steps_slower_scales_them() -> None:
     assert abs(errors(times, machine, [USUAL, StepWork(rows=4, text=4), USUAL.plain])).max() < 0.03
 
 
-# -- following the steps ----------------------------------------------------------------------------------------------
+# -- following the steps ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drift", [0.03, 0.0])
 def test_steps_with_drafts_tell_that_the_machine_is_slower_now(drift: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slower machine is seen without a plain step. The wrong variant takes the machine to be as it was."""
+    """A slower machine is seen without a plain step. The wrong variant takes the machine to be as
+    it was.
+    """
     machine = Machine(noise=0.08)
     monkeypatch.setattr(step_time, "_MACHINE_DRIFT", drift)
     times = StepTimes(machine.points())
@@ -262,7 +268,8 @@ def test_the_first_step_of_a_shape_behind_others_tells_nothing() -> None:
 
 @pytest.mark.parametrize("believed", [False, True])
 def test_a_plain_step_takes_what_it_takes_among_plain_steps(believed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of plain decoding begin with slow steps, as drafting ones have left other weights in the caches.
+    """Trials of plain decoding begin with slow steps, as drafting ones have left other weights in
+    the caches.
 
     The wrong variant believes these steps as much as the later ones.
     """
@@ -311,7 +318,9 @@ def test_old_observations_give_way_to_measurements(pause_s: float) -> None:
 
 
 def test_uncertainty_is_that_of_how_shapes_compare() -> None:
-    """Uncertainty about the machine is common to all shapes; unseen shapes are uncertain, seen ones are not."""
+    """Uncertainty about the machine is common to all shapes; unseen shapes are uncertain, seen ones
+    are not.
+    """
     machine = Machine(noise=0.05)
     times = StepTimes(machine.points())
     works = [USUAL.plain, USUAL, chains(1, (2, 5))]
@@ -323,7 +332,9 @@ def test_uncertainty_is_that_of_how_shapes_compare() -> None:
 
 
 def test_the_variance_stays_one_over_many_steps() -> None:
-    """For steps of every size, with pauses: no direction gets a negative variance, nothing grows without bound."""
+    """For steps of every size, with pauses: no direction gets a negative variance, nothing grows
+    without bound.
+    """
     machine, random = Machine(noise=0.2), np.random.default_rng(3)
     times = StepTimes(machine.points())
     works = [chains(int(rows), shape) for rows in (1, 5, 16, 60) for shape in ((1, 1), (1, 5), (4, 3))]

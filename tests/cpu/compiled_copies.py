@@ -23,8 +23,8 @@ def copy_of_products(
 ) -> ModuleType:
     """A copy of `block_products` and of what it imports; nothing of it is cached.
 
-    features: of the processor, with commas; None is the one at hand. changes: of the source text, each of a text that
-    it has once.
+    features: of the processor, with commas; None is the one at hand. changes: of the source text,
+    each of a text that it has once.
     """
     from numba import njit
     from numba.core.registry import cpu_target

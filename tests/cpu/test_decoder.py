@@ -1,4 +1,6 @@
-"""The CPU's decoder gives the numbers of transformers, for every type of weights, and wrong ones are found out."""
+"""The CPU's decoder gives the numbers of transformers, for every type of weights, and wrong ones
+are found out.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ STEPS = [[0, 1], [2, 8, 3], EVERY_STEP, *([number] for number in EVERY_STEP)]
 
 
 def numbers(loaded: Any, backend: Backend, steps: list[list[int]] = STEPS, taps: tuple[int, ...] = ()) -> Numbers:
-    """Logits of steps of single tokens and trees after prompts; all keys, all values (with taps: hidden states)."""
+    """Logits of steps of single tokens and trees after prompts; all keys, all values (with taps:
+    hidden states).
+    """
     shape = find_kv_shape(loaded)
     if taps:
         shape = replace(shape, hidden_dim=loaded.model.config.hidden_size, taps=taps)
@@ -103,7 +107,8 @@ def test_small_types_have_the_numbers_of_float32(name: str, dtype: torch.dtype) 
     assert agree(found, numbers(loaded, TransformersBackend(loaded.model)))
 
 
-# Largest error of a weight as a share of the largest one: half a step in 8 bits; in 4 bits the largest is cut off.
+# Largest error of a weight as a share of the largest one: half a step in 8 bits; in 4 bits the
+# largest is cut off.
 SMALL: dict[Form, tuple[Forms, float]] = {
     "int8": (Forms("int8", "int8"), 1 / 253),
     "int4": (Forms("int4", "int8"), 1 / 5),
@@ -114,7 +119,9 @@ SMALL: dict[Form, tuple[Forms, float]] = {
 @pytest.mark.parametrize("form", SMALL)
 @pytest.mark.parametrize("name", grid(["llama", "llama, tied, wide heads", "qwen2", "llama, odd sizes"], ["qwen2"]))
 def test_few_bits_have_the_numbers_that_they_stand_for(name: str, form: Form) -> None:
-    """Those of a model with these weights whose layers round their rows, and not those of one whose layers do not."""
+    """Those of a model with these weights whose layers round their rows, and not those of one whose
+    layers do not.
+    """
     if form == "pairs" and not HAS_PAIRS:
         pytest.skip("this processor has no dot products of bfloat16")
     forms, step = SMALL[form]
@@ -131,13 +138,16 @@ def test_few_bits_have_the_numbers_that_they_stand_for(name: str, form: Form) ->
     unrounded = numbers(loaded, TransformersBackend(loaded.model))
     with rows_rounded(loaded.model, form):
         rounded = numbers(loaded, TransformersBackend(loaded.model))
-    # A number that is nearly between two is rounded to another one than in transformers, which later layers amplify.
+    # A number that is nearly between two is rounded to another one than in transformers, which
+    # later layers amplify.
     distances = [float((found[0] - logits[0]).abs().max()) for logits in (rounded, unrounded)]
     assert distances[0] < 0.25 * distances[1]
 
 
 def test_k_and_v_in_bfloat16_are_the_rounded_ones() -> None:
-    """The first layer's depend on no K/V; what depends on them differs by what the probe allows bfloat16."""
+    """The first layer's depend on no K/V; what depends on them differs by what the probe allows
+    bfloat16.
+    """
     loaded = randomised(MODELS["llama"], seed=5)
     found = numbers(loaded, CpuDecoder(loaded.model, kv_dtype=torch.bfloat16))
     plain = numbers(loaded, CpuDecoder(loaded.model))
@@ -160,7 +170,9 @@ def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
 
 
 def test_results_depend_on_nothing_else_in_a_pass() -> None:
-    """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do not divide."""
+    """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do
+    not divide.
+    """
     # 13 blocks hold all tokens of `passes`, whatever a block's width.
     sizes = {**SIZES, "intermediate_size": 5 * BLOCK, "hidden_size": 3 * BLOCK, "vocab_size": 13 * BLOCK}
     loaded = randomised(transformers.LlamaConfig(**sizes, head_dim=8), seed=5)
@@ -177,7 +189,8 @@ def test_results_depend_on_nothing_else_in_a_pass() -> None:
 
 
 def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
-    """`weights.aligned` for numbers that end `shift` numbers before memory that must not be read, all bytes 255.
+    """`weights.aligned` for numbers that end `shift` numbers before memory that must not be read,
+    all bytes 255.
 
     As float32 and bfloat16 these bytes are NaN.
     """
@@ -202,7 +215,9 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", grid(["llama", "qwen2", "llama, odd sizes"], ["llama, odd sizes"]))
 @pytest.mark.parametrize("forms", [*(forms for forms, _ in SMALL.values()), Forms("bfloat16", "bfloat16"), None])
 def test_results_do_not_depend_on_memory(name: str, forms: Forms | None, shift: int) -> None:
-    """Weights and working memory at any alignment, filled with NaN before, and next to memory that is not there."""
+    """Weights and working memory at any alignment, filled with NaN before, and next to memory that
+    is not there.
+    """
     loaded = randomised(MODELS[name], seed=5)
     if forms and forms.layers == "pairs" and not HAS_PAIRS:
         pytest.skip("this processor has no dot products of bfloat16")
@@ -222,12 +237,16 @@ def test_tokens_without_an_embedding_are_refused(token: int) -> None:
 
 
 def test_the_generator_of_parts_is_not_cached() -> None:
-    """Code that is compiled in a later process, such as that for another type of weights, could not use it."""
+    """Code that is compiled in a later process, such as that for another type of weights, could not
+    use it.
+    """
     assert isinstance(shared_work.claimed._cache, NullCache)
 
 
 def test_helpers_take_part() -> None:
-    """A pass of many rows gives them the time to wake up; without them the test above would show nothing."""
+    """A pass of many rows gives them the time to wake up; without them the test above would show
+    nothing.
+    """
     if TEAM.grow(1) < 1:
         pytest.skip("this system has no helpers")
     counts = np.zeros(1, dtype=np.int64)
@@ -251,7 +270,8 @@ def test_the_model_may_lose_its_own_weights() -> None:
     decoder = CpuDecoder(loaded.model)
     before = numbers(loaded, decoder)
     mapped = [weight.data for weight in loaded.model.parameters()]
-    assert decoder.prepare(lambda: True) < 1.7 * plain_bytes  # blocks are padded, which matters where all is small
+    # Blocks are padded, which matters where all is small.
+    assert decoder.prepare(lambda: True) < 1.7 * plain_bytes
     assert loaded.weight_bytes < 0.1 * plain_bytes
     # One remaining view of a mapped file would keep the whole file in memory.
     for weight, mapped_weight in zip(loaded.model.parameters(), mapped, strict=True):
@@ -309,7 +329,9 @@ WRONG_MODELS: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize("wrong", WRONG_MODELS)
 def test_wrong_models_are_found_out(wrong: str) -> None:
-    """The comparison finds them, and so does the probe at start, after which the model runs through torch."""
+    """The comparison finds them, and so does the probe at start, after which the model runs through
+    torch.
+    """
     name, spoil = WRONG_MODELS[wrong]
     loaded = randomised(MODELS[name], seed=5)
     decoder = CpuDecoder(loaded.model)
@@ -361,7 +383,8 @@ def test_cores_are_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_disturbed(num_rows: int) -> None:
         run(num_rows)
-        clock[0] += 9.0 * (next(num_runs) % 3 > 0) * (decoder.cores[0] > 1)  # another process often has the core
+        # Another process often has the core.
+        clock[0] += 9.0 * (next(num_runs) % 3 > 0) * (decoder.cores[0] > 1)
 
     with instead(TEAM, "grow", lambda _, most: most):
         decoder.tune(run_disturbed, 3)

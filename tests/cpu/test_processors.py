@@ -1,8 +1,10 @@
-"""Kernels of a CPU are right on processors with AVX-512, with AVX2 and with neither, whichever one runs the tests.
+"""Kernels of a CPU are right on processors with AVX-512, with AVX2 and with neither, whichever one
+runs the tests.
 
-Numba, oneDNN and torch read the processor's features when they are imported, so the tests of the kernels run once more
-in a process that is limited to fewer of them. With the block width of the machine, Numba is not limited: its kernels
-are those that are compiled already, for all features of the machine.
+Numba, oneDNN and torch read the processor's features when they are imported, so the tests of the
+kernels run once more in a process that is limited to fewer of them. With the block width of the
+machine, Numba is not limited: its kernels are those that are compiled already, for all features of
+the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ simd_vectors = pytest.importorskip("engine.cpu.compiled.simd_vectors")
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 ROOT = Path(__file__).resolve().parents[2]
 AVX512 = ["avx512f", "avx512bw", "avx512dq", "avx512vl"]
-# By instruction set: the processor and its features for Numba, the limit for oneDNN, the one for torch.
+# By instruction set: the processor and its features for Numba, the limit for oneDNN, the one for
+# torch.
 PROCESSORS = {
     "AVX-512": ("skylake-avx512", [*AVX512, "avx2", "fma"], "AVX512_CORE", "avx512"),
     "AVX2": ("haswell", ["avx2", "fma"], "AVX2", "avx2"),
@@ -42,7 +45,8 @@ TESTS = [
     "tests/kernels/test_block_kernels.py",
 ]
 
-# Wrong variants, which show that a comparison finds them, are compiled for the processor at hand alone.
+# Wrong variants, which show that a comparison finds them, are compiled for the processor at hand
+# alone.
 RUN = """
 import sys
 import pytest
@@ -55,10 +59,11 @@ sys.exit(status)
 
 
 def limited_to(name: str, is_at_hand: bool) -> dict[str, str]:
-    """Environment in which kernels are compiled for this processor, and new memory is filled with -1.7e38.
+    """Environment in which kernels are compiled for this processor, and new memory is filled with
+    -1.7e38.
 
-    is_at_hand: whether the machine's own kernels have blocks of this width; these run then, for all its features, and
-    only oneDNN and torch are limited.
+    is_at_hand: whether the machine's own kernels have blocks of this width; these run then, for all
+    its features, and only oneDNN and torch are limited.
     """
     processor, features, onednn, torch_capability = PROCESSORS[name]
     limits = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features)}

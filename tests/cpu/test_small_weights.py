@@ -1,7 +1,8 @@
-"""Answers of targets in few bits have the distribution of these targets, on every kind of path, with equal seeds
-giving equal answers in any company.
+"""Answers of targets in few bits have the distribution of these targets, on every kind of path,
+with equal seeds giving equal answers in any company.
 
-The exact distribution is that of transformers with the numbers that the bits stand for, whose layers round their rows.
+The exact distribution is that of transformers with the numbers that the bits stand for, whose
+layers round their rows.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def test_formats_that_would_change_nothing_are_refused(wanted: dict[str, Any], m
 
 
 def test_wrong_targets_and_drafts_are_noticed() -> None:
-    """Answers of the target in 4 bits are not those of the plain one, and drafts of another distribution are found."""
+    """Answers of the target in 4 bits are not those of the plain one, and drafts of another
+    distribution are found.
+    """
     forms, sampling = forms_of(torch.float32, "int4"), SAMPLINGS["plain"]
     right = exact(forms, sampling)
     counts = counted("int4", SPECULATIONS["bv_race 3"], sampling)
@@ -132,7 +135,9 @@ def test_wrong_targets_and_drafts_are_noticed() -> None:
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_answers_of_a_seed_are_the_same_in_any_company(weights: Any) -> None:
-    """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of a pass."""
+    """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of
+    a pass.
+    """
     target = tiny.llama(1)
     draft = tiny.perturbed(target, 2, 0.02)
     chains = drafts("bv_race", 3, length=3)

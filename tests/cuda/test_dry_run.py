@@ -1,4 +1,6 @@
-"""The path of a CUDA device, run on one that is not there: every operation is one that the device allows."""
+"""The path of a CUDA device, run on one that is not there: every operation is one that the device
+allows.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,8 @@ def asking(machine: Engine, speculation: Speculation, **wish: Any) -> Iterator[N
     min_tokens = wish.pop("min_tokens", 0)
     for number in range(2):
         sampling = {"temperature": 1.0, "seed": number, **wish}
-        text = [*range(5 + number, 12 + number), 0, 0, 0, 0, 8, 0, 0, 0]  # all answers are zeros: something to look up
+        # All answers are zeros: something to look up.
+        text = [*range(5 + number, 12 + number), 0, 0, 0, 0, 8, 0, 0, 0]
         one = tiny.request(str(number), text, speculation, 40, **sampling)
         limits = msgspec.structs.replace(one.limits, min_tokens=min_tokens)
         one = msgspec.structs.replace(one, limits=limits, **more)
@@ -152,7 +155,8 @@ WISHES: dict[str, tuple[Speculation, dict[str, Any], int, int]] = {
     "filters": (CHAINS, FILTERED, 1, 3),
     "greedy": (CHAINS, {"temperature": 0.0}, 1, 3),
     "over-acceptance": (Speculation(rule="token", num_drafts=1, draft_length=3, over_acceptance=0.2), {}, 1, 3),
-    # One copy more for the edits at each level and at the target's nodes; one for the places of tokens in paths.
+    # One copy more for the edits at each level and at the target's nodes; one for the places of
+    # tokens in paths.
     "plain, penalties": (tiny.OFF, {"frequency_penalty": 0.5}, 1, 3),
     "bias": (CHAINS, {"logit_bias": ((7, 1.0),)}, 1, 6),
     "penalties": (CHAINS, {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((7, 1.0),)}, 1, 7),
@@ -228,7 +232,7 @@ def test_a_rule_waits_for_its_verdict_alone(device: DryDevice, machine: Engine, 
     assert (found.reads > 1) == (rule in WAITING_RULES), device.places
 
 
-# -- models -----------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def build(target: Any, draft: Any = None) -> Engine:
@@ -259,7 +263,9 @@ WAITING_FAMILIES = {
 def test_every_family_is_recorded_or_served_without_recordings(
     device: DryDevice, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two families wait for the device in every pass: the start says where, and their steps are launched one by one."""
+    """Two families wait for the device in every pass: the start says where, and their steps are
+    launched one by one.
+    """
     engine = build(dry.moved(families.family(name)))
     assert engine.target.fast_paths["paged attention"]
     waits = WAITING_FAMILIES.get(name)
@@ -307,11 +313,14 @@ def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_comparisons_of_a_start_run(device: DryDevice) -> None:
-    """Kernels with plain operations, and models with plain transformers, in their type and in float32."""
+    """Kernels with plain operations, and models with plain transformers, in their type and in
+    float32.
+    """
     cases = choosing.cases
 
     def without_decide(_cases: Any, of: torch.device) -> Any:
-        return {name: one for name, one in cases(of).items() if name != "decide"}  # no device is asked to
+        # No device is asked to.
+        return {name: one for name, one in cases(of).items() if name != "decide"}
 
     # A thread would not have the checks of operations, which are those of this thread.
     one_by_one = instead(choosing, "in_threads", lambda _, *operands: map(*operands))
@@ -324,7 +333,7 @@ def test_comparisons_of_a_start_run(device: DryDevice) -> None:
         assert build(dry.moved(families.family("gemma2"))).target.fast_paths["paged attention"]
 
 
-# -- wrong variants ---------------------------------------------------------------------------------------------------
+# -- wrong variants --------------------------------------------------------------------------------
 
 
 def _reading(right: Any, values: Tensor) -> Tensor:

@@ -75,7 +75,9 @@ def running(speculation: Speculation) -> Engine:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_step_that_merges_reads_once_more(name: str) -> None:
-    """Tokens, verdicts and whether all numbers were finite come together; merging needs the tokens before."""
+    """Tokens, verdicts and whether all numbers were finite come together; merging needs the tokens
+    before.
+    """
     engine = running(SHAPES[name])
     for _ in range(3):
         with counted_reads() as counts:

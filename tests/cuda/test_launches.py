@@ -1,4 +1,5 @@
-"""Launches of a step on a device, counted on a CPU: each takes some microseconds, whatever it computes.
+"""Launches of a step on a device, counted on a CPU: each takes some microseconds, whatever it
+computes.
 
 Passes of the models are replayed as one launch; here they return synthetic logits.
 """
@@ -67,7 +68,9 @@ def without_model(_: Any, runner: ModelRunner, prepared: Pass, _drawn_T: Tensor 
 
 
 def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) -> tuple[Counter[str], Counter[str]]:
-    """Return the launches of drafting, and of verification, in a step whose requests all draft like this."""
+    """Return the launches of drafting, and of verification, in a step whose requests all draft like
+    this.
+    """
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
@@ -100,9 +103,11 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
 @pytest.mark.parametrize("num_requests", grid([1, 4], {4}))
 @pytest.mark.parametrize("speculation", [CHAIN, CHAINS], ids=["chain", "chains"])
 def test_a_drafted_level_costs_five_and_a_verdict_fourteen(speculation: Speculation, num_requests: int) -> None:
-    """The distribution in two, the draw in two, tokens out in one: of however many requests and chains.
+    """The distribution in two, the draw in two, tokens out in one: of however many requests and
+    chains.
 
-    Of a verdict's, four look for numbers that are not finite, and one packs everything for the host.
+    Of a verdict's, four look for numbers that are not finite, and one packs everything for the
+    host.
     """
     drafting, verification = launches_of(speculation, num_requests)
     assert drafting.total() <= 4 + LEVEL_LAUNCHES * speculation.draft_length, drafting
@@ -175,7 +180,9 @@ def recorded_step(
 def test_a_recorded_step_costs_ten_launches(
     machine: Engine, speculation: Speculation, wish: dict[str, Any], num_requests: int
 ) -> None:
-    """One copy to the device, three replays, one copy back; and for the K/V of each model a copy and a kernel."""
+    """One copy to the device, three replays, one copy back; and for the K/V of each model a copy
+    and a kernel.
+    """
     launches = recorded_step(machine, speculation, num_requests, None, **wish)
     assert launches["fill"] == launches["cpu"] == 1
     assert launches["replay"] == (3 if speculation.num_drafts else 2)
@@ -213,7 +220,8 @@ def test_a_plain_step_has_at_most_eight_launches() -> None:
 
 def test_top_p_adds_eleven_launches_a_level() -> None:
     drafting, verification = launches_of(CHAIN, 1, top_p=0.9)
-    # Memory for the search is cleared, distributions are copied for drafting; the parameters are laid out once.
+    # Memory for the search is cleared, distributions are copied for drafting; the parameters are
+    # laid out once.
     assert drafting.total() <= 5 + (LEVEL_LAUNCHES + 11) * CHAIN.draft_length, drafting
     assert verification.total() <= VERDICT_LAUNCHES + 11, verification
 
@@ -247,7 +255,9 @@ def test_the_copy_that_stores_logits_converts_them(machine: Engine) -> None:
 
 
 def test_a_layer_of_few_rows_is_ten_kernels() -> None:
-    """One of them merges the parts of a long text, which a short one has not. Besides layers, a pass has four."""
+    """One of them merges the parts of a long text, which a short one has not. Besides layers, a
+    pass has four.
+    """
     counts = []
     for num_layers in (2, 3):
         loaded = randomised(transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": num_layers}, head_dim=8), seed=3)

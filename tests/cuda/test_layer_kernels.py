@@ -1,4 +1,6 @@
-"""Layers by kernels give the numbers of plain operations: in Triton's interpreter on a CPU, compiled on a device."""
+"""Layers by kernels give the numbers of plain operations: in Triton's interpreter on a CPU,
+compiled on a device.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Numbers = tuple[torch.Tensor, ...]
 
 
 def numbers(loaded: Any, by_kernels: bool, longest: int = 0) -> Numbers:
-    """Logits of a step of single tokens and trees after prompts; all keys, values and hidden states."""
+    """Logits of a step of single tokens and trees after prompts; all keys, values and hidden
+    states.
+    """
     with instead(lean_decoder, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model, longest)
     shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
@@ -101,7 +105,9 @@ WRONG = {
 @IN_TORCH
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
 def test_wrong_kernels_are_found_out(wrong: str) -> None:
-    """The comparison finds them, and so does the trial at start, which would keep the plain operations."""
+    """The comparison finds them, and so does the trial at start, which would keep the plain
+    operations.
+    """
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
     assert layer_check.find_fault(tiny.DEVICE, torch.float32) is None

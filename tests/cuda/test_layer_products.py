@@ -1,7 +1,8 @@
-"""Products of quantised weights in the lean decoder: the numbers of transformers and torchao, joined, in few launches.
+"""Products of quantised weights in the lean decoder: the numbers of transformers and torchao,
+joined, in few launches.
 
-fp8 has the layout of a device, which a CPU computes by torch's own product; Triton's interpreter rounds its rows. On a
-device the same tests use its own product and kernel.
+fp8 has the layout of a device, which a CPU computes by torch's own product; Triton's interpreter
+rounds its rows. On a device the same tests use its own product and kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @contextlib.contextmanager
 def rounding_to_nearest() -> Iterator[None]:
-    """Let Triton's interpreter convert float32 as a device does: it drops the bits of a carry, and rounds ties up."""
+    """Let Triton's interpreter convert float32 as a device does: it drops the bits of a carry, and
+    rounds ties up.
+    """
     if not IS_INTERPRETED:
         yield
         return
@@ -168,7 +171,9 @@ def by_pass(loaded: LoadedModel, backend: Backend) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits differ by what rounding rows to fp8 explains: 0.16 standard deviations; wrong ones do by 4."""
+    """Whether logits differ by what rounding rows to fp8 explains: 0.16 standard deviations; wrong
+    ones do by 4.
+    """
     return bool((found - expected).abs().max() < 0.3 * expected.std())
 
 
@@ -259,7 +264,9 @@ def test_a_product_is_that_of_torchao_to_the_bit(tmp_path: Path, monkeypatch: py
 
 
 def test_a_stored_fp8_layer_gives_the_product_of_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """compressed-tensors unpacks the same weights, to bfloat16; adopted ones stay as they are stored."""
+    """compressed-tensors unpacks the same weights, to bfloat16; adopted ones stay as they are
+    stored.
+    """
     adopted = in_compressed_tensors(tmp_path, monkeypatch)
     unpacked = load(str(tmp_path / "fp8"), None, "bfloat16", CPU)
     rows_TK = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -347,7 +354,9 @@ def launches_of_a_layer(make: Callable[[int], LoadedModel], of: Callable[[Loaded
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="launches are counted in the interpreter")
 def test_a_layer_of_fp8_is_a_fifth_of_transformers_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layer_products, a rounding before each, a sum after two; besides, what a plain layer has."""
+    """Four layer_products, a rounding before each, a sum after two; besides, what a plain layer
+    has.
+    """
 
     def make(num_layers: int) -> LoadedModel:
         return in_fp8(tmp_path / str(num_layers), monkeypatch, num_hidden_layers=num_layers)

@@ -1,4 +1,6 @@
-"""Edges without sorting are those of sorting: in Triton's interpreter on a CPU, compiled on a device."""
+"""Edges without sorting are those of sorting: in Triton's interpreter on a CPU, compiled on a
+device.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def fewer_digits(rounds: int) -> AbstractContextManager[Any]:
 
 
 def distributions() -> torch.Tensor:
-    """Flat and steep ones, ties, certainty, tokens without mass, tokens with next to none, half of the mass in one."""
+    """Flat and steep ones, ties, certainty, tokens without mass, tokens with next to none, half of
+    the mass in one.
+    """
     generator = torch.Generator().manual_seed(1)
     rows = [(spread * torch.randn(WIDTH, generator=generator)).softmax(0) for spread in (0.1, 3.0, 9.0)]
     rows.append(torch.randint(1, 4, (WIDTH,), generator=generator).float())
@@ -85,8 +89,9 @@ def test_an_edge_that_is_known_to_fewer_digits_is_found_out() -> None:
 
 
 def rows_with_ties() -> torch.Tensor:
-    """Return nine logits in several tiles of each row: with ties of every size, with masked tokens, and with neighbours
-    one unit in the last place apart that the division by a temperature may make equal.
+    """Return nine logits in several tiles of each row: with ties of every size, with masked tokens,
+    and with neighbours one unit in the last place apart that the division by a temperature may make
+    equal.
     """
     one = torch.tensor(3.0)
     near = [one]
@@ -129,7 +134,9 @@ def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
 
 
 def test_all_filters_of_a_request_together() -> None:
-    """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others keep."""
+    """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others
+    keep.
+    """
     logits_NV = rows_with_ties()[[0, 1, 2, 3, 4, 2, 2, 2]]
     wishes = [(0.6, 3, 0.95, 0.0), (1.0, 4, 0.5, 0.0), (0.6, 5, 0.9, 0.1), (2.0, 0, 0.7, 0.0)]
     wishes += [(0.6, 2, 0.5, 0.0), (0.0, 3, 0.9, 0.0), (1.0, 0, 1.0, 0.0), (0.9, 4, 0.99, 0.0)]

@@ -1,4 +1,6 @@
-"""Block tables of recorded steps: a step writes those that differ from the last step's, and leaves the others."""
+"""Block tables of recorded steps: a step writes those that differ from the last step's, and leaves
+the others.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def row(number: int, table: tuple[int, ...], drafts: bool, own: tuple[int, ...] 
 
 
 def compare(seed: int, with_pool: bool) -> None:
-    """Tables grow, shrink, change at equal length, and move to other rows; numbers are those of new arrays."""
+    """Tables grow, shrink, change at equal length, and move to other rows; numbers are those of new
+    arrays.
+    """
     chance, reused = random.Random(seed), inputs(with_pool)
 
     def table() -> tuple[int, ...]:

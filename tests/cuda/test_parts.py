@@ -1,4 +1,6 @@
-"""Programs of the Triton attention kernel: which part of which tile of a sequence each one computes."""
+"""Programs of the Triton attention kernel: which part of which tile of a sequence each one
+computes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Shares(NamedTuple):
 def shares_of(
     lengths: list[int], counts: list[int] | None = None, planned_keys: int = 0, processors: int = 132
 ) -> Shares:
-    """Find the work of all programs of a pass as a device does, and check that each part of each tile has one.
+    """Find the work of all programs of a pass as a device does, and check that each part of each
+    tile has one.
 
     planned_keys: of the longest text of a recorded step; 0 is a step that is not.
     """
@@ -68,7 +71,9 @@ def shares_of(
 
 
 def check_keys(found: list[list[int]], lengths: list[int]) -> None:
-    """Check that the parts of each tile follow each other and cover the text. found: shares of the programs."""
+    """Check that the parts of each tile follow each other and cover the text. found: shares of the
+    programs.
+    """
     stops: dict[tuple[int, int], int] = {}
     for _, num_queries, token, sequence, _, _, first, whole, stop, end, *_ in found:
         if not num_queries:  # padding reads no keys
@@ -82,7 +87,9 @@ def check_keys(found: list[list[int]], lengths: list[int]) -> None:
 
 
 def test_long_texts_are_read_in_parts() -> None:
-    """Also one long text among many short ones; but not texts of one length that occupy the device."""
+    """Also one long text among many short ones; but not texts of one length that occupy the
+    device.
+    """
     assert shares_of([1024]) == (64, 64, 2, 8)
     assert shares_of([131_072]) == (256, 256, 64, 32)
     assert shares_of([32_768, *[300] * 63]) == (1432, 760, 16, 32)

@@ -1,4 +1,6 @@
-"""Recorded passes: prompts, trees and levels in a room with padding give the logits of passes of their own size."""
+"""Recorded passes: prompts, trees and levels in a room with padding give the logits of passes of
+their own size.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def make_runner(name: str, most_sequences: int = 0) -> ModelRunner:
 
 
 def outputs(runner: ModelRunner) -> list[torch.Tensor]:
-    """Return the logits and K/V of passes that follow each other: prompts, trees, drawn tokens and a prompt."""
+    """Return the logits and K/V of passes that follow each other: prompts, trees, drawn tokens and
+    a prompt.
+    """
     prompts, steps = passes_of_nine()
     found = [runner.forward(prompts), runner.forward(steps)]
     drawn = [
@@ -118,7 +122,9 @@ def test_the_comparison_finds_wrong_padding(wrong: str) -> None:
 
 
 def test_a_pass_without_room_runs_as_it_is() -> None:
-    """It has more sequences, pages or rows than are recorded, or more nodes than a word has bits."""
+    """It has more sequences, pages or rows than are recorded, or more nodes than a word has
+    bits.
+    """
     runner = make_runner("llama", most_sequences=3)
     prompts, _ = passes_of_nine()
     long = SequenceInput([3], 100, list(range(26)), NO_NODES, slice(None))

@@ -40,7 +40,9 @@ pytestmark = pytest.mark.usefixtures("attention_in_torch")
 
 @pytest.fixture(autouse=True)
 def _no_step_is_tried() -> Iterator[None]:
-    """Whether the host waits in a step is found on a device (`test_dry_run.py` has one that is not there)."""
+    """Whether the host waits in a step is found on a device (`test_dry_run.py` has one that is not
+    there).
+    """
     with instead(steps, "find_wait", lambda *_: None):
         yield
 
@@ -52,7 +54,9 @@ def both() -> tuple[Engine, Engine]:
 
 @stands_in
 def test_recorded_work_looks_at_no_number() -> None:
-    """A recording repeats what was launched, whatever the host would have decided from a step's numbers."""
+    """A recording repeats what was launched, whatever the host would have decided from a step's
+    numbers.
+    """
     with instead(building, "choose", lambda *_: TORCH):
         machine = machines()[1]
     with (
@@ -99,9 +103,11 @@ class Recording:
 
 
 class FakeGraphs:
-    """Recordings of a device that is not there, each of some bytes; after `most` of them it raises an error.
+    """Recordings of a device that is not there, each of some bytes; after `most` of them it raises
+    an error.
 
-    runs: runs work when it is recorded; ends_badly: the end of a recording that fails raises another error.
+    runs: runs work when it is recorded; ends_badly: the end of a recording that fails raises
+    another error.
     """
 
     def __init__(
@@ -239,8 +245,8 @@ def test_an_operator_may_leave_graphs_out() -> None:
 @stands_in
 @pytest.mark.parametrize("is_sized", [False, True])
 def test_the_pool_gets_what_graphs_leave(is_sized: bool) -> None:
-    """Graphs are recorded next to a pool of one block first, and their memory is kept back from the pool. A pool of a
-    given size needs no trial.
+    """Graphs are recorded next to a pool of one block first, and their memory is kept back from the
+    pool. A pool of a given size needs no trial.
     """
     target, graphs, pools = tiny.llama(1, layers=1), FakeGraphs(free_bytes=1 << 20, bytes_each=1000), []
 
@@ -282,7 +288,9 @@ def test_a_trial_without_memory_leaves_recording_out() -> None:
 
 @stands_in
 def test_memory_that_the_trial_found_is_recorded_into(both: tuple[Engine, Engine]) -> None:
-    """The pool leaves little more than the graphs need: the share that recording leaves must not stop them again."""
+    """The pool leaves little more than the graphs need: the share that recording leaves must not
+    stop them again.
+    """
     shapes = menu(RECORDED, 4)
     assert both[1].draft_runner is not None
     runners = [both[1].target, both[1].draft_runner]

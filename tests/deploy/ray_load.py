@@ -1,6 +1,7 @@
 """Loads two local replicas, kills one, and prints the result of every request as JSON.
 
-A separate program, because Ray leaves threads and processes: python -m tests.deploy.ray_load TARGET DRAFT
+A separate program, because Ray leaves threads and processes: python -m tests.deploy.ray_load TARGET
+DRAFT
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pinned packages can be installed from a package index alone, for every supported Python.
 
-uv resolves them from metadata, as on Debian 12; nothing large is downloaded. Wheels on this machine do not count,
-above all a CPU build of torch: the index's build pins another triton.
+uv resolves them from metadata, as on Debian 12; nothing large is downloaded. Wheels on this machine
+do not count, above all a CPU build of torch: the index's build pins another triton.
 """
 
 from __future__ import annotations

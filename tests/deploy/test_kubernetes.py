@@ -1,4 +1,6 @@
-"""Kubernetes manifests: overlays render, resources fit their schemas, selectors find the pods, flags are known."""
+"""Kubernetes manifests: overlays render, resources fit their schemas, selectors find the pods,
+flags are known.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,9 @@ def test_a_ray_service_with_a_wrong_field_or_type_is_refused() -> None:
 
 
 def test_ray_takes_its_service() -> None:
-    """The resource fits KubeRay's types, the application Ray's own schema and our options, its pods Kubernetes'."""
+    """The resource fits KubeRay's types, the application Ray's own schema and our options, its pods
+    Kubernetes'.
+    """
     service = yaml.safe_load((FOLDER / "rayservice.yaml").read_text())
     RayService.model_validate(service)
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"])).applications

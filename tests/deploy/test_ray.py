@@ -1,4 +1,6 @@
-"""Replicas on Ray Serve: which one gets a request, and what becomes of requests when one is killed."""
+"""Replicas on Ray Serve: which one gets a request, and what becomes of requests when one is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_turns_of_a_conversation_have_one_prefix() -> None:
     ],
 )
 def test_any_body_finds_a_replica(body: bytes) -> None:
-    """The replica reports the error; an error of the router would leave the request waiting indefinitely."""
+    """The replica reports the error; an error of the router would leave the request waiting
+    indefinitely.
+    """
     assert sorted(order(*router(2), prefix_of(body))) == ["r0", "r1"]
 
 
@@ -88,7 +92,9 @@ def test_a_prefix_stays_with_its_replica() -> None:
 
 
 def test_a_busy_replica_gets_help() -> None:
-    """More than two ahead of the idlest: others first; with the requests done it is preferred again."""
+    """More than two ahead of the idlest: others first; with the requests done it is preferred
+    again.
+    """
     made, replicas = router(3)
     favourite = order(made, replicas, "x")[0]
     busy, replicas = router(3, **{favourite: 2})
@@ -170,7 +176,9 @@ def test_options_come_from_a_shell_or_from_yaml() -> None:
 
 
 def test_the_metrics_of_replicas_stay_apart() -> None:
-    """One page that Prometheus reads: families once, samples by replica, escapes and histograms as they were."""
+    """One page that Prometheus reads: families once, samples by replica, escapes and histograms as
+    they were.
+    """
     registry = CollectorRegistry()
     Counter("requests", 'of a "kind"\nor two', ["name"], registry=registry).labels('a "b"\n').inc(3)
     Histogram("wait", "how long", buckets=(1, 2), registry=registry).observe(1.5)
@@ -193,8 +201,8 @@ def test_the_metrics_of_replicas_stay_apart() -> None:
 def run_program(name: str, folder: Path) -> dict[str, Any]:
     """Return the output of a program of this folder with a tiny pair.
 
-    Replicas of a busy machine get longer than 0.1 s to report their calls, after which Ray would send a call
-    elsewhere. The load is reported every second instead of every ten.
+    Replicas of a busy machine get longer than 0.1 s to report their calls, after which Ray would
+    send a call elsewhere. The load is reported every second instead of every ten.
     """
     pair = write_pair(folder)
     command = [sys.executable, "-m", f"tests.deploy.{name}", str(pair.target), str(pair.draft)]
@@ -216,13 +224,16 @@ def test_a_replica_is_added_under_load_and_taken_away_after_it(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None:
-    """Eight clients, two replicas, one killed in the middle: every request ends or says why, and others go on."""
+    """Eight clients, two replicas, one killed in the middle: every request ends or says why, and
+    others go on.
+    """
     results = run_program("ray_load", tmp_path)
     assert not [end for end in results["ends"] if end.startswith("lost")], results
     assert sum(results["ends"].values()) == 32
     assert results["ends"]["whole"] + results["ends"]["stream"] >= 24
     assert set(results["after"]) == {"whole", "stream"}
-    # A beginning that was read once is in the cache of the replica that gets it again; beginnings go to both replicas.
+    # A beginning that was read once is in the cache of the replica that gets it again; beginnings
+    # go to both replicas.
     assert [cached > 0 for _, cached in results["first"]] == [False] * NUM_PREFIXES
     assert [cached > 0 for _, cached in results["again"]] == [True] * NUM_PREFIXES
     by_replica = collections.Counter(replica for replica, _ in [*results["first"], *results["again"]])

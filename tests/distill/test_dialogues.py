@@ -1,4 +1,6 @@
-"""Prompts and conversations of files: in the target's template, answered turn by turn, with the answers marked."""
+"""Prompts and conversations of files: in the target's template, answered turn by turn, with the
+answers marked.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ def test_given_conversations_count_their_answers(sampler: Sampler) -> None:
     text = sampler.given(FileDialogue(messages))
     assert learned(sampler, text) == "b c<|end|>"
     with instead(ChatTokens, "message_tokens", lambda right, one, messages, *rest: right(one, messages[-1:], *rest)):
-        assert not any(sampler.given(FileDialogue(messages)).counts)  # a template that forgets earlier turns
+        # A template that forgets earlier turns.
+        assert not any(sampler.given(FileDialogue(messages)).counts)
 
 
 def test_plain_texts_are_continued(sampler: Sampler) -> None:

@@ -128,7 +128,8 @@ def test_losses_are_of_the_logits_that_are_served(target: Target, states: States
 @pytest.mark.parametrize(
     ("kind", "function", "wrong"),
     [
-        ("eagle3", "memories._moved", lambda _, part, _distance: part),  # K and V of other chains' rows
+        # K and V of other chains' rows.
+        ("eagle3", "memories._moved", lambda _, part, _distance: part),
         ("eagle3", "losses._after", lambda _, part: part),  # the state at the token itself
         # the context's state at the anchor, which is not known yet
         ("dspark", "losses.BlockMemory", lambda memory, anchors, *rest: memory(anchors + 1, *rest)),
@@ -173,7 +174,9 @@ def _anchors(batch: TextBatch) -> list[int]:
 
 
 def _chain_logits(head: Any, batch: TextBatch, place: int) -> list[torch.Tensor]:
-    """Logits by depth, of a chain of the text's own tokens behind the token at `place`, one row at a time."""
+    """Logits by depth, of a chain of the text's own tokens behind the token at `place`, one row at
+    a time.
+    """
     tokens, taps = batch.token_ids_RL[0], batch.taps_RLX[0]
     rows, logits, state = _Rows(), [], torch.empty(0)
     for index in range(1, place + DEPTH):
@@ -204,7 +207,9 @@ def _block_logits(head: Any, batch: TextBatch, anchor: int) -> list[torch.Tensor
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_of_a_step_do_not_change_each_other(target: Target, states: States, tmp_path: Path, kind: str) -> None:
-    """Losses of a long and a short text together are those of each alone, weighted by the numbers of their rows."""
+    """Losses of a long and a short text together are those of each alone, weighted by the numbers
+    of their rows.
+    """
     assert error_of_filling(training_of(target, states, kind, tmp_path / "checkpoint.pt")) < 1e-4
 
 
@@ -273,7 +278,9 @@ class _Rows:
 def test_a_first_layer_predicts_linearly(
     target: Target, states: States, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An EAGLE-3 head's first weights are those of the least squares, if its rows attend to themselves alone."""
+    """An EAGLE-3 head's first weights are those of the least squares, if its rows attend to
+    themselves alone.
+    """
     monkeypatch.setattr("distill.first_layer._SELF_ATTENTION", 1000.0)
     training = training_of(target, states, "eagle3", tmp_path / "checkpoint.pt")
     head, rows = training.head, rows_of(states, 0)
@@ -322,7 +329,9 @@ def test_resumed_run_ends_with_the_same_weights(target: Target, states: States, 
 def test_command_writes_a_head_that_is_served_exactly(
     target_folder: Path, tmp_path: Path, kind: str, vocabulary: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From one command to a folder in the speculators layout; its greedy answers are plain decoding's."""
+    """From one command to a folder in the speculators layout; its greedy answers are plain
+    decoding's.
+    """
     output, small = tmp_path / "head", ("--draft-vocabulary", str(vocabulary))
     assert main(options_of(target_folder, output, kind, *small)) == 0
     assert "tokens a pass" in capsys.readouterr().out
@@ -345,7 +354,9 @@ def test_command_writes_a_head_that_is_served_exactly(
 
 
 def test_an_earlier_head_is_trained_further(target_folder: Path, tmp_path: Path, capsys: Any) -> None:
-    """It keeps its tokens, and begins at the acceptance that it had; a head of another size is refused."""
+    """It keeps its tokens, and begins at the acceptance that it had; a head of another size is
+    refused.
+    """
     small = ("--draft-vocabulary", str(SMALL), "--texts", str(tmp_path / "texts"))
     assert main(options_of(target_folder, tmp_path / "first", "eagle3", *small)) == 0
     further = [*small, "--begin-from", str(tmp_path / "first"), "--learning-rate", "1e-9"]

@@ -1,4 +1,6 @@
-"""Trees of the most likely tokens: a function of the draft's logits alone, and exact by the walk for certain drafts."""
+"""Trees of the most likely tokens: a function of the draft's logits alone, and exact by the walk
+for certain drafts.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def pair_of(drafter: str, folder: Path) -> tuple[LoadedModel, LoadedModel]:
     return of, folders.load(written, of)
 
 
-# A draft model with every sampling; heads, whose distributions reach the trees in the same tables, with one each.
+# A draft model with every sampling; heads, whose distributions reach the trees in the same tables,
+# with one each.
 CASES = [
     *(("model", TREE, sampling) for sampling in ("plain", "filtered", "penalties", "grammar", "seed-stable")),
     *(("model", CHAINS, sampling) for sampling in ("filtered", "grammar")),
@@ -72,7 +75,9 @@ def test_output_has_the_target_s_distribution(
 
 @pytest.mark.parametrize("drafter", ["model", "dflash"])
 def test_trees_do_not_depend_on_the_seed(tmp_path: Path, drafter: str) -> None:
-    """Requests with the same text draft the same, whatever they sample; those of another method do not."""
+    """Requests with the same text draft the same, whatever they sample; those of another method do
+    not.
+    """
     pair = pair_of(drafter, tmp_path / "head")
 
     def drafted(speculation: Speculation) -> dict[tuple[int, ...], set[tuple[tuple[int, ...], ...]]]:

@@ -1,4 +1,6 @@
-"""The distribution under a controller that changes shapes at every step; a choice that looks at drafts is caught."""
+"""The distribution under a controller that changes shapes at every step; a choice that looks at
+drafts is caught.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ TIMES = StepTimes(Machine().points())
 
 
 class Restless(Controller):
-    """Another shape at every step, by the last token and the number of running requests; texts are not always read."""
+    """Another shape at every step, by the last token and the number of running requests; texts are
+    not always read.
+    """
 
     def __init__(self) -> None:
         super().__init__(TIMES, 16)
@@ -141,7 +145,9 @@ def wishes(count: int, **more: Any) -> list[Request]:
 
 
 def test_certain_answers_do_not_depend_on_the_shapes() -> None:
-    """Mixed with chunked prompts, shared prefixes, preemption and neighbours; K/V of both models stays right."""
+    """Mixed with chunked prompts, shared prefixes, preemption and neighbours; K/V of both models
+    stays right.
+    """
     plain = tiny.run(tiny.build(TARGET, None), [
         Request(request_id=one.request_id, prompt_token_ids=one.prompt_token_ids, sampling=one.sampling,
                 limits=one.limits) for one in wishes(8)
@@ -157,7 +163,9 @@ def test_certain_answers_do_not_depend_on_the_shapes() -> None:
 
 
 def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() -> None:
-    """Other requests change their shapes all the time. The wrong variant leaves the shape to the controller."""
+    """Other requests change their shapes all the time. The wrong variant leaves the shape to the
+    controller.
+    """
 
     def asked(keeps_shape: bool) -> list[Request]:
         limits = SpeculationConfig(seed_shape=(1, 3) if keeps_shape else None)
@@ -182,7 +190,9 @@ def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() ->
 
 
 def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
-    """The draft model catches up on what it has missed: its drafts are those of a model that has read everything."""
+    """The draft model catches up on what it has missed: its drafts are those of a model that has
+    read everything.
+    """
 
     class Late(Restless):
         def fanout(self, sequence: Sequence) -> tuple[int, ...]:
@@ -199,8 +209,10 @@ def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
 
 
 def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
-    """Every draft of a model that is the target itself is accepted, once it has read all: while plain decoding is
-    chosen it reads nothing, afterwards a piece in every step. The wrong variant reads on as if it had read the rest."""
+    """Every draft of a model that is the target itself is accepted, once it has read all: while
+    plain decoding is chosen it reads nothing, afterwards a piece in every step. The wrong variant
+    reads on as if it had read the rest.
+    """
 
     class Told(Controller):
         num_steps = 0
@@ -231,7 +243,9 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
 
 
 def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """End to end: with free nodes it drafts, with dear ones it stops; this machine's own times decide nothing."""
+    """End to end: with free nodes it drafts, with dear ones it stops; this machine's own times
+    decide nothing.
+    """
     for node_s, drafts_much in ((1e-6, True), (0.5, False)):
         engine = tiny.build(TARGET, DRAFT)
         engine.scheduler.controller = Controller(StepTimes(Machine(node_s=node_s).points()), 5)

@@ -1,4 +1,6 @@
-"""End tokens and context length are decided from all files of a checkpoint, whichever of them says it."""
+"""End tokens and context length are decided from all files of a checkpoint, whichever of them says
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ OSS = {"<|startoftext|>": 199998, "<|endoftext|>": 199999, "<|return|>": 200002,
 DEEPSEEK = {"<｜begin▁of▁sentence｜>": 0, "<｜end▁of▁sentence｜>": 1}
 S = {"<s>": 1, "</s>": 2}
 
-# What the published files of these families say (end tokens of config, generation config, tokenizer), and the ends.
+# What the published files of these families say (end tokens of config, generation config,
+# tokenizer), and the ends.
 FAMILIES: dict[str, tuple[dict[str, int], int, Any, Any, str, set[int]]] = {
     "llama 3 instruct": (LLAMA, 128256, [128001, 128008, 128009], [128001, 128008, 128009], "<|eot_id|>",
                          {128001, 128008, 128009}),
@@ -116,7 +119,9 @@ def test_other_spellings_of_a_token_are_understood(value: Any, tmp_path: Path) -
 
 
 def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
-    """An architecture's default that is text of another vocabulary, and a begin token that is called the end."""
+    """An architecture's default that is text of another vocabulary, and a begin token that is
+    called the end.
+    """
     end = {"eos_token_id": 151645}
     stale = roles(written(tmp_path, QWEN, config={"eos_token_id": 5}, generation_config=end), 151936)
     assert stale.ends == {151645}
@@ -128,7 +133,9 @@ def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
 
 
 def test_a_single_file_that_names_an_end_is_believed(tmp_path: Path) -> None:
-    """Text of the tokenizer may be the end if no other file names one; a begin token may not if config.json does."""
+    """Text of the tokenizer may be the end if no other file names one; a begin token may not if
+    config.json does.
+    """
     assert roles(written(tmp_path, S, config={"eos_token_id": 5}), 100).ends == {5}
     begin = {"eos_token": "<s>", "bos_token": "<s>"}
     assert roles(written(tmp_path, S, config={"eos_token_id": 2}, tokenizer_config=begin), 100).ends == {2}

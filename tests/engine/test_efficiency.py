@@ -80,7 +80,9 @@ def models() -> list[Any]:
 
 
 def ceilings(models: list[Any], prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
-    """[answers, LENGTH] the ceilings u_i of each answer, from plain transformers forwards of both models."""
+    """[answers, LENGTH] the ceilings u_i of each answer, from plain transformers forwards of both
+    models.
+    """
     ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers], device=tiny.DEVICE)
     logs = []
     for model in models:

@@ -1,4 +1,5 @@
-"""The exactness gate with all of it at once: controller, preemption, prefix cache, chunks, mixed batches, draft window.
+"""The exactness gate with all of it at once: controller, preemption, prefix cache, chunks, mixed
+batches, draft window.
 
 The distribution is still the target's; and a wrong variant of what only shows then is found out.
 """

@@ -1,6 +1,8 @@
-"""Answers of targets with the blocks of a GGUF file have the distribution of these targets, with every type of drafter.
+"""Answers of targets with the blocks of a GGUF file have the distribution of these targets, with
+every type of drafter.
 
-The exact distribution is that of transformers with the numbers of the blocks, whose layers round their rows.
+The exact distribution is that of transformers with the numbers of the blocks, whose layers round
+their rows.
 """
 
 from __future__ import annotations
@@ -126,9 +128,11 @@ def test_wrong_targets_and_drafts_are_noticed(target_of: Callable[..., LoadedMod
 def test_logits_of_a_head_are_those_of_the_formulas(
     shares: bool, target_of: Callable[..., LoadedModel], tmp_path: Path
 ) -> None:
-    """A head reads the states of the target, and the CPU's decoder shares the file's embeddings and output head.
+    """A head reads the states of the target, and the CPU's decoder shares the file's embeddings and
+    output head.
 
-    The median of nodes is compared: attention with random weights amplifies the rounding of some states.
+    The median of nodes is compared: attention with random weights amplifies the rounding of some
+    states.
     """
     target, plain = target_of(recording.VOCABULARY), target_of(recording.VOCABULARY, "float32")
     written = head_of(target, tmp_path / "head", shares, draft_vocabulary=recording.VOCABULARY if shares else 41)
@@ -150,7 +154,9 @@ def test_logits_of_a_head_are_those_of_the_formulas(
 
 
 def test_answers_of_a_seed_are_the_same_in_any_company(target_of: Callable[..., LoadedModel]) -> None:
-    """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of a pass."""
+    """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of
+    a pass.
+    """
     target, chains = target_of(97), drafts("bv_race", 3, length=3)
     draft = tiny.perturbed(target_of(97, "float32"), 2, 0.02)
     kinds = {"greedy": (tiny.OFF, 0.0), "greedy drafts": (chains, 0.0), "chains": (chains, 1.0)}

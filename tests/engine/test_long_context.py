@@ -1,5 +1,5 @@
-"""Answers after a text of 16k tokens: the same with drafts, in chunks, with a draft window, together with short
-requests.
+"""Answers after a text of 16k tokens: the same with drafts, in chunks, with a draft window,
+together with short requests.
 """
 
 from __future__ import annotations

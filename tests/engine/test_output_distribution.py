@@ -1,7 +1,8 @@
-"""The running engine's output has the target's distribution: G-tests on the joint distribution of three tokens.
+"""The running engine's output has the target's distribution: G-tests on the joint distribution of
+three tokens.
 
-The exact distribution comes from plain transformers forwards over all continuations of the prompt. Seeds
-are fixed, so the tests are deterministic; each has a wrong rule that it must reject.
+The exact distribution comes from plain transformers forwards over all continuations of the prompt.
+Seeds are fixed, so the tests are deterministic; each has a wrong rule that it must reject.
 """
 
 from __future__ import annotations
@@ -200,8 +201,8 @@ def sample(
     times: StepTimes | None = None,
     **more: Any,
 ) -> Counter[tuple[int, ...]]:
-    """First three tokens of longer answers; times: for drafts that the load decides on; `more` are fields of the
-    requests.
+    """First three tokens of longer answers; times: for drafts that the load decides on; `more` are
+    fields of the requests.
     """
     engine = tiny.build(
         *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
@@ -221,7 +222,9 @@ def sample(
 
 
 def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """p-value of the counts under the expected distribution; 0 when something impossible happened."""
+    """p-value of the counts under the expected distribution; 0 when something impossible
+    happened.
+    """
     if any(expected[path] == 0 for path in counts):
         return 0.0
     total = counts.total()
@@ -246,11 +249,12 @@ CASES = [
     ("bv_race 4", "edited and filtered"),
     ("traversal tree", "edited and filtered"),
 ]
-# `make test` has one rule of each family, and one that is not plain (a tree where edits and filters meet);
-# `make test-all` has the others.
+# `make test` has one rule of each family, and one that is not plain (a tree where edits and filters
+# meet); `make test-all` has the others.
 FAMILIES = ("off", "block", "bv_race 4", "spectr_gbv 3", "traversal tree", "rrs 4", "weighted_race late")
 IN_THE_GATE = {(name, "plain") for name in FAMILIES}
-# Penalties alone are sampled where a wrong variant forgets them, and filters where equal nodes stay apart.
+# Penalties alone are sampled where a wrong variant forgets them, and filters where equal nodes stay
+# apart.
 TOGETHER = SAMPLINGS.keys() - {"edited", "grammar", "thoughts", "penalties", "filtered"}
 IN_THE_GATE |= {("bv_race 4", sampling) for sampling in TOGETHER} | {("traversal tree", "edited and filtered")}
 
@@ -274,7 +278,9 @@ def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel
 def test_the_distribution_is_the_same_where_equal_nodes_stay_apart(
     pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str
 ) -> None:
-    """The target's pass reads its drafted tokens on the device, and the host receives them with the verdict."""
+    """The target's pass reads its drafted tokens on the device, and the host receives them with the
+    verdict.
+    """
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling], most_unmerged=10**6)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
@@ -310,7 +316,9 @@ def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel,
 
 
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
+    """Keying noise by the token's own index, instead of the step's first one, would bias the
+    output.
+    """
 
     def by_index(
         _right: Any, _kernels: Any, seed_C: Any, position_C: Any, purpose_P: Any, rank_C: Any, length: int
@@ -332,7 +340,8 @@ def test_penalties_that_forget_the_nodes_path_are_rejected(pair: tuple[LoadedMod
     for forgetful in ("engine.step.verify", "engine.drafting.chains"):
         with instead(forgetful, "node_distributions", tiny.distributions_at_the_root):
             counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
-        # Drafting without the penalties is no bias: any draft distribution will do that is also verified with.
+        # Drafting without the penalties is no bias: any draft distribution will do that is also
+        # verified with.
         assert (g_test(counts, distribution_of_text) > ALPHA) == ("drafting" in forgetful)
 
 
@@ -364,7 +373,9 @@ def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, Load
 
 
 def test_over_acceptance_is_as_biased_as_it_says(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """With one drafted token a step each token has Theorem 4's distribution; the stream stays within the bound."""
+    """With one drafted token a step each token has Theorem 4's distribution; the stream stays
+    within the bound.
+    """
     speculation = drafts("token", 1, length=1, over_acceptance=0.3)
     expected = exact_distribution(pair[0], SAMPLINGS["plain"])
     engine = tiny.build(*pair, max_model_len=32, max_over_acceptance=0.5)

@@ -1,4 +1,6 @@
-"""Shared K/V changes no answer, is found as often with speculation as without, and never across salts."""
+"""Shared K/V changes no answer, is found as often with speculation as without, and never across
+salts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""On 10,000 real pairs of distributions of the embedded models the optimal rules reach their optimum."""
+"""On 10,000 real pairs of distributions of the embedded models the optimal rules reach their
+optimum.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ NUM_ROWS = 10_000
 
 
 def real_distributions() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """[N, V] both models' distributions along held-out texts, float64, NUM_ROWS in all; temperatures 1 and 0.6 in
-    turn."""
+    """[N, V] both models' distributions along held-out texts, float64, NUM_ROWS in all;
+    temperatures 1 and 0.6 in turn.
+    """
     engine = build_engine(EngineConfig(model=ModelConfig(target=str(DEMO / "target"), draft=str(DEMO / "draft"))))
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     texts = [
@@ -67,7 +70,8 @@ def test_the_optimal_rules_reach_their_optimum_on_real_rows() -> None:
         top_mass_N = p_NV.gather(1, drafted_NK[:, :-1]).sum(1)
         for row, (p, q) in enumerate(zip(p_NV.numpy(), q_NV.numpy(), strict=True)):
             assert float(raced_N[row]) == pytest.approx(theory.alpha_star_iid(p, q, count), abs=1e-9)
-            # Given x ~ qt: accepted with min(1, p/qt), else a top token by the residual; its mean is the optimum.
+            # Given x ~ qt: accepted with min(1, p/qt), else a top token by the residual; its mean
+            # is the optimum.
             rest = q.copy()
             rest[drafted_NK[row, :-1].numpy()] = 0
             rest = rest / rest.sum()

@@ -1,4 +1,6 @@
-"""Seed-stable sampling: the tokens are the same whatever drafts and verifies, and the noise is the one noise."""
+"""Seed-stable sampling: the tokens are the same whatever drafts and verifies, and the noise is the
+one noise.
+"""
 
 from __future__ import annotations
 

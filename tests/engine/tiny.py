@@ -144,7 +144,9 @@ def build(
 
 @contextlib.contextmanager
 def with_drafts_of_another_distribution() -> Iterator[None]:
-    """The wrong variant: drafts are not drawn from the distributions that they are verified with, on any path."""
+    """The wrong variant: drafts are not drawn from the distributions that they are verified with,
+    on any path.
+    """
 
     def flattened(
         _draw: Any, _kernels: Any, distribution: Any, row: torch.Tensor, uniform: torch.Tensor
@@ -211,8 +213,8 @@ def request(
 def run(engine: Engine, requests: Sequence[Request], enough: int | None = None, can_fail: bool = False) -> Run:
     """Submit everything at once and step to the end, checking the accounting after every step.
 
-    enough: tokens of an answer after which nobody wants the rest; its request is aborted then. can_fail: whether
-    requests may end with an error.
+    enough: tokens of an answer after which nobody wants the rest; its request is aborted then.
+    can_fail: whether requests may end with an error.
     """
     result = Run()
     for one in requests:

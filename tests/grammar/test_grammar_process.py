@@ -1,4 +1,6 @@
-"""The process that starts a child for each grammar, forked here: its messages, and the limits of its children."""
+"""The process that starts a child for each grammar, forked here: its messages, and the limits of
+its children.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_children_follow_grammars_beside_each_other(served: Served, tokenizer: L
 
 
 def test_a_child_is_limited(served: Served) -> None:
-    """Its time while it reads the grammar, its memory, its turn; what a library prints of the grammar is lost."""
+    """Its time while it reads the grammar, its memory, its turn; what a library prints of the
+    grammar is lost.
+    """
     child = served.begin()
     until(lambda: child.limits[0] != INFINITE)
     assert child.limits[0] == 8, "whole seconds, and one more"
@@ -246,7 +250,9 @@ def bits(mask: bytes | None) -> set[int]:
 
 
 def test_masks_are_those_of_the_grammar_after_each_path(tokenizer: LLTokenizer) -> None:
-    """Allowed tokens after a path; only an end after a path that the grammar does not have; nothing after an end."""
+    """Allowed tokens after a path; only an end after a path that the grammar does not have; nothing
+    after an end.
+    """
     a, b, c = (tokenizer.tokenize_str(one)[0] for one in "abc")
     follower = GrammarMatcher(tokenizer, GRAMMAR)
     assert follower.fault == ""

@@ -143,8 +143,9 @@ def write_eagle(
     target_width: int = TARGET_WIDTH,
     **flags: Any,
 ) -> Written:
-    """Write an EAGLE-3 head, or its variant of one pass (kind `peagle`). layout: speculators or eagle; shares: what
-    is left out and taken from the target."""
+    """Write an EAGLE-3 head, or its variant of one pass (kind `peagle`). layout: speculators or
+    eagle; shares: what is left out and taken from the target.
+    """
     random, has_bias = Random(scale), bool(flags.pop("attention_bias", False))
     tensors = random.tensors
     tensors |= {"fc.weight": random.normal(width, len(taps) * target_width), "norm.weight": random.norm(width)}
@@ -187,8 +188,9 @@ def write_block(
     rank: int = 6,
     **flags: Any,
 ) -> Written:
-    """Write a head that drafts a block. layout: speculators, or z-lab, which shares the target's vocabulary; rank: of
-    the Markov term and of the selector."""
+    """Write a head that drafts a block. layout: speculators, or z-lab, which shares the target's
+    vocabulary; rank: of the Markov term and of the selector.
+    """
     is_flat = layout == "z-lab"
     if is_flat or kind == "dflash2":
         draft_vocabulary = vocabulary
@@ -264,7 +266,8 @@ def write_mtp(
     )
     torch.manual_seed(31)
     model, random, width = transformers.AutoModelForCausalLM.from_config(config), Random(), TARGET_WIDTH
-    model.model.norm.weight.data = random.norm(width)  # else the module's norm would hide what the target's does
+    # Else the module's norm would hide what the target's does.
+    model.model.norm.weight.data = random.norm(width)
     model.save_pretrained(folder)
     random.layer(0, width, width, True, True)
     tensors = {

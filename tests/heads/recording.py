@@ -1,4 +1,6 @@
-"""Engines that note the logits of every node a head drafts at, and how far these are from an oracle's."""
+"""Engines that note the logits of every node a head drafts at, and how far these are from an
+oracle's.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class Recorder:
         self._begin, self._below = drafter.begin, drafter.below
         drafter.begin, drafter.below = self.begin, self.below
         drafter.draw = partial(draw_by_level, drafter)
-        engine.eager = EagerStep(engine.target, drafter)  # the logits of nodes are asked for level by level
+        # The logits of nodes are asked for level by level.
+        engine.eager = EagerStep(engine.target, drafter)
 
     def begin(self, plan: Plan) -> Tensor:
         logits_NV: Tensor = self._begin(plan)
@@ -83,13 +86,16 @@ class Oracle(Protocol):
     """A head in the plainest way."""
 
     def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
-        """[V] below a path of drafted tokens; states: the target's at the tokens of the text, or of a longer one."""
+        """[V] below a path of drafted tokens; states: the target's at the tokens of the text, or of
+        a longer one.
+        """
 
 
 def served(
     target: LoadedModel, written: folders.Written, speculation: Speculation, few: bool = False, paged: bool = False
 ) -> tuple[Recorder, list[list[int]]]:
-    """An engine after texts with a common beginning, in few blocks and chunks; the texts by sequence.
+    """An engine after texts with a common beginning, in few blocks and chunks; the texts by
+    sequence.
 
     paged: attention by the kernel of devices.
     """

@@ -1,5 +1,5 @@
-"""Answers of every type of head have the target's distribution: under filters, penalties and grammars, after cached
-prefixes, and after preemption.
+"""Answers of every type of head have the target's distribution: under filters, penalties and
+grammars, after cached prefixes, and after preemption.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ KINDS: dict[str, Callable[[Path], folders.Written]] = {
     "mtp": lambda folder: folders.write_mtp(folder, output_distribution.VOCABULARY, layers=2),
 }
 """Heads of targets whose output can be enumerated; all but two know three of the four tokens."""
-# All heads with chains and a tree. Rules only read the tables that these fill, so further rules have one head each.
+# All heads with chains and a tree. Rules only read the tables that these fill, so further rules
+# have one head each.
 CASES = [
     *(
         (kind, rule, sampling)
@@ -114,7 +115,9 @@ def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Calla
 
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "dspark"}))
 def test_answers_do_not_depend_on_the_load(pairs: Callable[[str], Pair], kind: str) -> None:
-    """Prompts cut elsewhere, cached prefixes, preemption: a seed's answer is the same, and so is the distribution."""
+    """Prompts cut elsewhere, cached prefixes, preemption: a seed's answer is the same, and so is
+    the distribution.
+    """
     pair = pairs(kind)
     prompts = tiny.prompts(output_distribution.VOCABULARY, [20, 23, 60, 8, 1])
     requests = [
@@ -129,7 +132,9 @@ def test_answers_do_not_depend_on_the_load(pairs: Callable[[str], Pair], kind: s
 
 
 def most_changed(pair: Pair, window: int = 0, num_blocks: int = 0) -> float:
-    """Return the largest difference between draft distributions after one text, in steps that begin at other tokens."""
+    """Return the largest difference between draft distributions after one text, in steps that begin
+    at other tokens.
+    """
     engine = tiny.build(*pair, num_blocks=num_blocks, budget=60, draft_window=window, max_model_len=48)
     recorder = Recorder(engine)
     prompt = tiny.prompts(output_distribution.VOCABULARY, [12])[0]

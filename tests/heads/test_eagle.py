@@ -1,4 +1,6 @@
-"""EAGLE-3 heads behind the engine: logits of the formulas at every node, whatever came before, and the distribution."""
+"""EAGLE-3 heads behind the engine: logits of the formulas at every node, whatever came before, and
+the distribution.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +93,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> folders.Written:
 
 @pytest.mark.parametrize("name", grid(SPECULATIONS, {"tree"}))
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: folders.Written, name: str) -> None:
-    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption, logits are those of a
-    fresh text.
+    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption,
+    logits are those of a fresh text.
     """
     recorder, texts = served(target, written, SPECULATIONS[name])
     assert errors(target, written, recorder, texts) < 1e-3
@@ -152,7 +154,7 @@ def test_wrong_variants_are_found_out(target: LoadedModel, written: folders.Writ
     assert errors(target, written, recorder, texts) > 1e-2
 
 
-# -- the output ---------------------------------------------------------------------------------------------------
+# -- the output ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +189,7 @@ def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, L
     )
 
 
-# -- what is served with a head -----------------------------------------------------------------------------------
+# -- what is served with a head --------------------------------------------------------------------
 
 
 def test_cached_prefixes_are_those_of_a_server_without_a_head(target: LoadedModel, written: folders.Written) -> None:

@@ -125,8 +125,8 @@ def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, name
     grid([(name, shape) for name in USUAL for shape in SPECULATIONS], {("dspark, recurrent", "tree")}),
 )
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, tmp_path: Path, name: str, shape: str) -> None:
-    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption, logits are those of a
-    fresh text.
+    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption,
+    logits are those of a fresh text.
     """
     written = write(tmp_path / "head", name, draft_vocabulary=83, scale=0.3)
     recorder, texts = served(target, written, SPECULATIONS[shape])
@@ -244,7 +244,7 @@ def test_several_chains_cost_no_further_pass(target: LoadedModel, tmp_path: Path
     assert passes[0] == passes[1] <= 3
 
 
-# -- the output ---------------------------------------------------------------------------------------------------
+# -- the output ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

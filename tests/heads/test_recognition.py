@@ -1,4 +1,6 @@
-"""Heads are recognised by their config.json, start like draft models, and are refused where they do not fit."""
+"""Heads are recognised by their config.json, start like draft models, and are refused where they do
+not fit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The terminal chat without a terminal: origins of text, the conversation, and what a model may write."""
+"""The terminal chat without a terminal: origins of text, the conversation, and what a model may
+write.
+"""
 
 from __future__ import annotations
 

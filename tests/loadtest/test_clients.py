@@ -1,4 +1,6 @@
-"""The table of client libraries: failures, and what is not installed. Clients that work: `server/clients/`."""
+"""The table of client libraries: failures, and what is not installed. Clients that work:
+`server/clients/`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The measurement of costly bodies: every field of every endpoint, and the table of what was seen."""
+"""The measurement of costly bodies: every field of every endpoint, and the table of what was
+seen.
+"""
 
 from __future__ import annotations
 

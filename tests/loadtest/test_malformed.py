@@ -15,7 +15,9 @@ from tests.server.tiny_models import write_pair
 
 @pytest.mark.slow
 def test_turns_are_told_apart(tmp_path: Path) -> None:
-    """Requests are sent in every other turn, at about the rate; all are refused, and the stream goes on in both."""
+    """Requests are sent in every other turn, at about the rate; all are refused, and the stream
+    goes on in both.
+    """
     pair, pool = write_pair(tmp_path), Daemons(tmp_path)
     daemon = pool.get(str(pair.target), "--served-model-name", MODEL, "--num-threads", "1", "--no-calibrate")
     found = asyncio.run(measure(daemon.url, 200, 4, MODEL, turn_s=0.5))

@@ -25,7 +25,8 @@ def test_a_daemon_is_measured(
     for cell in result["cells"]:
         for arm in ("off", "adaptive"):
             found = cell["arms"][arm]
-            # More than its steps, which are inside it; a chunk holds the tokens of a step, and the last one no text.
+            # More than its steps, which are inside it; a chunk holds the tokens of a step, and the
+            # last one no text.
             assert found["time_over_steps"]["low"] > 1
             assert found["cpu_us_per_event"]["median"] >= 0
         assert 0.5 < cell["arms"]["off"]["tokens_per_event"]["median"] <= 1

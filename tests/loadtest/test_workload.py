@@ -19,7 +19,8 @@ def test_the_tasks_have_prompts() -> None:
 def test_a_file_gives_its_records_in_turn(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     file = tmp_path / "own prompts.jsonl"
-    records = [{"messages": chat}, {"prompt": "Once"}, {"text": "upon\u2028a"}]  # this separator ends no record
+    # This separator ends no record.
+    records = [{"messages": chat}, {"prompt": "Once"}, {"text": "upon\u2028a"}]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     file.write_text("\n\n".join(lines) + "\n", encoding="utf8")
     assert load(str(file)) == [

@@ -1,4 +1,6 @@
-"""Writes small GGUF models with random weights: real files of llama.cpp's format, with the embedded pair's tokens."""
+"""Writes small GGUF models with random weights: real files of llama.cpp's format, with the embedded
+pair's tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, CONTEXT = 2, 4, 2, 512
 _SPREAD = 0.3
 """Standard deviation of all weights."""
 _SCALES: Mapping[str, tuple[int, float, int, float]] = {
-    # Byte of the block's scale, the standard deviation of its weights at scale 1; the same for its minimum, as the
-    # multiple of the scale at which weights are 0 in the mean.
+    # Byte of the block's scale, the standard deviation of its weights at scale 1; the same for its
+    # minimum, as the multiple of the scale at which weights are 0 in the mean.
     "Q2_K": (80, 14.0, 82, 1.5),
     "Q3_K": (108, 43.0, 0, 0.0),
     "Q4_K": (0, 260.0, 2, 7.5),
@@ -89,7 +91,9 @@ def _shapes(architecture: str, hidden: int, vocab_size: int, tied: bool) -> dict
 
 
 def head_dim_of(architecture: str, hidden: int) -> int:
-    """Width of a head; qwen3's is not the hidden size divided by the heads, as in the published models."""
+    """Width of a head; qwen3's is not the hidden size divided by the heads, as in the published
+    models.
+    """
     return hidden // NUM_HEADS * (2 if architecture == "qwen3" else 1)
 
 
@@ -125,12 +129,14 @@ def write_model(
     changes: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a model and return its file, or the first of its parts (`NAME-00001-of-00003.gguf` for `NAME.gguf`).
+    """Write a model and return its file, or the first of its parts (`NAME-00001-of-00003.gguf` for
+    `NAME.gguf`).
 
-    architecture: llama, qwen2 or qwen3. types: of all weights but norms and biases, or by parts of their names, of
-    which the first that fits counts ("" fits all). The hidden size is 256 if a type has blocks of 256, else 64.
-    biases: of q, k and v; by default qwen2 has them. changes: key-values and tensors (float32 arrays) in place of those
-    that would be written, or as further ones; None leaves one out.
+    architecture: llama, qwen2 or qwen3. types: of all weights but norms and biases, or by parts of
+    their names, of which the first that fits counts ("" fits all). The hidden size is 256 if a type
+    has blocks of 256, else 64. biases: of q, k and v; by default qwen2 has them. changes:
+    key-values and tensors (float32 arrays) in place of those that would be written, or as further
+    ones; None leaves one out.
     """
     types = {"": types} if isinstance(types, str) else types
     has_large_blocks = any(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 256 for kind in types.values())

@@ -1,4 +1,6 @@
-"""Greedy output equals `transformers.generate`, token for token, on every family of the allow-list."""
+"""Greedy output equals `transformers.generate`, token for token, on every family of the
+allow-list.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ SPECULATIONS = {
     "bv_race": Speculation(rule="bv_race", num_drafts=4, draft_length=4),
 }
 _ABOVE = {config().model_type for config in CONFIGS.values()}
-# Mixed prompt lengths; a budget of 26 tokens cuts every longer prompt into chunks, 12 blocks of 8 force preemption.
+# Mixed prompt lengths; a budget of 26 tokens cuts every longer prompt into chunks, 12 blocks of 8
+# force preemption.
 LENGTHS = (3, 30, 1, 47, 12)
 CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
 

@@ -1,7 +1,9 @@
-"""Quantised models, stored or quantised while they are loaded, give the numbers that transformers gives with them.
+"""Quantised models, stored or quantised while they are loaded, give the numbers that transformers
+gives with them.
 
-The layouts of a device are tested as far as a CPU computes them: fp8 with a scale for each row of a pass is, by torch's
-own product; torchao only has to believe that the device can. Its int4 layout for devices is not.
+The layouts of a device are tested as far as a CPU computes them: fp8 with a scale for each row of a
+pass is, by torch's own product; torchao only has to believe that the device can. Its int4 layout
+for devices is not.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def stored_by_torchao(folder: Path, plain: str, dtype: torch.dtype, config: Any)
 
 
 def stored_as_compressed_tensors(folder: Path, plain: str) -> str:
-    """The folder of a checkpoint as llm-compressor writes it: fp8 with a scale for each column, and for each token."""
+    """The folder of a checkpoint as llm-compressor writes it: fp8 with a scale for each column, and
+    for each token.
+    """
     numbers = load_file(Path(plain) / "model.safetensors")
     for name in [name for name in numbers if name.endswith("_proj.weight")]:
         scale_N1 = numbers[name].abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
@@ -121,7 +125,9 @@ def greedy_requests(count: int) -> list[Any]:
 
 
 def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
-    """Greedy answers are those of the quantised model, with drafts and without; a plain model has others."""
+    """Greedy answers are those of the quantised model, with drafts and without; a plain model has
+    others.
+    """
     weights = "fp8"
     target, draft = written(tmp_path / "target", initializer_range=0.2), written(tmp_path / "draft")
     plain, engine = load(target, None, "float32", CPU), served(target, draft, weights)
@@ -138,7 +144,9 @@ def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", grid(["fp8", "int4"], {"int4"}))
 def test_answers_have_the_distribution_of_the_quantised_model(weights: str, tmp_path: Path) -> None:
-    """Its continuations are enumerated in transformers; drafts of another distribution are found."""
+    """Its continuations are enumerated in transformers; drafts of another distribution are
+    found.
+    """
     sizes = {"vocab_size": 4, "num_hidden_layers": 1, "initializer_range": 0.25}
     pair = [
         load(written(tmp_path / name, **sizes, rms_norm_eps=eps), None, "float32", CPU, weights=weights)
@@ -156,8 +164,9 @@ def test_answers_have_the_distribution_of_the_quantised_model(weights: str, tmp_
 
 
 def test_a_devices_fp8_passes_the_probe_and_faults_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are rounded to 8 bits, which two right implementations do differently: both lie that far from float32. A
-    fault of masks or of the cache is found as in a plain model, because rows are then compared unrounded.
+    """Rows are rounded to 8 bits, which two right implementations do differently: both lie that far
+    from float32. A fault of masks or of the cache is found as in a plain model, because rows are
+    then compared unrounded.
     """
     layouts_of_a_device(monkeypatch)
     folder = written(tmp_path / "model", torch.bfloat16, num_hidden_layers=6, initializer_range=0.05)
@@ -166,7 +175,8 @@ def test_a_devices_fp8_passes_the_probe_and_faults_are_found(tmp_path: Path, mon
     assert quantising.quantises_rows(loaded.model)
     right = probe.probe(loaded, shape)
     assert 0 < right < 0.9
-    with instead(plain_passes, "in_float32", lambda _, weight: weight.float()):  # leaves such a weight quantised
+    # Leaves such a weight quantised.
+    with instead(plain_passes, "in_float32", lambda _, weight: weight.float()):
         assert probe.probe(loaded, shape, only_warns=True) > 1.5 * right
     with instead(*WITHOUT_COMPACTION), pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)
@@ -246,7 +256,8 @@ def test_a_checkpoint_of_compressed_tensors_is_served(tmp_path: Path) -> None:
     engine = served(folder, plain, "auto")
     assert isinstance(engine.target.backend, LeanDecoder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    # Roundings of rows to 8 bits fall differently in two right implementations, and random models notice.
+    # Roundings of rows to 8 bits fall differently in two right implementations, and random models
+    # notice.
     with quantising.rounding_off(engine.target.model), quantising.rounding_off(model):
         run = tiny.run(engine, greedy_requests(16))
         assert run.tokens["off"] == run.tokens["block"] == answer(model, 16)

@@ -1,4 +1,6 @@
-"""Which tensors without a place are refused, named or left out; `test_loading.py` has the same on checkpoints."""
+"""Which tensors without a place are refused, named or left out; `test_loading.py` has the same on
+checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""`python -m tests.mutation [MODULE ...] [--part 3/8] [--minutes 20] [--again] [--table] [--sample 150] [--seed 1]`.
+"""`python -m tests.mutation [MODULE ...] [--part 3/8] [--minutes 20] [--again] [--table] [--sample
+150] [--seed 1]`.
 
-Runs the mutants of the modules (patterns; all without any) that have no result yet, and writes the table. With
-`--sample` it runs some mutants of all modules that changed since their record, and writes one table by room.
+Runs the mutants of the modules (patterns; all without any) that have no result yet, and writes the
+table. With `--sample` it runs some mutants of all modules that changed since their record, and
+writes one table by room.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def _run(path: Path, results: dict[str, table.Result], part: int, parts: int, en
 
 
 def _run_sample(drawn: sample.Sample, ends: float) -> None:
-    """Run the drawn mutants part by part, and write the page after each; parts whose tests fail are left out."""
+    """Run the drawn mutants part by part, and write the page after each; parts whose tests fail are
+    left out.
+    """
     copy_tree()
     results: list[sample.Sampled] = []
     failures: list[str] = []

@@ -1,6 +1,7 @@
 """The mutants of a module: mutmut's operators, each applied to one place of one function.
 
-Functions with decorators are mutated, too. Sentences are not: no test should depend on the words of a message.
+Functions with decorators are mutated, too. Sentences are not: no test should depend on the words of
+a message.
 """
 
 from __future__ import annotations

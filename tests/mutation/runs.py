@@ -1,8 +1,9 @@
 """Runs tests on mutants: a process that has imported torch and other libraries is forked for each.
 
-The child imports the project from a copy of the tree in which one file is changed. Lines that a test reaches are found
-once for a module, or once for the modules of a part (coverage). A mutant of a compiled module starts with the compiled
-kernels of the right tree that do not depend on the module, and compiles the others.
+The child imports the project from a copy of the tree in which one file is changed. Lines that a
+test reaches are found once for a module, or once for the modules of a part (coverage). A mutant of
+a compiled module starts with the compiled kernels of the right tree that do not depend on the
+module, and compiles the others.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class Reached:
     names: Sequence[str]
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Lines reached, by module and by test; by file for its shared fixtures; and under "" for imports."""
+    """Lines reached, by module and by test; by file for its shared fixtures; and under "" for
+    imports.
+    """
 
     def __post_init__(self) -> None:
         paths = [str(TREE / name) for name in self.names]
@@ -107,7 +110,8 @@ class Reached:
 
 
 def _arguments(part: dict[str, Any], tests: Sequence[str]) -> list[str]:
-    # Assertions are not rewritten: rewriting would take most of the time, and the messages are not needed.
+    # Assertions are not rewritten: rewriting would take most of the time, and the messages are not
+    # needed.
     flags = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]
     return [*flags, *part.get("options", []), *tests]
 
@@ -175,7 +179,8 @@ class Runner:
             for name in report["libraries"]:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
-        # With these libraries at hand everything must still pass; else each mutant would seem to be noticed.
+        # With these libraries at hand everything must still pass; else each mutant would seem to be
+        # noticed.
         if self._test([*self.seconds, *self.part.get("daemons", [])], 3600) != 0:
             raise SystemExit(f"the tests of {names} do not pass in a forked process: see {LOG}")
         if self.is_compiled:
@@ -189,7 +194,9 @@ class Runner:
         return int(status)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that reach its statement, the quick ones first, then those of daemons; all of a compiled module."""
+        """The tests that reach its statement, the quick ones first, then those of daemons; all of a
+        compiled module.
+        """
         if self.is_compiled:
             return list(self.part["tests"])
         span = set(statement_lines(mutant.module.source, mutant.line))
@@ -243,7 +250,9 @@ def _kernel_folder() -> Path:
 
 
 def compiled_with(module: Path) -> set[str]:
-    """Names of the Numba modules whose compiled code may have code of a module inside, with its own name."""
+    """Names of the Numba modules whose compiled code may have code of a module inside, with its own
+    name.
+    """
     imported = {path.stem: _imported_by(path) for path in Path("engine/cpu/compiled").glob("*.py")}
     stale, before = {module.stem}, set[str]()
     while stale != before:

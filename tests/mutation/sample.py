@@ -1,7 +1,9 @@
-"""A seeded sample of the mutants of all modules that changed since their record, and its table by room.
+"""A seeded sample of the mutants of all modules that changed since their record, and its table by
+room.
 
-Every mutant of these modules has the same chance, so the share of a room that is noticed estimates the share of all
-its mutants. The results do not enter docs/results/mutants.json: a module keeps the status "changed since its record".
+Every mutant of these modules has the same chance, so the share of a room that is noticed estimates
+the share of all its mutants. The results do not enter docs/results/mutants.json: a module keeps the
+status "changed since its record".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The results of mutation runs: docs/results/mutants.{json,md}.
 
-Both are made of the modules that the tree has now, so they cannot name others. A module keeps what is known of its
-mutants while its functions are the same, comments and docstrings aside; runs of parts of it add up.
+Both are made of the modules that the tree has now, so they cannot name others. A module keeps what
+is known of its mutants while its functions are the same, comments and docstrings aside; runs of
+parts of it add up.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Result:
 
 
 def load(paths: list[Path], file: Path = RESULTS) -> dict[str, Result]:
-    """Return the results of these modules; those whose functions have changed count as never run."""
+    """Return the results of these modules; those whose functions have changed count as never
+    run.
+    """
     known = {}
     for one in json.loads(file.read_text())["modules"] if file.exists() else []:
         if "statuses" in one:

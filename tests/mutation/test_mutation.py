@@ -1,4 +1,6 @@
-"""Lists of the mutation runs fit the tree: its modules, its tests, and the places that harmless mutants change."""
+"""Lists of the mutation runs fit the tree: its modules, its tests, and the places that harmless
+mutants change.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_every_part_names_modules_and_tests_that_exist() -> None:
 
 
 def words_without_tests(part: dict[str, Any]) -> list[str]:
-    """Words of a part's `-k` that no name of its files and tests has, and that is no case in quotes."""
+    """Words of a part's `-k` that no name of its files and tests has, and that is no case in
+    quotes.
+    """
     options = part.get("options", [])
     chosen = options[options.index("-k") + 1] if "-k" in options else ""
     files = [Path(test) for test in part.get("tests", [])]

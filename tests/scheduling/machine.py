@@ -26,7 +26,9 @@ class Machine:
     prompt_s: float = 0.0003
     text_s: float = 0.0
     free_tokens: int = 0
-    """If set, only tokens beyond this number take time in the target's pass: `node_s` each, of any type."""
+    """If set, only tokens beyond this number take time in the target's pass: `node_s` each, of any
+    type.
+    """
     times: float = 1.0
     """Factor of all durations."""
     drafting_times: float = 1.0
@@ -127,7 +129,9 @@ class Server:
 
 
 def rate_of(shape: Shape, machine: Machine, accepted: Mapping[int, float]) -> float:
-    """Tokens a second that requests with these acceptances have in the mean where all draft one shape."""
+    """Tokens a second that requests with these acceptances have in the mean where all draft one
+    shape.
+    """
     work = chains(len(accepted), shape) if shape != PLAIN else StepWork(rows=len(accepted), text=len(accepted))
     num_tokens = sum(one**depth for one in accepted.values() for depth in range(shape[1] + 1))
     return num_tokens / machine.step_s(work)

@@ -1,4 +1,6 @@
-"""Prompts while other requests decode: a step takes at most twice as long as without them, and all prompts are read."""
+"""Prompts while other requests decode: a step takes at most twice as long as without them, and all
+prompts are read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.scheduling.test_scheduler import request, verdict
 
 
 class Formula(StepTimes):
-    """A machine on which a prompt's token takes 0.2 ms, and 0.1 microseconds more for each token before it."""
+    """A machine on which a prompt's token takes 0.2 ms, and 0.1 microseconds more for each token
+    before it.
+    """
 
     def __init__(self, row_s: float = 0.02) -> None:
         super().__init__(Machine().points())
@@ -61,7 +65,8 @@ def test_a_long_prompt_adds_as_much_as_decoding_takes(row_s: float, most_s: floa
     chunks = [prompt_tokens(plan)[0] for plan in plans[:-1]]
     # In the last one its own row is computed too.
     assert max(times.rest_s(StepWork.of(plan)) for plan in plans[:-1]) <= most_s
-    # As much as there is time for: a tenth of the step is left over at most, and longer texts get fewer tokens.
+    # As much as there is time for: a tenth of the step is left over at most, and longer texts get
+    # fewer tokens.
     assert all(times.rest_s(StepWork.of(plan)) > 0.9 * most_s for plan in plans[2:-2] if prompt_tokens(plan)[0] < 512)
     assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
     assert sum(chunks) + plans[-1].rows[-1].num_tokens == 32_000
@@ -93,7 +98,9 @@ def test_prompts_alone_are_not_limited() -> None:
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
 def test_every_prompt_is_read_on_a_machine_that_is_too_slow(num_drafts: int) -> None:
-    """Also behind a cached prefix that the draft model has not read, with more nodes than the least chunk."""
+    """Also behind a cached prefix that the draft model has not read, with more nodes than the least
+    chunk.
+    """
     scheduler = build(Formula())
     scheduler.times = times = Formula()
     times.rest_s = lambda work: float(work.rows + 10 * work.prompt)  # type: ignore[method-assign]

@@ -1,4 +1,6 @@
-"""Trees of text drafts: what is found in a text, how probable it is, and what of it is worth its time."""
+"""Trees of text drafts: what is found in a text, how probable it is, and what of it is worth its
+time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.scheduling.machine import Machine
 
 
 def ends_by_hand(text: Sequence[int]) -> dict[int, int]:
-    """The latest 8 ends of the last 4 tokens and of the last one, and how many tokens agree before each."""
+    """The latest 8 ends of the last 4 tokens and of the last one, and how many tokens agree before
+    each.
+    """
     agreeing_by_end = {}
     for length in (4, 1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
@@ -74,7 +78,9 @@ def estimate(source: str, num_agreeing: int) -> float:
 
 
 def test_a_tree_has_the_most_probable_continuations() -> None:
-    """Shares of children are by the odds of the candidates that agree; a deeper match is trusted more."""
+    """Shares of children are by the odds of the candidates that agree; a deeper match is trusted
+    more.
+    """
     candidates = [agreeing("a", (1, 2, 3), 2), agreeing("b", (1, 5), 1), agreeing("a", (4,), 1)]
     tree = grow(candidates, estimate, 0.01, 10, 3)
     odds = {2: 0.6 / 0.4, 1: 1.0}
@@ -104,7 +110,8 @@ def test_emitted_tokens_show_the_acceptance_of_the_nodes_that_they_passed() -> N
     assert tree.outcomes((1, 5, 6)) == [(("a", 2), True), (("a", 3), True)]
     assert tree.outcomes((1, 2, 4)) == [(("a", 2), True), (("a", 3), True), (("a", 4), False)]
     assert tree.outcomes((7,)) == [(("a", 2), False)]
-    # Of a node whose children did not fit the tree nothing is learned, but of the first tokens all are known.
+    # Of a node whose children did not fit the tree nothing is learned, but of the first tokens all
+    # are known.
     small = grow([*candidates, agreeing("c", (8,), 1)], estimate, 0.01, 1, 3)
     assert small.outcomes((1, 2)) == [(("a", 2), True)]
     assert small.outcomes((8, 2)) == [(("a", 2), True)]
@@ -175,7 +182,9 @@ TREES = (
 
 @pytest.mark.parametrize("node_s", [1e-5, 0.001, 0.002, 0.004, 0.02])
 def test_the_choice_is_the_best_of_all_sets_of_nodes(node_s: float) -> None:
-    """If all nodes take the same time. The wrong variants take all nodes, or those of the first tree alone."""
+    """If all nodes take the same time. The wrong variants take all nodes, or those of the first
+    tree alone.
+    """
     machine = Machine(node_s=node_s)
     times = StepTimes(machine.points())
     base = StepWork(rows=2, text=2)

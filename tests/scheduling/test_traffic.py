@@ -1,4 +1,6 @@
-"""The scheduler under any traffic: accounting holds, no request starves, every answer is complete."""
+"""The scheduler under any traffic: accounting holds, no request starves, every answer is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Contents:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests come, are aborted, and steps accept anything; the model is a count per request, and what slots hold."""
+    """Requests come, are aborted, and steps accept anything; the model is a count per request, and
+    what slots hold.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +142,9 @@ class Traffic(RuleBasedStateMachine):
 
 
 class SlowPrompts(Traffic):
-    """The same on a machine without time for prompts while others decode: each is read a few tokens at a time."""
+    """The same on a machine without time for prompts while others decode: each is read a few tokens
+    at a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,8 +167,8 @@ WINDOW = 6
 
 
 def windowed(window: int = WINDOW) -> Scheduler:
-    """A scheduler whose draft model has fewer blocks than the windows of four requests need, but enough for one whole
-    text.
+    """A scheduler whose draft model has fewer blocks than the windows of four requests need, but
+    enough for one whole text.
     """
     config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=4)
     target, draft = BlockStore(24, BLOCK_SIZE), BlockStore(15, BLOCK_SIZE)
@@ -170,7 +176,9 @@ def windowed(window: int = WINDOW) -> Scheduler:
 
 
 class AdaptiveTraffic(Traffic):
-    """The same where what requests draft changes at any time, and with it what the draft model has to catch up on."""
+    """The same where what requests draft changes at any time, and with it what the draft model has
+    to catch up on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +200,9 @@ TestAdaptiveTraffic.settings = settings(max_examples=200, stateful_step_count=30
 
 
 class WindowedTraffic(Traffic):
-    """The same with a draft window: the draft model's blocks are released as the window moves, and shared."""
+    """The same with a draft window: the draft model's blocks are released as the window moves, and
+    shared.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +259,9 @@ def test_a_released_block_of_the_draft_model_is_never_read() -> None:
 
 
 def test_a_window_holds_its_own_blocks_only() -> None:
-    """Blocks of a text that grows by one token a step, with drafts of three nodes; plain requests hold none."""
+    """Blocks of a text that grows by one token a step, with drafts of three nodes; plain requests
+    hold none.
+    """
     traffic = WindowedTraffic()
     traffic.submit(20, max_tokens=12, drafts=1, draft_length=3, priority=0)
     traffic.submit(20, max_tokens=12, drafts=0, draft_length=0, priority=0)
@@ -264,7 +276,9 @@ def test_a_window_holds_its_own_blocks_only() -> None:
 
 
 def test_a_request_without_draft_blocks_is_not_preempted_for_some() -> None:
-    """Two whole texts outgrow the draft model's pool next to plain requests, which arrived last and would go first."""
+    """Two whole texts outgrow the draft model's pool next to plain requests, which arrived last and
+    would go first.
+    """
     traffic = WindowedTraffic()
     traffic.submit_unwindowed(20, max_tokens=12)
     traffic.submit_unwindowed(20, max_tokens=12)
@@ -279,7 +293,9 @@ def test_a_request_without_draft_blocks_is_not_preempted_for_some() -> None:
 
 
 def test_a_block_that_leaves_the_window_in_the_step_that_fills_it_is_not_shared() -> None:
-    """Its owner has released it before it could be published; a step emits more tokens than the window has."""
+    """Its owner has released it before it could be published; a step emits more tokens than the
+    window has.
+    """
     for length in range(9, 13):
         scheduler = windowed(2)
         scheduler.submit(request("a", length, max_tokens=30, drafts=1, draft_length=4))
@@ -289,7 +305,9 @@ def test_a_block_that_leaves_the_window_in_the_step_that_fills_it_is_not_shared(
 
 
 def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
-    """A longer text begins like one that has ended; the draft model computes what is new of it alone."""
+    """A longer text begins like one that has ended; the draft model computes what is new of it
+    alone.
+    """
     scheduler = windowed()
     scheduler.submit(request("first", 20, 8, drafts=1, draft_length=2))
     tokens = list(range(20))
@@ -303,8 +321,8 @@ def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
 
 
 def test_published_blocks_of_an_answer_of_one_token_are_computed() -> None:
-    """Nothing is drafted for it, even if a shape is chosen; a request with the same beginning drafts after its
-    prompt.
+    """Nothing is drafted for it, even if a shape is chosen; a request with the same beginning
+    drafts after its prompt.
     """
     traffic = AdaptiveTraffic()
     traffic.choose(1, 1, beside=True)

@@ -1,4 +1,6 @@
-"""Calls as models of each format write them, by hand: what a format's chat template makes of the same calls."""
+"""Calls as models of each format write them, by hand: what a format's chat template makes of the
+same calls.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def check_counts(counted: dict[str, Any], num_answer_tokens: int) -> None:
     accepted = sum(length * count for length, count in enumerate(histogram))
     assert accepted == counted["num_accepted_draft_tokens"] <= counted["num_draft_tokens"]
     assert counted["draft_acceptance_rate"] == pytest.approx(accepted / counted["num_draft_tokens"], abs=5e-4)
-    # Each step gives its accepted tokens and at most one more, the last token of all maybe without speculation.
+    # Each step gives its accepted tokens and at most one more, the last token of all maybe without
+    # speculation.
     emitted = round(counted["mean_acceptance_length"] * counted["num_spec_steps"])
     assert accepted <= emitted <= accepted + counted["num_spec_steps"]
     assert emitted == pytest.approx(num_answer_tokens, abs=1)

@@ -35,7 +35,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def send(http: httpx.Client, path: str, fields: dict[str, Any]) -> httpx.Response:
-    """A good call with some fields replaced; NaN, infinity and halves of surrogate pairs as Python spells them."""
+    """A good call with some fields replaced; NaN, infinity and halves of surrogate pairs as Python
+    spells them.
+    """
     content = json.dumps({**GOOD[path], **fields})
     return http.post(path, content=content, headers={"content-type": "application/json"})
 

@@ -1,10 +1,12 @@
-"""A model folder whose answers are known: a Llama that continues scripts, chosen by a mark in its prompt.
+"""A model folder whose answers are known: a Llama that continues scripts, chosen by a mark in its
+prompt.
 
-Every script has a mark, a token. Each of its pieces is a token, too, in the order in which it is written. Attention
-finds the last of these tokens in the text: of the marks the one of the last script, and pieces before marks. This token
-is the state. The output weights turn a state into the token that follows it. A token that occurs several times in
-scripts, such as `<tool_call>`, is no state: there a neuron for the pair of state and token decides. Any other text is
-followed by the end.
+Every script has a mark, a token. Each of its pieces is a token, too, in the order in which it is
+written. Attention finds the last of these tokens in the text: of the marks the one of the last
+script, and pieces before marks. This token is the state. The output weights turn a state into the
+token that follows it. A token that occurs several times in scripts, such as `<tool_call>`, is no
+state: there a neuron for the pair of state and token decides. Any other text is followed by the
+end.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _HEAD = 64
 _OTHER = -1
 """Stands for any token that no script has."""
 CUT = "\x1f"
-"""Ends a piece of a script. A script for a grammar has only the text that the grammar leaves free, in pieces."""
+"""Ends a piece of a script. A script for a grammar has only the text that the grammar leaves free,
+in pieces.
+"""
 _BYTE_LETTERS = {byte: letter for letter, byte in byte_characters().items()}
 
 
@@ -46,8 +50,9 @@ def byte_level(text: str) -> str:
 def write_scripted(folder: Path, scripts: Mapping[str, Sequence[str]], otherwise: str) -> Path:
     """Write a model with the embedded pair's tokenizer that answers as scripted.
 
-    scripts: by the name of a function on offer, the answers after 0, 1, ... results. otherwise: the answer to a chat
-    without these functions. The chat template ends a prompt with the mark of the answer.
+    scripts: by the name of a function on offer, the answers after 0, 1, ... results. otherwise: the
+    answer to a chat without these functions. The chat template ends a prompt with the mark of the
+    answer.
     """
     answers = {f"<|{name}-{number}|>": text for name in scripts for number, text in enumerate(scripts[name])}
     answers["<|otherwise|>"] = otherwise
@@ -63,9 +68,9 @@ def write_answers(
 ) -> dict[str, int]:
     """Write config, weights and tokenizer of a model with these answers; return its added tokens.
 
-    tokenizer: a tokenizer.json without the tokens of the scripts; added tokens without a place in its vocabulary get
-    their ids behind it. spell: a text as the vocabulary writes it. answers: by mark; of several marks in a prompt the
-    last one counts. end: token that ends.
+    tokenizer: a tokenizer.json without the tokens of the scripts; added tokens without a place in
+    its vocabulary get their ids behind it. spell: a text as the vocabulary writes it. answers: by
+    mark; of several marks in a prompt the last one counts. end: token that ends.
     """
     from safetensors.numpy import save_file
 
@@ -185,7 +190,8 @@ class _Weights:
             key[unturned::_HEAD, self._tokens[token]] = 30 * rank / length
             value[self._states[token], self._tokens[token]] = 1 / length
             output[self._state(token), self._states[token]] = 1
-        # A normed row has a token and a state, and behind a pair's neuron three times its direction.
+        # A normed row has a token and a state, and behind a pair's neuron three times its
+        # direction.
         both, with_pair = (np.sqrt(hidden / square) for square in (2, 11))
         gate, up = (np.zeros((self._inner, hidden), np.float32) for _ in range(2))
         down = np.zeros((hidden, self._inner), np.float32)
@@ -194,7 +200,8 @@ class _Weights:
         for one in self._transitions:
             if one.token is None:
                 head[one.following, self._state(one.state)] = 50 / both
-            # Within a text that a grammar forces the scripted token may be excluded; after it the script goes on.
+            # Within a text that a grammar forces the scripted token may be excluded; after it the
+            # script goes on.
             elif one.following in self._states:
                 head[one.following, self._state(one.state)] = 35 / both
         for number, one in enumerate(self._pairs):

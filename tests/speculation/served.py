@@ -1,10 +1,12 @@
-"""Many requests over small models for the rules that serve (`RULES[name].verify`), and whether what they emit is right.
+"""Many requests over small models for the rules that serve (`RULES[name].verify`), and whether what
+they emit is right.
 
-A *kind* of request is a model, the place in its text where the requests begin, and how they are drafted. Requests of
-all kinds of a batch stand in turn in every call, so that neighbours have other laws, lengths and numbers of chains.
-Two laws are compared with the exact ones. That of a first step's (accepted tokens, next token) with the enumeration of
-the rule; that of the first emitted tokens, over as many steps as these take, with the target's own, which no formula of
-the rule enters.
+A *kind* of request is a model, the place in its text where the requests begin, and how they are
+drafted. Requests of all kinds of a batch stand in turn in every call, so that neighbours have other
+laws, lengths and numbers of chains. Two laws are compared with the exact ones. That of a first
+step's (accepted tokens, next token) with the enumeration of the rule; that of the first emitted
+tokens, over as many steps as these take, with the target's own, which no formula of the rule
+enters.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ WITHOUT_DECIDE: Kernels = type("WithoutDecide", (type(KERNELS),), {"decides": Fa
 """The same, in separate operations, as on a device: text drafts are verified before the rules."""
 
 _MOST_TREES = 3000
-# Less likely than this is impossible, up to the rounding of the exact law; cells with fewer draws expected are merged.
+# Less likely than this is impossible, up to the rounding of the exact law; cells with fewer draws
+# expected are merged.
 _IMPOSSIBLE, _RARE = 1e-10, 5.0
 
 NoiseOf = Callable[[Chains, int], ChainNoise]
@@ -100,9 +103,9 @@ class RequestCase:
     def is_enumerable(self, rule: str) -> bool:
         """Whether the enumeration knows the kind's drafts.
 
-        Not where a node has fewer likely tokens than children: what fills up is the drafter's choice, and so is which
-        of equally likely tokens are the most likely ones. And not where a rule looks at whole trees, and there are too
-        many.
+        Not where a node has fewer likely tokens than children: what fills up is the drafter's
+        choice, and so is which of equally likely tokens are the most likely ones. And not where a
+        rule looks at whole trees, and there are too many.
         """
         if rule == "traversal" and self.world.vocabulary ** sum(self._widths) > _MOST_TREES:
             return False
@@ -227,7 +230,9 @@ class Batch:
         return [Emitted(firsts[i::every], paths[i::every]) for i in range(every)]
 
     def drafted(self, request_B: Tensor) -> tuple[Chains, ProbsTable]:
-        """Chains below where some requests are, and the target's laws along them; rows beyond a chain's end are any."""
+        """Chains below where some requests are, and the target's laws along them; rows beyond a
+        chain's end are any.
+        """
         kind_B, node_B = self.kind_B[request_B], self.node_B[request_B]
         count_B = torch.tensor([kind.num_chains for kind in self.kinds])[kind_B]
         first_B, num_chains = count_B.cumsum(0) - count_B, int(count_B.sum())
@@ -272,7 +277,9 @@ class Batch:
             leads_CL[chain_RK, depth] = torch.arange(kind.num_chains) % below == 0
 
     def _ends(self, chains: Chains, verdict: ChainVerdict) -> list[tuple[Path, int]]:
-        """(accepted tokens, next token) by request; every verdict must be about its own request's chains."""
+        """(accepted tokens, next token) by request; every verdict must be about its own request's
+        chains.
+        """
         assert torch.equal(chains.request_C[verdict.chain_B], torch.arange(len(verdict.chain_B)))
         assert bool((verdict.accepted_B <= chains.length_C[verdict.chain_B]).all())
         tokens = chains.tokens_CL[verdict.chain_B].tolist()
@@ -314,7 +321,9 @@ def first_law(outcomes: Sequence[RuleOutcome]) -> dict[tuple[Path, int], float]:
 
 
 def text_law(kind: RequestCase, num_tokens: int) -> dict[Path, float]:
-    """The target's own law of the first tokens after the kind's start, changed where its shifts hold."""
+    """The target's own law of the first tokens after the kind's start, changed where its shifts
+    hold.
+    """
     every = EveryChain.of(from_prefix(kind.world, kind.start, num_tokens, kind.shifts))
     chance_C = torch.ones(len(every.paths), dtype=torch.float64)
     for depth in range(num_tokens):
@@ -341,7 +350,9 @@ End = TypeVar("End")
 
 
 def fit(draws: Sequence[End], law: Mapping[End, float]) -> Fit:
-    """Compare independent draws with their law; the distance is infinite if something impossible was drawn."""
+    """Compare independent draws with their law; the distance is infinite if something impossible
+    was drawn.
+    """
     counts: dict[End, int] = {}
     for end in draws:
         counts[end] = counts.get(end, 0) + 1

@@ -1,11 +1,14 @@
-"""Sampled chains that are verified below accepted text drafts: the joint distribution of what a step serves.
+"""Sampled chains that are verified below accepted text drafts: the joint distribution of what a
+step serves.
 
-(accepted tokens, next token) are compared with an enumeration that knows no chains and no shifted arrays. The walk down
-the text drafts ends at a node with a known probability. A number of sampled nodes, whose distribution is known, stand
-at the same text. Below it a step of the rule begins whose first target law is the node's own without the refused
-tokens. The emitted text alone would not notice everything: a rule that overlooks drafts is still lossless, only slower.
+(accepted tokens, next token) are compared with an enumeration that knows no chains and no shifted
+arrays. The walk down the text drafts ends at a node with a known probability. A number of sampled
+nodes, whose distribution is known, stand at the same text. Below it a step of the rule begins whose
+first target law is the node's own without the refused tokens. The emitted text alone would not
+notice everything: a rule that overlooks drafts is still lossless, only slower.
 
-Rules that decide node by node are enumerated themselves, too, up to 1e-12. All are sampled through `verify_chains`.
+Rules that decide node by node are enumerated themselves, too, up to 1e-12. All are sampled through
+`verify_chains`.
 """
 
 from __future__ import annotations
@@ -102,7 +105,9 @@ LINEAR_PROGRAM = Drafting("ot_lp", "iid", (1, 2))
 
 
 def walk_ends(world: TabularModel) -> Iterator[tuple[Path, float, list[int]]]:
-    """(text, probability, refused tokens) of every node where the walk down the text drafts can end."""
+    """(text, probability, refused tokens) of every node where the walk down the text drafts can
+    end.
+    """
     nodes: list[tuple[Path, float]] = [((), 1.0)]
     for path, probability in nodes:
         refused = sorted(
@@ -200,7 +205,9 @@ PARTS = ("leads_CL", "tokens_CL", "draft", "target", "root")
 
 
 class Branches:
-    """In place of `categorical`: every row takes the script's next token, and the product of the chances is counted."""
+    """In place of `categorical`: every row takes the script's next token, and the product of the
+    chances is counted.
+    """
 
     def __init__(self, script: tuple[int, ...]) -> None:
         self.script = list(script)
@@ -213,7 +220,9 @@ class Branches:
 
 
 def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> Ends:
-    """`RULES[name].verify` behind `below`: every drafted tree, every end of the walk, every token of every node."""
+    """`RULES[name].verify` behind `below`: every drafted tree, every end of the walk, every token
+    of every node.
+    """
     law: Ends = defaultdict(float)
     length = len(drafting.fanout)
     trees = drafted_trees(SMALL, drafting.fanout, drafting.method)

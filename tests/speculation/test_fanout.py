@@ -29,6 +29,7 @@ def test_numbers_are_those_of_the_tree(fanout: Fanout) -> None:
     for chain, path in enumerate(levels[-1]):
         nodes = [numbers[path[:depth]] for depth in range(1, 1 + len(fanout))]
         assert [node_of(fanout, chain, depth) for depth in range(1, 1 + len(fanout))] == nodes
-        # A merged tree numbers its nodes chain by chain, but has as many of them above each chain's end.
+        # A merged tree numbers its nodes chain by chain, but has as many of them above each chain's
+        # end.
         assert len(tree.paths[chain]) == 1 + len(nodes)
     assert tree.num_nodes == num_nodes(fanout)

@@ -1,4 +1,6 @@
-"""Deterministic rows emit the target's own text: as far as the best draft matches, and one token more."""
+"""Deterministic rows emit the target's own text: as far as the best draft matches, and one token
+more.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The weighted race against a plain computation of the same race, row by row, and against the optimum."""
+"""The weighted race against a plain computation of the same race, row by row, and against the
+optimum.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def plain_join_points(a: Law, q: Law, t: Law, reached: Law, n: int) -> Law:
 
 
 def plain_race(p: Law, q: Law, n: int, order: np.ndarray) -> tuple[Law, Law, np.ndarray, float]:
-    """(accepted mass, log weights, segments, log threshold in the last one) of the tokens in this order."""
+    """(accepted mass, log weights, segments, log threshold in the last one) of the tokens in this
+    order.
+    """
     p, q = p[order], q[order]
     t, total = np.cumsum(q).clip(max=1.0), np.cumsum(p)
     supply = 1 - (1 - t) ** n
@@ -70,7 +74,9 @@ def plain_race(p: Law, q: Law, n: int, order: np.ndarray) -> tuple[Law, Law, np.
 
 
 def plain_law(p: Law, q: Law, drafted: list[int], order: np.ndarray) -> Law:
-    """Law of the emitted token; `order` has the tokens that race. Wins by integration between the weights."""
+    """Law of the emitted token; `order` has the tokens that race. Wins by integration between the
+    weights.
+    """
     if not drafted:
         return p
     accepted, law = np.zeros_like(p), np.zeros_like(p)
@@ -137,7 +143,9 @@ def draw(q: Law, n: int, seed: int) -> list[int]:
     st.lists(st.integers(0, 16), min_size=1, max_size=5),
 )
 def test_equals_the_plain_race(seed: int, vocabulary: int, counts: list[int]) -> None:
-    """Zeros, ties, equal and disjoint laws, one-hot laws, together in one batch with different n."""
+    """Zeros, ties, equal and disjoint laws, one-hot laws, together in one batch with different
+    n.
+    """
     pairs = [random_laws(seed + i, vocabulary) for i in range(len(counts))]
     drafted = [draw(q, n, seed + i) for i, ((_, q), n) in enumerate(zip(pairs, counts, strict=True))]
     assert_plain(rows(*(p for p, _ in pairs)), rows(*(q for _, q in pairs)), drafted)
@@ -145,7 +153,9 @@ def test_equals_the_plain_race(seed: int, vocabulary: int, counts: list[int]) ->
 
 @pytest.mark.parametrize("n", range(1, 17))
 def test_equals_the_plain_race_on_many_tokens(n: int) -> None:
-    """Enough tokens for interpolated starts; flat, peaked, truncated and nearly equal laws; several blocks."""
+    """Enough tokens for interpolated starts; flat, peaked, truncated and nearly equal laws; several
+    blocks.
+    """
     vocabulary = 9_000
     pairs = [zipf_laws(seed, vocabulary, spread) for seed, spread in enumerate((0.1, 0.7, 2.0, 1e-7))]
     peaked = tuple(law**4 / (law**4).sum() for law in pairs[1])

@@ -81,7 +81,9 @@ class Told(StepTimes):
 
 
 def test_a_prompts_time_is_reported_and_the_draft_models_is_not() -> None:
-    """A step's stats hold a plain step of the rows that emit, and what prompts took of the target's time."""
+    """A step's stats hold a plain step of the rows that emit, and what prompts took of the target's
+    time.
+    """
     target = tiny.llama(seed=1)
     for speculation in (Speculation(), Speculation(rule="block", num_drafts=1, draft_length=2)):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
@@ -141,7 +143,9 @@ class LateDevice:
 
 
 def test_phases_are_as_long_as_the_device_takes() -> None:
-    """The host has given the device its work long before that is done; reading the verdict takes the rest."""
+    """The host has given the device its work long before that is done; reading the verdict takes
+    the rest.
+    """
     device = LateDevice({0: 0.001, 1: 0.03, 2: 0.002}, last_is_done=False)
     stopwatch = Stopwatch(device)
     stopwatch.start()
@@ -179,7 +183,9 @@ def test_a_step_behind_an_aborted_request_does_not_pay_for_the_time_between() ->
 
 
 def test_what_the_controller_takes_is_not_plain_decodings() -> None:
-    """A plain engine has none: otherwise answers would report that speculation gains more, the slower it chooses."""
+    """A plain engine has none: otherwise answers would report that speculation gains more, the
+    slower it chooses.
+    """
     claimed_s = 1000.0
 
     class Slow(Controller):
@@ -253,7 +259,9 @@ def taking(kept: Any, *factors: float) -> AbstractContextManager[Any]:
 def test_a_machine_that_is_faster_or_slower_as_a_whole_is_not_measured_again(
     engine: Engine, tmp_path: Path, factors: tuple[float, float], why: str | None
 ) -> None:
-    """One factor corrects that; points that have changed differently are measured again, and the log says why."""
+    """One factor corrects that; points that have changed differently are measured again, and the
+    log says why.
+    """
     _, kept = measured(engine, tmp_path)
     config = EngineConfig(model=ModelConfig(target="t"), profile_cache=str(tmp_path))
     said: list[str] = []
@@ -366,7 +374,9 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
 
 
 class FakeSteps:
-    """An engine whose steps take as long as their plan says, three times that while the machine is busy."""
+    """An engine whose steps take as long as their plan says, three times that while the machine is
+    busy.
+    """
 
     def __init__(self, busy: range) -> None:
         self.busy, self.num_runs, self.telemetry, self.stopwatch = busy, 0, self, self
@@ -384,7 +394,9 @@ class FakeSteps:
 
 
 def test_shares_grow_with_every_plan() -> None:
-    """Turns of a large model take seconds; none of the shares is there twice, and only the last one is all."""
+    """Turns of a large model take seconds; none of the shares is there twice, and only the last one
+    is all.
+    """
     engine: Any = FakeSteps(range(0))
     plans: Any = [0.001, 0.2, 3.0]
     shares: list[float] = []
@@ -400,7 +412,8 @@ def test_plans_are_measured_in_turns() -> None:
     for busy in (range(12), range(40, 50), range(60, 72)):
         engine: Any = FakeSteps(busy)
         assert [wall_s for wall_s, _ in middle_steps(engine, plans)] == pytest.approx(plans)
-    # Slow steps count four times only, behind one that does not; the middle half is taken, and its phases with it.
+    # Slow steps count four times only, behind one that does not; the middle half is taken, and its
+    # phases with it.
     engine = FakeSteps(range(2))
     assert middle_steps(engine, [0.2]) == [(pytest.approx(0.2), {"draft": pytest.approx(0.1)})]
     assert engine.num_runs == 5

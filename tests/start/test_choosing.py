@@ -1,4 +1,6 @@
-"""Every operation of the kernels gives what plain torch gives, and one that does not is found at start and replaced."""
+"""Every operation of the kernels gives what plain torch gives, and one that does not is found at
+start and replaced.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Synthetic requests are served at start, and leave nothing but what is known of the steps' times."""
+"""Synthetic requests are served at start, and leave nothing but what is known of the steps'
+times.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """On a device, results are delivered and requests are taken while the next step's pass runs.
 
-The tests run that loop on a CPU. A message that arrives in the middle of a step comes out of the second call of
-`receive` after it.
+The tests run that loop on a CPU. A message that arrives in the middle of a step comes out of the
+second call of `receive` after it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def test_every_request_has_the_same_answer_and_one_end(seed: int) -> None:
     batches: list[list[ToEngine]] = []
     aborted: set[str] = set()
     for number in range(14):
-        one = request(number, max_tokens=500 if number % 6 == 5 else 12)  # longer than the context: refused
+        # Longer than the context: refused.
+        one = request(number, max_tokens=500 if number % 6 == 5 else 12)
         batch: list[ToEngine] = [Submit.of([one])]
         if number and chance.random() < 0.5:
             gone = str(chance.randrange(number + 1))

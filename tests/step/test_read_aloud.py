@@ -1,4 +1,6 @@
-"""docs/execution.md reads a step of a CPU aloud: the files that a step enters, in the order in which it enters them."""
+"""docs/execution.md reads a step of a CPU aloud: the files that a step enters, in the order in
+which it enters them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The speedup that steps report, on a simulated clock: the time of plain decoding is known, not measured.
+"""The speedup that steps report, on a simulated clock: the time of plain decoding is known, not
+measured.
 
-Drafting steps take longer around their parts than plain ones do, and the draft model reads prompts, too.
+Drafting steps take longer around their parts than plain ones do, and the draft model reads prompts,
+too.
 """
 
 from __future__ import annotations
@@ -62,14 +64,18 @@ class Served:
         self.forget()
 
     def stall_s(self, began: float) -> float:
-        """Return the time that another process takes from this step: as much for every second of work."""
+        """Return the time that another process takes from this step: as much for every second of
+        work.
+        """
         if not self.mean_s:
             return 0.0
         before, self.worked_s = self.worked_s, self.worked_s + self.now - began
         return STALL_S * (self.worked_s // self.mean_s - before // self.mean_s)
 
     def step(self, rows: list[Row], num_tokens: int = 1, counted: bool = False) -> None:
-        """Carry out a step in which every row that emits gets this many tokens; the last row is counted."""
+        """Carry out a step in which every row that emits gets this many tokens; the last row is
+        counted.
+        """
         self.scheduler.last_plan = plan = Plan(tuple(rows))
         work = StepWork.of(plan)
         draft_s, rest_s = self.machine.parts_s(work)
@@ -87,7 +93,8 @@ class Served:
         self.now += host_s / 2  # messages
         if counted:
             self.taken_s += self.now - began
-            # The same prompt tokens and the first token of each row in one step, the other tokens in further ones.
+            # The same prompt tokens and the first token of each row in one step, the other tokens
+            # in further ones.
             further_s = (num_tokens - 1) * (self.machine.step_s(work.plain) + HOST_S)
             alone = replace(work.plain, prompt=work.prompt, prompt_text=work.prompt_text)
             plain_s = self.machine.step_s(alone) + HOST_S + (further_s if work.rows else 0.0)
@@ -148,7 +155,9 @@ def test_the_host_time_of_drafting_steps_is_not_plain_decodings(monkeypatch: pyt
 
 
 def test_stalls_would_have_delayed_plain_decoding_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of step times takes them for exceptions, so plain steps alone, as it predicts them, are too short."""
+    """The model of step times takes them for exceptions, so plain steps alone, as it predicts them,
+    are too short.
+    """
     served = Served(monkeypatch, mean_s=0.1)
     decode(served, num_steps=3000)
     assert abs(served.error) < 0.03
@@ -188,7 +197,9 @@ def read_prompts_of_others(served: Served) -> None:
 
 
 def test_prompts_count_as_they_would_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first 64 tokens of a pass are free here. Drafts use most of them up, and plain decoding would not."""
+    """The first 64 tokens of a pass are free here. Drafts use most of them up, and plain decoding
+    would not.
+    """
     served = Served(monkeypatch, machine=Machine(free_tokens=64))
     read_prompts_of_others(served)
     assert abs(served.error) < 0.03
@@ -247,7 +258,9 @@ def test_other_load_claims_no_gain(monkeypatch: pytest.MonkeyPatch, delays_s: li
 
 
 def test_the_load_of_earlier_steps_would_claim_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong variant compares with plain steps as long as those of another load, which has ended."""
+    """The wrong variant compares with plain steps as long as those of another load, which has
+    ended.
+    """
     found = []
     for is_wrong in (False, True):
         served = Served(monkeypatch)

@@ -1,8 +1,9 @@
 """Inputs of a step's rules, and the results made of their verdicts, recomputed by hand.
 
-Requests of many kinds run together. In every step each drafted chain is compared with what the plan asked for; each
-distribution along it with plain transformers, edited and filtered by hand; each uniform number with its name; and each
-emission with the chain it comes from. What the rules decide is tested elsewhere (tests/speculation).
+Requests of many kinds run together. In every step each drafted chain is compared with what the plan
+asked for; each distribution along it with plain transformers, edited and filtered by hand; each
+uniform number with its name; and each emission with the chain it comes from. What the rules decide
+is tested elsewhere (tests/speculation).
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
 
 
 def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None:
-    """The host learns the tokens with the verdict; what is emitted is the same as with merged trees."""
+    """The host learns the tokens with the verdict; what is emitted is the same as with merged
+    trees.
+    """
     wanted = [one for one in requests() if one.speculation.drafters == ("model",) and one.request_id not in EDITED]
     engine = build()
     engine.eager.most_unmerged = 1000

@@ -29,8 +29,8 @@ def _weigh(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceili
     for depth in range(len(tokens)):
         p = np.float64(target[target_rows[depth], tokens[depth]])
         q = np.float64(draft[draft_rows[depth], tokens[depth]])
-        # A prefix is dead after a token that the target never emits, or after a ratio of 0. The logarithm of 0 is not
-        # computed.
+        # A prefix is dead after a token that the target never emits, or after a ratio of 0. The
+        # logarithm of 0 is not computed.
         if p <= 0 or log_ratio == -math.inf:
             is_dead = True
         if is_dead:
@@ -41,7 +41,8 @@ def _weigh(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceili
             log_ratio += math.log(q) - math.log(p)
         log_ceiling = min(log_ceiling, log_ratio)
         log_ratios[depth + 1], log_ceilings[depth + 1] = log_ratio, log_ceiling
-        # A ratio of 0 belongs to a token that its draft distribution never draws: nothing is accepted there.
+        # A ratio of 0 belongs to a token that its draft distribution never draws: nothing is
+        # accepted there.
         is_impossible = is_dead or log_ratio == -math.inf
         weights[depth + 1] = 0.0 if is_impossible else math.exp(log_ceiling - log_ratio)
 
@@ -66,7 +67,9 @@ def _accepted(length, target, target_rows, draft, draft_rows, weights, uniforms)
 
 @compiled_for_cpu(**EXACT)
 def _score(stop, length, p, q, log_ratios, log_ceilings, number):
-    """Return a score that is uniform from the ceiling of the prefix with the next token to that without it."""
+    """Return a score that is uniform from the ceiling of the prefix with the next token to that
+    without it.
+    """
     upper = math.exp(log_ceilings[stop])
     lower = 0.0
     if stop < length and q > 0:
@@ -100,8 +103,8 @@ def race(
 ):  # fmt: skip
     """Return the number of requests, and write [3, B] chain, length, token of each request.
 
-    The chain is the first with the smallest score. The chains of a request are contiguous. Requests after
-    the first B are counted and not written.
+    The chain is the first with the smallest score. The chains of a request are contiguous. Requests
+    after the first B are counted and not written.
     """
     num_chains, most = tokens.shape
     room = np.empty((3, most + 1))
@@ -139,7 +142,8 @@ class _Nodes(NamedTuple):
     logits: Any  # [nodes, V]
     parents: Any  # [nodes] for nodes of text drafts, -1 for other nodes
     tokens: Any
-    largest: Any  # [nodes] output: largest logit, NaN if any logit is NaN, 0 if the logits were not read
+    # [nodes] output: largest logit, NaN if any logit is NaN, 0 if the logits were not read.
+    largest: Any
     distributions: Any
     peaks: Any  # [nodes] most likely token, at temperature 0
     is_known: Any  # [nodes] whether the logits were read
@@ -147,7 +151,9 @@ class _Nodes(NamedTuple):
 
 @compiled_for_cpu(**EXACT)
 def _read_node(nodes, filters, node):
-    """Compute a node's distribution, or at temperature 0 its most likely token, if that was not done before."""
+    """Compute a node's distribution, or at temperature 0 its most likely token, if that was not
+    done before.
+    """
     if nodes.is_known[node]:
         return
     nodes.is_known[node] = True
@@ -162,7 +168,9 @@ def _read_node(nodes, filters, node):
 
 @compiled_for_cpu(**EXACT)
 def _read_all(nodes, filters):
-    """Read the logits of all nodes but nodes of text drafts, which are read if the walk or a chain comes there."""
+    """Read the logits of all nodes but nodes of text drafts, which are read if the walk or a chain
+    comes there.
+    """
     for node in range(len(nodes.logits)):
         nodes.is_known[node] = False
         nodes.largest[node] = 0.0
@@ -219,7 +227,8 @@ def _begins(node_rows, length, walked, end):
 
 @compiled_for_cpu(**EXACT)
 def _refuse(parents, node_tokens, node, distribution):
-    """Set the probabilities of the node's children to 0, and scale the other probabilities to the sum 1.
+    """Set the probabilities of the node's children to 0, and scale the other probabilities to the
+    sum 1.
 
     A distribution without any other token is unchanged (this has probability zero).
     """
@@ -260,14 +269,14 @@ def decide(
     logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
     numbers, parents, node_tokens, walk_numbers, verdict, largest,
 ):  # fmt: skip
-    """Compute distributions and verdicts, request by request, so that distributions are read while cached.
+    """Compute distributions and verdicts, request by request, so that distributions are read while
+    cached.
 
-    A request first walks through its text drafts; then its chains that begin with the walked path are
-    verified below it.
-    numbers: [purposes, C, L] random numbers; parents: [N] for nodes of text drafts, -1 for other nodes;
-    walk_numbers: [B, depths], without depths if there are no text drafts. verdict: output, [4, B] chain,
-    length, token, node at which the walk ended. largest: output, [N + M] of nodes and draft
-    distributions, NaN for a row with NaN.
+    A request first walks through its text drafts; then its chains that begin with the walked path
+    are verified below it. numbers: [purposes, C, L] random numbers; parents: [N] for nodes of text
+    drafts, -1 for other nodes; walk_numbers: [B, depths], without depths if there are no text
+    drafts. verdict: output, [4, B] chain, length, token, node at which the walk ended. largest:
+    output, [N + M] of nodes and draft distributions, NaN for a row with NaN.
     """
     widest = 0
     for request in range(len(temperatures)):

@@ -1,16 +1,20 @@
-"""Products of rows with a weight in blocks, in Numba: the inner loop of the decoder (`model_pass.py`).
+"""Products of rows with a weight in blocks, in Numba: the inner loop of the decoder
+(`model_pass.py`).
 
-A weight [N, K] is stored in blocks of a few columns of the result, [N / B, K, B], so that it is read sequentially. Sums
-of up to `MOST_ROWS` rows stay in registers, and each number of the block serves them all. Weights have the type of the
-checkpoint (float32, bfloat16, float16), are widened to float32 in registers, and all arithmetic is float32; weights of
-other types are multiplied by dot products of the processor (`dot_products.py`). The weight is prefetched, because the
-processor does not prefetch across its pages.
+A weight [N, K] is stored in blocks of a few columns of the result, [N / B, K, B], so that it is
+read sequentially. Sums of up to `MOST_ROWS` rows stay in registers, and each number of the block
+serves them all. Weights have the type of the checkpoint (float32, bfloat16, float16), are widened
+to float32 in registers, and all arithmetic is float32; weights of other types are multiplied by dot
+products of the processor (`dot_products.py`). The weight is prefetched, because the processor does
+not prefetch across its pages.
 
-A sum starts at the bias and runs over K in order, for any number of rows and threads: results do not depend on what
-else is computed with them. `transpose` and `copy` lay out K/V in the same blocks, for attention (`attention_loops.py`).
+A sum starts at the bias and runs over K in order, for any number of rows and threads: results do
+not depend on what else is computed with them. `transpose` and `copy` lay out K/V in the same
+blocks, for attention (`attention_loops.py`).
 """
 
-# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a
+# list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
 # ruff: noqa: ARG001, ARG005
 
@@ -50,7 +54,9 @@ from engine.cpu.compiled.stored_words import DOT_TYPES
 from engine.cpu.compiler import compiled_for_cpu
 
 WIDENS_HALVES = "+f16c" in FEATURES or "+avx512f" in FEATURES
-"""Whether the processor widens float16 numbers itself; if not, such weights are stored as float32."""
+"""Whether the processor widens float16 numbers itself; if not, such weights are stored as
+float32.
+"""
 _BLOCKS = [blocks_at_once(num_rows) for num_rows in range(1, MOST_ROWS + 1)]
 _AHEAD = 32
 """Prefetch distance, in inner-loop steps."""
@@ -101,7 +107,9 @@ class _Loop(Emitter):
         self.builder.branch(after)
 
     def _step(self, step: Any, sums: Sums) -> Sums:
-        """Return the sums after index `step` of K: every row's number there is multiplied by the blocks' numbers."""
+        """Return the sums after index `step` of K: every row's number there is multiplied by the
+        blocks' numbers.
+        """
         builder = self.builder
         size = self._kind.num_bytes
         weights = []
@@ -121,7 +129,8 @@ class _Loop(Emitter):
 
 @intrinsic
 def _sums(_context, weights, num_rows, num_blocks, rows, weight, bias, result, row_stride, result_stride, depth):
-    """Sum 1 to `MOST_ROWS` rows with `blocks_at_once` blocks or one, by addresses; strides count bytes.
+    """Sum 1 to `MOST_ROWS` rows with `blocks_at_once` blocks or one, by addresses; strides count
+    bytes.
 
     weights: an array of the weight's type, which is not read.
     """
@@ -140,7 +149,8 @@ _blocks_at_once = compiled_for_cpu()(blocks_at_once)
 
 @intrinsic
 def transpose(_context, numbers, offsets, source, target):
-    """Write `LANES` columns of `LANES` numbers, at `source` plus offsets in bytes, as rows of a block.
+    """Write `LANES` columns of `LANES` numbers, at `source` plus offsets in bytes, as rows of a
+    block.
 
     numbers: an array of their type, which is not read; offsets, source, target: addresses.
     """
@@ -171,7 +181,9 @@ def transpose(_context, numbers, offsets, source, target):
 
 @intrinsic
 def copy(_context, numbers, source, target):
-    """Copy `LANES` numbers from one address to another, as float32; numbers: an array of their type, not read."""
+    """Copy `LANES` numbers from one address to another, as float32; numbers: an array of their
+    type, not read.
+    """
     kind = _KINDS[numbers.dtype]
 
     def build(context, builder, _signature, operands):
@@ -202,10 +214,12 @@ def _multiply_by_type(rows, weights, scales, bias, result, blocks, columns):
 
 @compiled_for_cpu(error_model="numpy")
 def product(rows, weights, scales, bias, result, blocks, columns):
-    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole blocks).
+    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole
+    blocks).
 
-    weights: [N / B, K, B], or as `stored_words.py` says, with its scales; bias: [N]; blocks: first, and end; columns:
-    the block of the result that the weight's first block has, and how many blocks apart the others are.
+    weights: [N / B, K, B], or as `stored_words.py` says, with its scales; bias: [N]; blocks: first,
+    and end; columns: the block of the result that the weight's first block has, and how many blocks
+    apart the others are.
     """
     _multiply(rows, weights, scales, bias, result, blocks, columns)
 

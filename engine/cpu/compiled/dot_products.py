@@ -1,14 +1,17 @@
-"""Products by the processor's own dot products, of weights in few bits or of pairs of bfloat16, in Numba.
+"""Products by the processor's own dot products, of weights in few bits or of pairs of bfloat16, in
+Numba.
 
-A row is rounded once, by itself (`row_rounding.py`). Sums of a group are integers, so they are exact in any order;
-each group, or each half of one, then adds one float32 product, in the order of K. A row's result does not depend on
-other rows or cores. Layouts of weights and scales: `stored_words.py`.
+A row is rounded once, by itself (`row_rounding.py`). Sums of a group are integers, so they are
+exact in any order; each group, or each half of one, then adds one float32 product, in the order of
+K. A row's result does not depend on other rows or cores. Layouts of weights and scales:
+`stored_words.py`.
 
-x86 without such dot products multiplies halves of the bytes in 16 bits, and other processors without them byte by byte:
-the sums are the same integers.
+x86 without such dot products multiplies halves of the bytes in 16 bits, and other processors
+without them byte by byte: the sums are the same integers.
 """
 
-# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a
+# list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
 # ruff: noqa: ARG001
 
@@ -55,8 +58,9 @@ _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _AHEAD = 1024
 """Prefetch distance, in bytes."""
 MOST_DOT_ROWS = 4 if LANES == 16 else 6
-"""Rows whose sums are computed together. With two blocks, four rows have as many sums of a group and of all groups as
-there are registers of 512 bits. With 256 bits six rows of one block are fastest.
+"""Rows whose sums are computed together. With two blocks, four rows have as many sums of a group
+and of all groups as there are registers of 512 bits. With 256 bits six rows of one block are
+fastest.
 """
 _ROWS = 96
 """Rows that are rounded together: they stay in a cache."""
@@ -105,7 +109,9 @@ class _Dots(Emitter):
 
     @property
     def _numbers_of_turn(self) -> int:
-        """Numbers of K that a turn of the loop multiplies: a group, or fewer if groups have no scales."""
+        """Numbers of K that a turn of the loop multiplies: a group, or fewer if groups have no
+        scales.
+        """
         return 8 if self._words == types.uint32 else GROUP
 
     @property
@@ -133,7 +139,9 @@ class _Dots(Emitter):
         return sums
 
     def _group_of_integers(self, group: Any, sums: Sums) -> Sums:
-        """Return the sums after `GROUP` more numbers of K, part by part: the numbers that share a scale."""
+        """Return the sums after `GROUP` more numbers of K, part by part: the numbers that share a
+        scale.
+        """
         num_parts = self._loads.num_parts
         steps_of_part = GROUP // (8 if self._words == types.uint8 else 4) // num_parts
         for part in range(num_parts):
@@ -204,7 +212,9 @@ class _Dots(Emitter):
 
 
 def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
-    """Return old sums plus the sums of four products of unsigned with signed bytes, in every lane of 32 bits."""
+    """Return old sums plus the sums of four products of unsigned with signed bytes, in every lane
+    of 32 bits.
+    """
     if HAS_DOTS:
         return emitter.call(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, old, weights, row)
     if _IS_X86:
@@ -218,7 +228,9 @@ def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
 
 
 def _dot_of_pairs(emitter: Emitter, old: Any, row: Any, weights: Any) -> Any:
-    """Return old sums plus the sums of two products of bfloat16 numbers, in every lane of 32 bits."""
+    """Return old sums plus the sums of two products of bfloat16 numbers, in every lane of 32
+    bits.
+    """
     return emitter.call("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, old, row, weights)
 
 
@@ -259,7 +271,8 @@ def _sums_of_dots(
     result_stride,
     num_groups,
 ):
-    """Sum 1 to `MOST_DOT_ROWS` rows with `dots_at_once` blocks or one, by addresses; strides count bytes.
+    """Sum 1 to `MOST_DOT_ROWS` rows with `dots_at_once` blocks or one, by addresses; strides count
+    bytes.
 
     weights, scales: arrays of the weight's words and scales, which are not read.
     """
@@ -275,9 +288,11 @@ def _sums_of_dots(
 
 @compiled_for_cpu(error_model="numpy")
 def product_of_dots(rows, weights, scales, bias, result, blocks, columns):
-    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole blocks).
+    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole
+    blocks).
 
-    weights, scales: in the layouts of `stored_words.py`; bias: [N]; blocks, columns: see `block_products.product`.
+    weights, scales: in the layouts of `stored_words.py`; bias: [N]; blocks, columns: see
+    `block_products.product`.
     """
     num_groups = weights.shape[1] * numbers_of_word(weights) // GROUP
     for first in range(0, len(rows), _ROWS):

@@ -1,9 +1,11 @@
-"""The drafting loop in Numba: passes over all levels, distributions below their nodes, and draws, in one call.
+"""The drafting loop in Numba: passes over all levels, distributions below their nodes, and draws,
+in one call.
 
-It serves draft models and heads that the CPU's decoder runs (`decoder.py`), and rows whose distributions
-depend on logits, temperature and filters alone. The oracle of `draw_levels` is `chains.draw_by_level`, which
-takes any rows: the same random numbers give the same tokens, to the bit. `draw_below` draws after the pass
-of a head with a term. Its oracle is `OnePassDrafter` with the head's sampler.
+It serves draft models and heads that the CPU's decoder runs (`decoder.py`), and rows whose
+distributions depend on logits, temperature and filters alone. The oracle of `draw_levels` is
+`chains.draw_by_level`, which takes any rows: the same random numbers give the same tokens, to the
+bit. `draw_below` draws after the pass of a head with a term. Its oracle is `OnePassDrafter` with
+the head's sampler.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -33,7 +35,9 @@ _LOGITS = pass_table.LOGITS
 
 @compiled_for_cpu(**EXACT)
 def _spread_logits(logits, target_ids, spread):
-    """Write the logits of a head's own vocabulary to the target's ids; other tokens have probability 0."""
+    """Write the logits of a head's own vocabulary to the target's ids; other tokens have
+    probability 0.
+    """
     spread[:] = -np.inf
     for number in range(len(target_ids)):
         spread[target_ids[number]] = logits[number]
@@ -41,10 +45,11 @@ def _spread_logits(logits, target_ids, spread):
 
 @compiled_for_cpu(**EXACT)
 def _draw(address, phase):
-    """Compute the distribution below each node of a level, and draw the tokens of the chains through it.
+    """Compute the distribution below each node of a level, and draw the tokens of the chains
+    through it.
 
-    A chain draws with its own random number, unless an earlier chain goes through the same child: then it takes that
-    chain's token.
+    A chain draws with its own random number, unless an earlier chain goes through the same child:
+    then it takes that chain's token.
     """
     table = table_at(address)
     logits = array2(table, _LOGITS, np.float32)
@@ -96,7 +101,9 @@ def draw():
 
 @compiled_for_cpu()
 def _put_draws(table, draws, level, drawn):
-    """Write what `_draw` reads of a level into the table. drawn: the slice of the level's distributions."""
+    """Write what `_draw` reads of a level into the table. drawn: the slice of the level's
+    distributions.
+    """
     distributions, tokens, temperatures, least_logs, top_ks, top_ps = draws[:6]
     uniforms, first_chains, num_chains, leaders, target_ids, spread = draws[6:]
     put2(table, _PROBS, distributions[drawn])
@@ -130,7 +137,9 @@ def _level_slice(ends, level):
 
 @compiled_for_cpu()
 def _seen_by(seen, rows, sequences):
-    """Return `StepLayout.seen` of one pass. seen: of all passes; rows, sequences: slices of the pass."""
+    """Return `StepLayout.seen` of one pass. seen: of all passes; rows, sequences: slices of the
+    pass.
+    """
     words, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
     texts = pages[sequences], first_keys[sequences], text_ends[sequences], num_keys[sequences]
     return words[rows], *texts, node_positions[sequences], limits[rows]
@@ -141,13 +150,14 @@ def draw_levels(
     shared, function, table, after_logits, ends, known_tokens, slots, wanted, parts, seen, positions, draws, parents,
     entering_states, logits,
 ):  # fmt: skip
-    """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of `levels.Draws`.
+    """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of
+    `levels.Draws`.
 
-    after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends of
-    each level's rows, sequences, parts and distributions in the arrays of all passes; wanted: rows of the
-    first pass whose logits are wanted (later passes want the logits of all rows). parents: [N] the node
-    above each distribution, in its level. entering_states: of the first pass (`CpuDecoder.states_of`);
-    each pass reads the states that left the pass before.
+    after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends
+    of each level's rows, sequences, parts and distributions in the arrays of all passes; wanted:
+    rows of the first pass whose logits are wanted (later passes want the logits of all rows).
+    parents: [N] the node above each distribution, in its level. entering_states: of the first pass
+    (`CpuDecoder.states_of`); each pass reads the states that left the pass before.
     """
     target_states, read, leaving = entering_states
     for level in range(len(ends)):
@@ -202,9 +212,9 @@ def below():
 def draw_below(shared, function, table, ends, last_tokens, embedded, base, draft_rows, draws, logits):
     """Draw all levels from the logits of draft rows and terms of the tokens before: fill `draws`.
 
-    function: address of `below`. ends: [L] end of each level's distributions; last_tokens: above the
-    roots; embedded: [V, r] embeddings of tokens before; base: [S, draft vocabulary] logits of draft rows;
-    draft_rows: [N] of each distribution. Other arguments are those of `draw_levels`.
+    function: address of `below`. ends: [L] end of each level's distributions; last_tokens: above
+    the roots; embedded: [V, r] embeddings of tokens before; base: [S, draft vocabulary] logits of
+    draft rows; draft_rows: [N] of each distribution. Other arguments are those of `draw_levels`.
     Raises IndexError for a token without an embedding.
     """
     counters = array2(table, pass_table.COUNTERS, np.int64)

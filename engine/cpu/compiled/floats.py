@@ -1,4 +1,6 @@
-"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: bits, order, exponential function."""
+"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: bits, order, exponential
+function.
+"""
 
 # Numba sees arguments only when it is run, and an intrinsic's body handles them as a list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
@@ -16,9 +18,9 @@ from engine.cpu.compiler import compiled_for_cpu
 FAST = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy", "forceinline": True}
 """Options of functions whose sums may be reordered. Non-finite numbers stay non-finite.
 
-The compiler chooses the order, and not always alike for two compiled copies of a function. The copy of its own library
-runs in the process that compiles it, and another one after it is loaded from the cache. Inlining leaves one copy in
-each kernel, so that every start computes the same numbers.
+The compiler chooses the order, and not always alike for two compiled copies of a function. The copy
+of its own library runs in the process that compiles it, and another one after it is loaded from the
+cache. Inlining leaves one copy in each kernel, so that every start computes the same numbers.
 """
 EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
 """Sums keep their order."""
@@ -64,7 +66,9 @@ def number_of_half(bits):
 
 
 def widened(value):
-    """Convert an array's number to float32; bfloat16 is stored as unsigned 16 bits, float16 as signed."""
+    """Convert an array's number to float32; bfloat16 is stored as unsigned 16 bits, float16 as
+    signed.
+    """
     raise NotImplementedError
 
 
@@ -101,7 +105,9 @@ def to_bfloat16(value):
 
 @compiled_for_cpu(**EXACT)
 def exponential(value):
-    """Return e to the power of a float32 number, from -87 to 88, within two units in the last place."""
+    """Return e to the power of a float32 number, from -87 to 88, within two units in the last
+    place.
+    """
     bounded = min(max(value, np.float32(-87)), np.float32(88))
     power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
     rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
@@ -118,7 +124,9 @@ def exponential(value):
 
 @compiled_for_cpu(**EXACT)
 def order(value):
-    """Map a float32 number to an integer with the same order; NaN comes first or last, by its sign."""
+    """Map a float32 number to an integer with the same order; NaN comes first or last, by its
+    sign.
+    """
     bits = np.int32(_bits_of(value))
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 

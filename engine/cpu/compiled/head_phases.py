@@ -1,5 +1,5 @@
-"""Phases of the CPU's decoder that heads alone have: norms of the target's states, convolutions over a block, and the
-product `TERM` after a pass.
+"""Phases of the CPU's decoder that heads alone have: norms of the target's states, convolutions
+over a block, and the product `TERM` after a pass.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -39,7 +39,8 @@ def normalise(address, phase):
 def convolve(address, phase, number, side, field):
     """Convolve each row of every block with the rows before it in the block, in place.
 
-    number: index of the convolution, two for each layer; side: 0 before a part of the layer, 1 after it.
+    number: index of the convolution, two for each layer; side: 0 before a part of the layer, 1
+    after it.
     """
     table = table_at(address)
     rows = array2(table, field, np.float32)
@@ -76,7 +77,8 @@ def term():
 
 @compiled_for_cpu(nogil=True)
 def run_term(shared, function, table, memory, terms):
-    """Write the product `TERM` of memory [N, r] to terms [N, at least V], with the cores of the last pass.
+    """Write the product `TERM` of memory [N, r] to terms [N, at least V], with the cores of the
+    last pass.
 
     function: address of `term`.
     """

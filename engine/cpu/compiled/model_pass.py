@@ -1,8 +1,10 @@
-"""One pass of a decoder like Llama in one Numba function: from tokens to logits, on any number of cores.
+"""One pass of a decoder like Llama in one Numba function: from tokens to logits, on any number of
+cores.
 
-The caller and its helpers (`shared_work.py`) run `_work` over one table of arrays, in phases: the rows of a norm,
-blocks of columns of a product, K/V heads of a sequence in attention. Weights have the types of `block_products.py` and
-`stored_words.py`, all else is float32, K/V are float32 or bfloat16. `decoder.py` owns the arrays and calls `run`.
+The caller and its helpers (`shared_work.py`) run `_work` over one table of arrays, in phases: the
+rows of a norm, blocks of columns of a product, K/V heads of a sequence in attention. Weights have
+the types of `block_products.py` and `stored_words.py`, all else is float32, K/V are float32 or
+bfloat16. `decoder.py` owns the arrays and calls `run`.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -31,7 +33,9 @@ _ROWS = 8
 """Rows of a part of those phases that go row by row."""
 LAYER_PHASES = 14
 OTHER_PHASES = 7
-"""Most phases of a layer (six of them are convolutions of heads), and most phases outside of layers."""
+"""Most phases of a layer (six of them are convolutions of heads), and most phases outside of
+layers.
+"""
 
 
 @compiled_for_cpu(inline="always")
@@ -50,7 +54,8 @@ def _write_rotation(position, frequencies, factor, cosines, sines):
 
 @compiled_for_cpu(**FAST)
 def _begin(address, phase, word_type, scale_type):
-    """Write embeddings of the tokens, normed states of the rows after them, and the rotation of all rows.
+    """Write embeddings of the tokens, normed states of the rows after them, and the rotation of all
+    rows.
 
     If the first layer reads states, write its inputs in place of the embeddings.
     """
@@ -103,8 +108,8 @@ def _store_tap(state, tap, tapped, slot):
 def _add_and_norm(address, phase, number, has_summand, kv_type):
     """Add the rows of a product to the hidden states if there is one, and normalise them.
 
-    number: index of the norm, of two for each layer and the last one. Also store the states of taps: those that enter a
-    layer, that leave the last layer, and after the last norm.
+    number: index of the norm, of two for each layer and the last one. Also store the states of
+    taps: those that enter a layer, that leave the last layer, and after the last norm.
     """
     table = table_at(address)
     num_parts = _num_parts_of_rows(table[pass_table.HIDDEN, 1])
@@ -156,7 +161,9 @@ def _rotate(address, phase, layer, kv_type):
 
 @compiled_for_cpu(**FAST)
 def _attend(address, phase, layer, kv_type):
-    """Write the attention of all rows. A part of the phase is rows of a sequence and one K/V head."""
+    """Write the attention of all rows. A part of the phase is rows of a sequence and one K/V
+    head.
+    """
     table = table_at(address)
     parts = array2(table, pass_table.PARTS, np.int64)
     keys = array4(table, pass_table.KEYS, kv_type)[layer]
@@ -257,7 +264,9 @@ def _convolve_first(address, phase, number):
 
 @compiled_for_cpu()
 def _convolve_last(address, phase, number):
-    """Convolve the summands of the hidden states, if the model has convolutions; return the next phase."""
+    """Convolve the summands of the hidden states, if the model has convolutions; return the next
+    phase.
+    """
     if table_at(address)[pass_table.KERNELS, 1] == 0:
         return phase
     convolve(address, phase, number, 1, pass_table.SUMMAND)
@@ -272,7 +281,9 @@ def work():
 
 @cache
 def beginning(word_type, scale_type):
-    """Return the C function of the first phase, for embeddings of numpy types of words and scales."""
+    """Return the C function of the first phase, for embeddings of numpy types of words and
+    scales.
+    """
 
     def begin(address, phase, _1, _2, _3, _4):
         _begin(address, phase, word_type, scale_type)
@@ -307,7 +318,8 @@ def functions_for(embedding: tuple[Any, Any], kv_type: Any) -> npt.NDArray[np.in
 
 @compiled_for_cpu(nogil=True)
 def run(shared, function, table, after_logits, tokens, slots, wanted, parts, seen, positions, states, logits):
-    """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
+    """Run a pass: write its arrays into the table and call `function`, the address of `work`, with
+    all cores.
 
     seen: `StepLayout.seen`; states: see `decoder.CpuDecoder.states_of`; after_logits: address of a
     function that runs after the logits as the last phase, or 0 (`draw_loop.py` draws there).

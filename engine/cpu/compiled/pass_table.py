@@ -1,4 +1,5 @@
-"""Table of a pass: the arrays that the decoder (`model_pass.py`) reads and writes, by their addresses and sizes.
+"""Table of a pass: the arrays that the decoder (`model_pass.py`) reads and writes, by their
+addresses and sizes.
 
 The C functions of a pass take the address of a table, so helper threads find all data there.
 """
@@ -15,12 +16,12 @@ from engine.cpu.compiled.shared_work import pointer_to
 from engine.cpu.compiled.simd_vectors import BLOCK
 from engine.cpu.compiler import compiled_for_cpu
 
-# Fields of the table (its rows), for a model with L layers.
-# A product has two fields: its pieces [L, P, `PIECE`], then the bias [L, N]. The products of the
-# embedding and `lm_head` have L = 1, and the embedding has one piece. If the first layer reads states,
-# `ENTRY` has q, k and v of [embedding, state] (L = 1, K = 2 D), and `QKV` those of the other layers.
-# Heads alone have `PROJECTION` of the target's states (L = 1), `KERNELS` of convolutions (2 L), and
-# `TERM`, from the token before to what it adds to logits (L = 1, `draw_loop.py`).
+# Fields of the table (its rows), for a model with L layers. A product has two fields: its pieces
+# [L, P, `PIECE`], then the bias [L, N]. The products of the embedding and `lm_head` have L = 1, and
+# the embedding has one piece. If the first layer reads states, `ENTRY` has q, k and v of
+# [embedding, state] (L = 1, K = 2 D), and `QKV` those of the other layers. Heads alone have
+# `PROJECTION` of the target's states (L = 1), `KERNELS` of convolutions (2 L), and `TERM`, from the
+# token before to what it adds to logits (L = 1, `draw_loop.py`).
 EMBEDDING, QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD, ENTRY, PROJECTION, KERNELS, TERM = range(0, 20, 2)
 NORMS = 20  # [2 L + 1, D], and after them the norm of the states that are read
 HEAD_NORMS = 21  # [L, 2, head] norms of queries and keys, or [0, 2, head]
@@ -38,19 +39,20 @@ PARTS = 41  # [P, 3] sequence, first row and end of rows that attend together
 WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS, NODE_POSITIONS, LIMITS, POSITIONS = range(42, 50)
 LOGITS = 50
 SIZES = 51  # tokens of a page, cores
-# Stored hidden states: the place of the state that enters each layer, of the state that leaves the last
-# one, and of that state after the norm; -1 for none.
+# Stored hidden states: the place of the state that enters each layer, of the state that leaves the
+# last one, and of that state after the norm; -1 for none.
 TAPS = 52  # [L + 2]
 TAPPED = 53  # [slots, places * D] output
 STATES = 54  # [T, D] states that the rows read; of width 0 in decoders that read none
 LEAVING = 55  # [N, D] states that leave the wanted rows; of width 0 in decoders that read none
-# Of heads: whether the first layer's residual is the normed state, and whether leaving states are normed.
+# Of heads: whether the first layer's residual is the normed state, and whether leaving states are
+# normed.
 NORM_FLAGS = 56
 TARGET_STATES = 57  # [C, X] the target's states, from which the pass projects `STATES`, or none
 TARGET_NORMS = 58  # [parts, X / parts] norms of their parts
-# A head that drafts a block reads C rows of a text after its T rows. Each layer computes only K and V of
-# them, from their normed states. Slots and positions have T + C rows, and so has this field, at the
-# address of `NORMED`.
+# A head that drafts a block reads C rows of a text after its T rows. Each layer computes only K and
+# V of them, from their normed states. Slots and positions have T + C rows, and so has this field,
+# at the address of `NORMED`.
 NORMED_ALL = 59
 WORDS_OF = 60  # [L] the field of each layer's words: `WORDS`, or `OTHER_WORDS` if its rows see other nodes
 OTHER_WORDS = 61
@@ -66,8 +68,9 @@ COLUMNS = 5
 """Columns of a table: the address of an array, and up to four sizes."""
 FIELDS_OF_TOKENS = HIDDEN, NORMED, ATTENDED, SUMMAND, INNER, GATED, ENTERING, ROW_KERNELS
 """Working arrays with a row for each token of a pass."""
-# Numbers of a piece of a product: blocks of its weight that have one layout. First the addresses of its
-# function, of the words [N / B, words, B], of the scales [N / B, rows, width] and of the layer's bias.
+# Numbers of a piece of a product: blocks of its weight that have one layout. First the addresses of
+# its function, of the words [N / B, words, B], of the scales [N / B, rows, width] and of the
+# layer's bias.
 FUNCTION, WORDS_AT, SCALES_AT, BIAS_AT, NUM_BLOCKS, NUM_WORDS, SCALE_ROWS, SCALE_WIDTH = range(8)
 FIRST = 8  # the block of the result that the piece's first block has
 STEP = 9  # blocks of the result from one block of the piece to the next

@@ -1,9 +1,9 @@
-"""Rows of the vocabulary in Numba, on a CPU: distributions, their filters, and draws from a distribution or from the
-surplus of one over another.
+"""Rows of the vocabulary in Numba, on a CPU: distributions, their filters, and draws from a
+distribution or from the surplus of one over another.
 
-Torch writes a row for each of its operations, which takes microseconds. Here a distribution reads its logits
-twice. A draw reads the sums of tiles, and then the tile that contains the token. The plain operations are the
-oracle.
+Torch writes a row for each of its operations, which takes microseconds. Here a distribution reads
+its logits twice. A draw reads the sums of tiles, and then the tile that contains the token. The
+plain operations are the oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -26,15 +26,19 @@ TILE = 1024
 _SMALL_TILE = 64
 """Tokens whose largest logit decides whether top-k looks at them."""
 _DIGIT = 10
-"""Bits of an order that `edge_of` decides in a pass. The first of its three passes decides one bit more: 31 bits
-are all bits of a probability, and of a logit that is not positive.
+"""Bits of an order that `edge_of` decides in a pass. The first of its three passes decides one bit
+more: 31 bits are all bits of a probability, and of a logit that is not positive.
 """
 _LEAST_ORDER = 0x7F800001
 """Distance of the order of minus infinity from 0."""
 _MOST_ROUGH = 0.999
-"""From this top-p on, `keep_nucleus` leaves out no token in advance: rounding could exceed its margin."""
+"""From this top-p on, `keep_nucleus` leaves out no token in advance: rounding could exceed its
+margin.
+"""
 _LEAST_LOG = np.float32(-87)
-"""Tokens whose logit over temperature is this far below the largest have probability 0: it would be below 2e-38."""
+"""Tokens whose logit over temperature is this far below the largest have probability 0: it would be
+below 2e-38.
+"""
 # No reciprocals: that of a tiny temperature overflows.
 _DIVIDED = FAST | {"fastmath": {"contract", "reassoc", "nsz"}}
 
@@ -51,7 +55,8 @@ def distribution_of(logits, temperature, distribution):
     for start in range(0, width, TILE):
         tile_total = np.float32(0)
         for column in range(start, min(start + TILE, width)):
-            # The largest is subtracted first: at tiny temperatures the quotients alone would overflow.
+            # The largest is subtracted first: at tiny temperatures the quotients alone would
+            # overflow.
             log = (logits[column] - most) / temperature
             share = exponential(log)
             share = np.float32(0) if log < _LEAST_LOG else share
@@ -84,9 +89,9 @@ def likeliest(logits):
 def edge_of(values, weights, needed, first_order):
     """Return the largest value such that all values from it on have at least the weight `needed`.
 
-    It is the smallest value if all have less. Bits of it are computed some at a time, from the weight of
-    each group of values with equal leading bits. first_order: added to the values' orders, so that none
-    is negative.
+    It is the smallest value if all have less. Bits of it are computed some at a time, from the
+    weight of each group of values with equal leading bits. first_order: added to the values'
+    orders, so that none is negative.
     """
     sums = np.empty(2 << _DIGIT)
     edge, reached = np.int64(0), 0.0
@@ -109,8 +114,11 @@ def edge_of(values, weights, needed, first_order):
 
 @compiled_for_cpu(**EXACT)
 def keep_nucleus(distribution, top_p):
-    """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and normalise it."""
-    # Tokens below share less than half of what may be left out; rounding of the others stays within the other half.
+    """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and
+    normalise it.
+    """
+    # Tokens below share less than half of what may be left out; rounding of the others stays within
+    # the other half.
     least = np.float32(0.5 * (1 - top_p) / len(distribution)) if top_p < _MOST_ROUGH else np.float32(0)
     likely = np.empty(len(distribution) + 1, np.float32)
     count = 0
@@ -129,7 +137,9 @@ def keep_nucleus(distribution, top_p):
 
 @compiled_for_cpu(**EXACT)
 def _largest_of_tiles(logits, peaks):
-    """Write the largest logit of each small tile; return (the largest of all, whether any is NaN)."""
+    """Write the largest logit of each small tile; return (the largest of all, whether any is
+    NaN).
+    """
     most, has_nan = np.int32(-0x80000000), False
     for tile in range(len(peaks)):
         largest = np.int32(-0x80000000)
@@ -156,7 +166,8 @@ def _likely_distribution(logits, temperature, least_log, top_k, top_p, distribut
         peaks[tile] = (peaks[tile] - most) / temperature
     edge = least_log
     if top_k <= len(peaks):
-        # The largest logits of top_k tiles reach this edge, so at least top_k tokens do: the final edge is not lower.
+        # The largest logits of top_k tiles reach this edge, so at least top_k tokens do: the final
+        # edge is not lower.
         edge = max(edge, edge_of(peaks, np.ones(len(peaks)), top_k, _LEAST_ORDER))
     likely = np.empty(len(logits) + 1, np.float32)
     places = np.empty(len(logits) + 1, np.int64)
@@ -190,7 +201,8 @@ def _likely_distribution(logits, temperature, least_log, top_k, top_p, distribut
 
 @compiled_for_cpu(**EXACT)
 def filtered_distribution(logits, temperature, least_log, top_k, top_p, distribution):
-    """Compute the distribution of one row after its filters; return the largest logit, or NaN if any is NaN.
+    """Compute the distribution of one row after its filters; return the largest logit, or NaN if
+    any is NaN.
 
     least_log: logarithm of min_p.
     """
@@ -233,9 +245,11 @@ def sum_of(target, draft, weight, uses_surplus, start, stop):
 
 @compiled_for_cpu(**FAST)
 def draw_from(target, draft, weight, uses_surplus, uniform):
-    """Draw a token from the surplus, if `uses_surplus` and there is any, else from the target's distribution.
+    """Draw a token from the surplus, if `uses_surplus` and there is any, else from the target's
+    distribution.
 
-    The first token whose cumulative mass exceeds `uniform` times the sum is drawn, as in `draw.categorical`.
+    The first token whose cumulative mass exceeds `uniform` times the sum is drawn, as in
+    `draw.categorical`.
     """
     width = len(target)
     num_tiles = (width + TILE - 1) // TILE
@@ -278,7 +292,9 @@ def draw(distribution, rows, uniforms, tokens):
 
 
 def arrays_of(filters: Filters, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
-    """Return ([N] logarithms of min_p, top_k, top_p); a missing filter has the value that keeps all tokens."""
+    """Return ([N] logarithms of min_p, top_k, top_p); a missing filter has the value that keeps all
+    tokens.
+    """
     min_p_N, top_k_N, top_p_N = filters[:3]
     least_log_N = None if min_p_N is None else min_p_N.log()
     return (

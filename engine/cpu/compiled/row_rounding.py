@@ -1,9 +1,12 @@
-"""Rows that are rounded for dot products (`dot_products.py`): each by itself, so that it does not depend on other rows.
+"""Rows that are rounded for dot products (`dot_products.py`): each by itself, so that it does not
+depend on other rows.
 
-Rows are rounded to 8 bits, with a scale for every `GROUP` of their numbers, or to bfloat16 for weights in pairs of it.
+Rows are rounded to 8 bits, with a scale for every `GROUP` of their numbers, or to bfloat16 for
+weights in pairs of it.
 """
 
-# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a
+# list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
 # ruff: noqa: ARG001
 
@@ -78,8 +81,8 @@ def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, facto
 def _write_starts(emitter: Emitter, rounded: Sequence[Any], starts: Any, offset: int, num_parts: int) -> None:
     """Write the number at which the sums of each part of a group start.
 
-    It is minus the offset of stored weights, times the sum of the bytes; without an offset (if weights
-    have minima), it is the sum of the bytes itself.
+    It is minus the offset of stored weights, times the sum of the bytes; without an offset (if
+    weights have minima), it is the sum of the bytes itself.
     """
     size = len(rounded) // num_parts
     for part in range(num_parts):
@@ -132,10 +135,11 @@ def _error(group, scale):
 
 @compiled_for_cpu(error_model="numpy", nogil=True)
 def best_scales(groups):
-    """Return [N] scales of groups [N, `GROUP`] with the least squared error of the numbers in 4 bits.
+    """Return [N] scales of groups [N, `GROUP`] with the least squared error of the numbers in 4
+    bits.
 
-    Twenty scales are tried. With them the largest number of a group becomes a number from -8.4 to -7.5, or
-    from 5.8 to 7.2, before it is cut off at -8 or 7.
+    Twenty scales are tried. With them the largest number of a group becomes a number from -8.4 to
+    -7.5, or from 5.8 to 7.2, before it is cut off at -8 or 7.
     """
     scales = np.zeros(len(groups), np.float32)
     for number in range(len(groups)):

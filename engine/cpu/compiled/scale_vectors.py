@@ -1,4 +1,6 @@
-"""Vectors of the scales of weights in few bits, as LLVM instructions, by the layouts of `stored_words.py`."""
+"""Vectors of the scales of weights in few bits, as LLVM instructions, by the layouts of
+`stored_words.py`.
+"""
 
 # mypy: disable-error-code="no-any-unimported, no-untyped-call"
 

@@ -1,7 +1,7 @@
 """Vectors of the processor at hand, and the LLVM instructions that the loops over them share.
 
-`block_products.py` and `dot_products.py` write their loops as LLVM instructions, because no compiler keeps the sums
-of a loop over an array in registers.
+`block_products.py` and `dot_products.py` write their loops as LLVM instructions, because no
+compiler keeps the sums of a loop over an array in registers.
 """
 
 # mypy: disable-error-code="no-any-unimported, no-untyped-call"
@@ -15,7 +15,9 @@ from llvmlite import ir
 from numba.core.registry import cpu_target
 
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""Features of the processor for which Numba compiles: this one, or that of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
+"""Features of the processor for which Numba compiles: this one, or that of NUMBA_CPU_NAME and
+NUMBA_CPU_FEATURES.
+"""
 LANES = 16 if {"+avx512f", "+avx512bw"} <= set(FEATURES) else 8 if "+avx2" in FEATURES else 4
 """Numbers of a vector."""
 VECTORS = 2
@@ -24,7 +26,9 @@ BLOCK = VECTORS * LANES
 """B, columns of a block."""
 _HAS_FEW_REGISTERS = LANES < 16 and any(feature.startswith(("+sse", "+avx")) for feature in FEATURES)
 MOST_ROWS = 6 if _HAS_FEW_REGISTERS else 12
-"""Rows whose sums, with a block's vectors, fit the registers: 16 of SSE and AVX2, 32 of AVX-512 and of ARM."""
+"""Rows whose sums, with a block's vectors, fit the registers: 16 of SSE and AVX2, 32 of AVX-512 and
+of ARM.
+"""
 MOST_BLOCKS = 4
 """Blocks that few rows process at once: sums of a single block would wait for each other."""
 GROUP = 32
@@ -55,7 +59,9 @@ def ints(value: int) -> Any:
 
 
 def blocks_at_once(num_rows: int) -> int:
-    """Return the number of blocks that this many rows process at once, if their sums are all that registers hold."""
+    """Return the number of blocks that this many rows process at once, if their sums are all that
+    registers hold.
+    """
     return max(1, MOST_BLOCKS // num_rows)
 
 
@@ -102,7 +108,9 @@ class Emitter:
         return self.builder.fadd(product, added, flags=["contract"])
 
     def load_columns(self, address: Any, num_blocks: int) -> list[Any]:
-        """Load float32 numbers of all columns of some blocks that follow each other, at an address."""
+        """Load float32 numbers of all columns of some blocks that follow each other, at an
+        address.
+        """
         return [self.load(VECTOR, address, 4 * LANES * vector, 4) for vector in range(num_blocks * VECTORS)]
 
     def store_rows(self, sums: Sums, address: Any, stride: Any) -> None:
@@ -113,7 +121,9 @@ class Emitter:
                 self.store(one, place, 4 * LANES * vector)
 
     def repeat(self, start: Any, stop: Any, width: int, sums: Sums, body: Callable[[Any, Sums], Sums]) -> Sums:
-        """Return the sums after `body(step, sums)` for steps from `start` to `stop`; there is at least one."""
+        """Return the sums after `body(step, sums)` for steps from `start` to `stop`; there is at
+        least one.
+        """
         builder = self.builder
         before = builder.block
         loop = builder.append_basic_block("loop")
@@ -138,10 +148,11 @@ class Emitter:
 def switch_by_size(
     builder: ir.IRBuilder, num_rows: Any, num_blocks: Any, at_once: Sequence[int], make: Callable[[int, int], Any]
 ) -> None:
-    """Emit a loop for every number of rows, with the blocks that they process at once or one, and the choice of one.
+    """Emit a loop for every number of rows, with the blocks that they process at once or one, and
+    the choice of one.
 
-    at_once: blocks by the number of rows less one; make: returns the loop of these numbers of rows and blocks, whose
-    `build` emits it.
+    at_once: blocks by the number of rows less one; make: returns the loop of these numbers of rows
+    and blocks, whose `build` emits it.
     """
     sizes = {(rows, blocks) for rows, most in enumerate(at_once, 1) for blocks in (1, most)}
     after = builder.append_basic_block("after")

@@ -1,23 +1,27 @@
-"""Words and scales of weights that are multiplied by dot products (`dot_products.py`), and their values.
+"""Words and scales of weights that are multiplied by dot products (`dot_products.py`), and their
+values.
 
 Weights in blocks [N / B, words, B], by the numpy type of their words:
 - int8: bytes [K / 4, B, 4], stored plus 128;
-- uint8: nibbles, stored plus 8: a byte has one of four numbers of K, and in its upper half one of the next four;
+- uint8: nibbles, stored plus 8: a byte has one of four numbers of K, and in its upper half one of
+  the next four;
 - uint32: pairs of bfloat16 numbers, [K / 2, B, 2].
 
-K is padded with zeros to whole groups of `GROUP` numbers. Bytes and nibbles stand for scale * number, with scales in
-blocks [N / B, rows, width], by the numpy type of these:
+K is padded with zeros to whole groups of `GROUP` numbers. Bytes and nibbles stand for scale *
+number, with scales in blocks [N / B, rows, width], by the numpy type of these:
 - float32: a scale of each group, [K / 32, B];
 - int16: the same in float16;
 - uint16: a scale and a minimum of each group in float16, [K / 32, 2 B];
-- uint8: records of 256 numbers, [K / 256, 20 B]: two float16 factors, then a byte for the scale and one for the minimum
-  of each group;
-- int8: records of 256 numbers, [K / 256, 18 B]: a float16 factor, then a signed byte for the scale of each 16 numbers.
+- uint8: records of 256 numbers, [K / 256, 20 B]: two float16 factors, then a byte for the scale and
+  one for the minimum of each group;
+- int8: records of 256 numbers, [K / 256, 18 B]: a float16 factor, then a signed byte for the scale
+  of each 16 numbers.
 
 Numbers with a minimum stand for scale * number + minimum, and are stored without an offset.
 """
 
-# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a
+# list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
 # ruff: noqa: ARG001, ARG005
 

@@ -127,7 +127,9 @@ class DraftPasses(NamedTuple):
 
 
 _Rows = tuple[Bools, Ints, Ints, Ints, int]
-"""Rows of a request in one pass: the first five arrays of `_Tables`, without the axis of requests."""
+"""Rows of a request in one pass: the first five arrays of `_Tables`, without the axis of
+requests.
+"""
 
 
 def _rows(queries: int, num_text: int, nodes: NodeInput) -> _Rows:
@@ -161,7 +163,9 @@ class _Tables(NamedTuple):
     is_used: Bools
     """[S, rows of all passes] Whether the request uses the row; other rows are padding."""
     offsets: Ints
-    """[S, rows of all passes] Offset of the row's token from the end of the text; the root has -1."""
+    """[S, rows of all passes] Offset of the row's token from the end of the text; the root has
+    -1.
+    """
     depths: Ints
     """[S, rows of all passes] Depth of the row's node; 0 for the root."""
     words: Ints

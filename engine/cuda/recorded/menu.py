@@ -1,4 +1,6 @@
-"""Shapes for which decode steps are recorded, the shape of a plan, and the memory that their buffers take."""
+"""Shapes for which decode steps are recorded, the shape of a plan, and the memory that their
+buffers take.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Passes of any plan that are replayed as CUDA graphs: passes over prompts, many trees or drafted levels.
+"""Passes of any plan that are replayed as CUDA graphs: passes over prompts, many trees or drafted
+levels.
 
 A recorded step holds drafting, pass and verdict, and has one token of the text in each row. Other
-steps launch their operations one by one; their passes, which are nearly all of these operations, are
-replayed if a recorded pass has room for them. A pass runs in the smallest room: its arrays are padded
-on the host, copied to the room's buffers, and the graph over these buffers is replayed. The rows of
-padding belong to one more sequence, which sees no key and writes to a spare block.
+steps launch their operations one by one; their passes, which are nearly all of these operations,
+are replayed if a recorded pass has room for them. A pass runs in the smallest room: its arrays are
+padded on the host, copied to the room's buffers, and the graph over these buffers is replayed. The
+rows of padding belong to one more sequence, which sees no key and writes to a spare block.
 
 Without CUDA nothing is recorded, and the same padded pass is computed; the tests use this.
 """
@@ -53,7 +54,9 @@ class PassRoom(NamedTuple):
 
 
 def pass_rooms(most_sequences: int) -> list[PassRoom]:
-    """Return the rooms that are recorded, from small to large. most_sequences: requests of a step."""
+    """Return the rooms that are recorded, from small to large. most_sequences: requests of a
+    step.
+    """
     rooms = {PassRoom(rows, rows, queries) for rows in _ROWS for queries in (_FEW_QUERIES, _MANY_QUERIES)}
     rooms |= {PassRoom(rows, min(rows, most_sequences), _MANY_QUERIES) for rows in (*_ROWS, *_PROMPT_ROWS)}
     return sorted(room for room in rooms if room.num_wanted <= MOST_WANTED)
@@ -129,7 +132,9 @@ class RecordedPass:
         )
 
     def logits(self, num_wanted: int, tensors: DevicePass, drawn_M: Tensor | None) -> Tensor:
-        """Return logits [N, V] (float32) at the wanted tokens of a padded pass, of which there are `num_wanted`."""
+        """Return logits [N, V] (float32) at the wanted tokens of a padded pass, of which there are
+        `num_wanted`.
+        """
         assert tensors.paged is not None
         own = self._tensors
         own.numbers.copy_(tensors.numbers)
@@ -171,7 +176,9 @@ class RecordedPasses:
         return self._passes[-1].work
 
     def fitted(self, layout: StepLayout) -> tuple[StepLayout, Replay | None]:
-        """Return a pass as it is computed, and what replays it; None if no recorded pass has room for it."""
+        """Return a pass as it is computed, and what replays it; None if no recorded pass has room
+        for it.
+        """
         shared = self._shared
         num_sequences, num_pages = layout.pages.shape
         if num_sequences >= shared.num_sequences or num_pages > shared.pages.shape[1]:

@@ -26,7 +26,9 @@ class Graphs(Protocol):
         ...
 
     def without_waits(self) -> AbstractContextManager[None]:
-        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its context is open."""
+        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its
+        context is open.
+        """
         ...
 
 
@@ -46,7 +48,9 @@ class CudaGraphs:
 
     @contextmanager
     def without_waits(self) -> Iterator[None]:
-        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its context is open."""
+        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its
+        context is open.
+        """
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch calls the mode a prototype
@@ -64,11 +68,12 @@ def graphs_on(device: torch.device) -> CudaGraphs | None:
 
 @contextmanager
 def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
-    """Yield a function that records work as a CUDA graph. All graphs share one stream and one memory pool, so only one
-    may be replayed at a time.
+    """Yield a function that records work as a CUDA graph. All graphs share one stream and one
+    memory pool, so only one may be replayed at a time.
 
-    Work is run once before it is recorded, so that compilation and allocation are not recorded. Memory that torch has
-    cached is given back before and after, so that the free memory shows what the graphs take.
+    Work is run once before it is recorded, so that compilation and allocation are not recorded.
+    Memory that torch has cached is given back before and after, so that the free memory shows what
+    the graphs take.
     """
     gc.collect()  # an engine that has ended may still hold some
     torch.cuda.empty_cache()

@@ -1,4 +1,5 @@
-"""Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the device.
+"""Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the
+device.
 
 The first graph drafts: all passes of the draft model or head, with the distribution and the draw of
 every level. The second graph is the target's pass. The third graph makes the distributions of all
@@ -417,7 +418,9 @@ class RecordedSteps(RecordedMenu):
         self.num_bytes = free_bytes - graphs.free_bytes()
 
     def _passes_of(self, runners: Sequence[ModelRunner], shapes: Sequence[StepShape]) -> list[RecordedPasses]:
-        """Return the passes of the target, and of a draft model; their runners use those that are recorded."""
+        """Return the passes of the target, and of a draft model; their runners use those that are
+        recorded.
+        """
         most_sequences = max(shape.sequences for shape in shapes)
         models = []
         for runner in runners[:1] if self._is_head else runners:

@@ -1,7 +1,9 @@
-"""Weights as GGUF files have them, in blocks of few bits, and their numbers as the CPU's products store them.
+"""Weights as GGUF files have them, in blocks of few bits, and their numbers as the CPU's products
+store them.
 
-Each type maps exactly: a product multiplies the numbers that the file's blocks stand for, and nothing is quantised a
-second time. Layouts of blocks: ggml's `block_q4_0` and the like; `gguf.quants` is the oracle of the tests.
+Each type maps exactly: a product multiplies the numbers that the file's blocks stand for, and
+nothing is quantised a second time. Layouts of blocks: ggml's `block_q4_0` and the like;
+`gguf.quants` is the oracle of the tests.
 """
 
 from __future__ import annotations
@@ -126,7 +128,9 @@ class BlockType(NamedTuple):
 
 
 def unpacked(weight: BlockTensor) -> StoredNumbers:
-    """Return a weight's numbers as its form stores them; raise LoadError for scales that are not finite."""
+    """Return a weight's numbers as its form stores them; raise LoadError for scales that are not
+    finite.
+    """
     if weight.type in FLOATS:
         return StoredNumbers(weight.raw.view(FLOATS[weight.type]), [])
     size = GGML_QUANT_SIZES[weight.type][1]
@@ -188,7 +192,9 @@ def _q8_0(blocks: Tensor) -> StoredNumbers:
 
 
 def _six_bits(blocks: Tensor) -> list[Tensor]:
-    """Return the scales of a record: bits of the factors, the second negative; bytes of scales and of minima."""
+    """Return the scales of a record: bits of the factors, the second negative; bytes of scales and
+    of minima.
+    """
     packed = blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)

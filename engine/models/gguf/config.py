@@ -1,8 +1,10 @@
-"""Writes the configuration that transformers would have of a GGUF file of the architectures llama, qwen2 and qwen3.
+"""Writes the configuration that transformers would have of a GGUF file of the architectures llama,
+qwen2 and qwen3.
 
-All three are one decoder. llama.cpp names what a file was converted from, and transformers by the biases: q, k and v
-have biases in its Qwen2, and also the output projection in its Llama. So `model_type` follows from the tensors; the
-architecture of the file only says how its rows are ordered.
+All three are one decoder. llama.cpp names what a file was converted from, and transformers by the
+biases: q, k and v have biases in its Qwen2, and also the output projection in its Llama. So
+`model_type` follows from the tensors; the architecture of the file only says how its rows are
+ordered.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _TRANSFORMERS = "serve the same model in transformers format"
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """Return the content of config.json, without its tokens; raise LoadError for a model that would be served wrongly.
+    """Return the content of config.json, without its tokens; raise LoadError for a model that would
+    be served wrongly.
 
     file: of an architecture in `ARCHITECTURES`.
     """
@@ -65,7 +68,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def vocab_size(file: GgufFile) -> int:
-    """Return the number of tokens; raise LoadError if it is not that of the embeddings' and the head's rows."""
+    """Return the number of tokens; raise LoadError if it is not that of the embeddings' and the
+    head's rows.
+    """
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise LoadError(
@@ -179,11 +184,12 @@ def _scaling(keys: Keys, context: int) -> dict[str, Any]:
 
 
 def llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return transformers' parameters of the type llama3 for the divisors of the frequencies that a file has; None if
-    there are none.
+    """Return transformers' parameters of the type llama3 for the divisors of the frequencies that a
+    file has; None if there are none.
 
-    Only the quotients of the parameters count, so three unknown numbers follow from two divisors between the extremes:
-    between them, the weight of the plain frequency is linear in the frequency.
+    Only the quotients of the parameters count, so three unknown numbers follow from two divisors
+    between the extremes: between them, the weight of the plain frequency is linear in the
+    frequency.
     """
     if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors)) or factors.min() < 1:
         return None
@@ -206,7 +212,9 @@ def llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str
 
 
 def _divisors(scaling: Mapping[str, float], frequencies: np.ndarray) -> np.ndarray:
-    """Return the divisors of frequencies by llama3's parameters, as llama.cpp's converter writes them."""
+    """Return the divisors of frequencies by llama3's parameters, as llama.cpp's converter writes
+    them.
+    """
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     share = np.clip((turns - low) / (high - low), 0, 1)

@@ -1,7 +1,8 @@
 """Opens GGUF files: their metadata, and views of their tensors' blocks in the memory-mapped file.
 
-A model may be split into parts, `NAME-00001-of-00003.gguf`, which are opened as one. Everything that a file claims is
-compared with its size first, so a damaged or hostile file costs no memory. Not for: what keys and tensors mean.
+A model may be split into parts, `NAME-00001-of-00003.gguf`, which are opened as one. Everything
+that a file claims is compared with its size first, so a damaged or hostile file costs no memory.
+Not for: what keys and tensors mean.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Shape in torch's order: a linear layer's weight is (outputs N, inputs K)."""
     data: np.ndarray
-    """uint8 view of the memory-mapped file: [N, bytes of a row], or [bytes] of a tensor of one dimension."""
+    """uint8 view of the memory-mapped file: [N, bytes of a row], or [bytes] of a tensor of one
+    dimension.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,8 @@ class GgufFile:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Open a file, or all parts if it is one of several; raise LoadError for files that are missing, cut off, damaged
-    or do not belong together.
+    """Open a file, or all parts if it is one of several; raise LoadError for files that are
+    missing, cut off, damaged or do not belong together.
     """
     paths = parts_of(path)
     missing = [part.name for part in paths if not (part.is_file() or part.is_symlink())]
@@ -100,7 +103,9 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 def _check_parts(paths: tuple[Path, ...], headers: list[Header]) -> None:
-    """Raise LoadError for files that are not the parts that their names say, or not of one model."""
+    """Raise LoadError for files that are not the parts that their names say, or not of one
+    model.
+    """
     first = headers[0].metadata
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         _check_part(path, header.metadata, number, len(paths))

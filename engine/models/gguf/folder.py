@@ -1,7 +1,8 @@
-"""Derives the folder that transformers would have of a GGUF file: everything but the weights, which stay in the file.
+"""Derives the folder that transformers would have of a GGUF file: everything but the weights, which
+stay in the file.
 
-The rest of the daemon then works on this folder as on any model's. It is written once for a file of a name, size and
-time of change, next to the daemon's measurements in the user's cache.
+The rest of the daemon then works on this folder as on any model's. It is written once for a file of
+a name, size and time of change, next to the daemon's measurements in the user's cache.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ _SAMPLING = {f"general.sampling.{name}": field for name, field in {
 
 
 def folder_of(path: Path, cache: str = CACHE, needs_tokenizer: bool = True) -> Path:
-    """Return the folder of a GGUF file, or of a model in parts; raise ConfigError or LoadError if it cannot be served.
+    """Return the folder of a GGUF file, or of a model in parts; raise ConfigError or LoadError if
+    it cannot be served.
 
-    path: the file, or any of its parts. cache: folder in which it is stored, of `EngineConfig`; "off" stores it until
-    this process ends. needs_tokenizer: else a tokenizer that cannot be used is left out, because another one is served.
+    path: the file, or any of its parts. cache: folder in which it is stored, of `EngineConfig`;
+    "off" stores it until this process ends. needs_tokenizer: else a tokenizer that cannot be used
+    is left out, because another one is served.
     """
     paths = [one.absolute() for one in parts_of(path)]
     stored = _stored(cache)
@@ -91,7 +94,8 @@ def _stored(cache: str) -> Path | None:
         folder = Path(cache).expanduser() / _SUBFOLDER
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # no home folder, a system of files that is only read, a full disk
+    # No home folder, a system of files that is only read, a full disk.
+    except (OSError, RuntimeError) as error:
         log.warning(
             "what is derived from GGUF files cannot be stored (%s), so the next start derives it again; name a folder "
             "with --profile-cache",
@@ -183,7 +187,9 @@ def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(file: GgufFile) -> TokenizerFiles:
-    """Return the tokenizer of a file; raise ConfigError or LoadError for one that cannot be used."""
+    """Return the tokenizer of a file; raise ConfigError or LoadError for one that cannot be
+    used.
+    """
     vocab_size(file)
     try:
         return tokenizer_files(file.metadata)
@@ -197,7 +203,9 @@ def _tokenizer(file: GgufFile) -> TokenizerFiles:
 
 
 def _foreign_config(folder: Path, file: GgufFile) -> dict[str, Any]:
-    """Return the configuration of an architecture that transformers reads, from a process that may load torch."""
+    """Return the configuration of an architecture that transformers reads, from a process that may
+    load torch.
+    """
     command = [sys.executable, "-P", "-m", "engine.models.gguf.foreign", str(file.path), str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:

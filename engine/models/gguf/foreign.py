@@ -1,8 +1,8 @@
-"""`python -m engine.models.gguf.foreign FILE FOLDER`: writes the config.json of an architecture for which there is no
-table here, as transformers reads it from a GGUF file.
+"""`python -m engine.models.gguf.foreign FILE FOLDER`: writes the config.json of an architecture for
+which there is no table here, as transformers reads it from a GGUF file.
 
-Transformers ignores keys that it does not know. Here they are read by a second table or refused, because they may
-change what the model computes. It is a separate process, because it loads torch.
+Transformers ignores keys that it does not know. Here they are read by a second table or refused,
+because they may change what the model computes. It is a separate process, because it loads torch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAMES = {
 }
 """Architectures that transformers reads, with its names for them."""
 _NARROW = {("gemma2", 46), ("gemma3", 62)}
-"""The models of 27 B parameters, whose attention is scaled by another width: architecture and number of layers, by
-which llama.cpp knows them, too.
+"""The models of 27 B parameters, whose attention is scaled by another width: architecture and
+number of layers, by which llama.cpp knows them, too.
 """
 _FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -48,7 +48,9 @@ _TRANSFORMERS = "serve the same model in transformers format"
 
 
 def foreign_config(file: GgufFile) -> dict[str, Any]:
-    """Return the content of config.json; raise LoadError for a model that transformers does not read, or not whole."""
+    """Return the content of config.json; raise LoadError for a model that transformers does not
+    read, or not whole.
+    """
     transformers = import_transformers()
     name = NAMES.get(file.architecture)
     if name is None:

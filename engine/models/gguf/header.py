@@ -4,9 +4,10 @@ The layout is llama.cpp's (ggml/include/gguf.h), little-endian:
     "GGUF", version u32, number of tensors u64, number of key-values u64,
     key-values: key, type u32, value; a list is: type of its items u32, number u64, items,
     tensors: name, number of dimensions u32, dimensions u64 (fastest first), type u32, offset u64.
-A text is its length in bytes (u64) and its UTF-8. `gguf.GGUFReader` reads the same, but believes every count: lists
-longer than their file make it loop without end, and each number of a list becomes an object. Here nothing is read or
-reserved before the file is known to be long enough. Not for: what keys mean (`folder.py`), tensors' data (`file.py`).
+A text is its length in bytes (u64) and its UTF-8. `gguf.GGUFReader` reads the same, but believes
+every count: lists longer than their file make it loop without end, and each number of a list
+becomes an object. Here nothing is read or reserved before the file is known to be long enough. Not
+for: what keys mean (`folder.py`), tensors' data (`file.py`).
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def read_header(path: Path, content: np.ndarray) -> Header:
 
 
 def _begin(words: _Words) -> tuple[int, int]:
-    """Return the number of tensors and of key-values; raise LoadError for a file that cannot be read at all."""
+    """Return the number of tensors and of key-values; raise LoadError for a file that cannot be
+    read at all.
+    """
     if words.take(4) != b"GGUF":
         raise words.fault("it does not begin as GGUF files do")
     version = words.number("I")
@@ -162,7 +165,9 @@ class _Words:
             raise self.fault(f"a text that is not UTF-8 ({text[:40]!r})") from error
 
     def value(self, key: str) -> Any:
-        """Return the next value with its type: a number, a text, a list of texts or an array of numbers."""
+        """Return the next value with its type: a number, a text, a list of texts or an array of
+        numbers.
+        """
         kind = self.number("I")
         if kind == GGUFValueType.ARRAY:
             return self._items(key)

@@ -1,5 +1,6 @@
-"""Key-values of one architecture, read with their types. Keys that nobody has read are refused: they may change what
-the model computes."""
+"""Key-values of one architecture, read with their types. Keys that nobody has read are refused:
+they may change what the model computes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from engine.errors import LoadError
 from engine.models.gguf.file import GgufFile
 
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
-"""Keys that change nothing: the list of tokens has their number, and how a model was trained is past."""
+"""Keys that change nothing: the list of tokens has their number, and how a model was trained is
+past.
+"""
 
 
 class Keys:
@@ -31,7 +34,9 @@ class Keys:
         return LoadError(f"{self._file.path}: {self._file.architecture}.{key} {what}")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a number of things, at least 1. A list, of a value for each layer, must have equal values."""
+        """Return a number of things, at least 1. A list, of a value for each layer, must have equal
+        values.
+        """
         value = self._scalar(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
             raise self.fault(key, f"is {value!r}, not a number from 1; download the file again")
@@ -53,7 +58,9 @@ class Keys:
         return value
 
     def expect(self, key: str, values: Iterable[object], served: str) -> None:
-        """Raise LoadError for a value that is none of `values`; served: what is served, for the message."""
+        """Raise LoadError for a value that is none of `values`; served: what is served, for the
+        message.
+        """
         value = self._scalar(key, None, is_needed=False)
         if value is not None and value not in values:
             raise self.fault(key, f"is {value!r}, which is not served; {served}")

@@ -1,7 +1,9 @@
-"""Finds the GGUF file that a name means: a file, a folder with one model, or `owner/repository:TYPE` on the hub.
+"""Finds the GGUF file that a name means: a file, a folder with one model, or
+`owner/repository:TYPE` on the hub.
 
-On the hub, TYPE is a part of the file's name, such as Q4_K_M, as for llama.cpp. A repository without config.json needs
-no TYPE if it has one model, or one of the type Q4_K_M. Not for: what is in the file (`folder.py`).
+On the hub, TYPE is a part of the file's name, such as Q4_K_M, as for llama.cpp. A repository
+without config.json needs no TYPE if it has one model, or one of the type Q4_K_M. Not for: what is
+in the file (`folder.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ log = logging.getLogger("polydraft")
 _SUFFIX = ".gguf"
 _PREFERRED = "Q4_K_M"
 _NO_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-"""Parts of names of GGUF files that are no models: projectors of images, and statistics for quantisation."""
+"""Parts of names of GGUF files that are no models: projectors of images, and statistics for
+quantisation.
+"""
 _TYPE = re.compile(
     r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|B?F16|F32))(?=[-.]|$)",
     re.IGNORECASE,
@@ -44,9 +48,11 @@ _SHOWN = 12
 
 
 def with_folders(config: EngineConfig) -> EngineConfig:
-    """Return a configuration that names folders in place of GGUF files; `given_names` has their names.
+    """Return a configuration that names folders in place of GGUF files; `given_names` has their
+    names.
 
-    Checks that target and draft model exist: raise ConfigError, or LoadError for a file that cannot be served.
+    Checks that target and draft model exist: raise ConfigError, or LoadError for a file that cannot
+    be served.
     """
     model, cache = config.model, config.profile_cache
     has_other_tokenizer = model.tokenizer not in (None, model.target)
@@ -79,8 +85,8 @@ def _tokenizer_of(name: str, cache: str) -> str:
 def source_of(name: str, revision: str | None, cache: str, has_other_tokenizer: bool = False) -> Source:
     """Return where a model's files are: the derived folder of a GGUF file, or the name itself.
 
-    cache: of `folder_of`; has_other_tokenizer: whether the model's own is not served. Raise ConfigError if there is no
-    such model, LoadError for a GGUF file that cannot be served.
+    cache: of `folder_of`; has_other_tokenizer: whether the model's own is not served. Raise
+    ConfigError if there is no such model, LoadError for a GGUF file that cannot be served.
     """
     path = local_file(name) or hub_file(name, revision)
     if path is None:
@@ -104,7 +110,8 @@ def _folder_of(path: Path, cache: str, needs_tokenizer: bool = True) -> str:
 
 
 def local_file(name: str) -> Path | None:
-    """Return the GGUF file, or the first part, that the name of a file or of a folder means; None for other names.
+    """Return the GGUF file, or the first part, that the name of a file or of a folder means; None
+    for other names.
 
     Raise ConfigError for a folder with GGUF files that are no model, or several.
     """
@@ -136,8 +143,8 @@ def local_file(name: str) -> Path | None:
 def hub_file(name: str, revision: str | None, has_type: bool = True) -> Path | None:
     """Return the downloaded file, or first part, of `owner/repository:TYPE`; None for other names.
 
-    has_type: else the name is that of a repository without config.json, and the type is chosen; None if it has no GGUF
-    files.
+    has_type: else the name is that of a repository without config.json, and the type is chosen;
+    None if it has no GGUF files.
     """
     repository, _, kind = name.rpartition(":") if has_type else (name, "", "")
     if not is_hub_name(repository) or (has_type and not kind):
@@ -182,16 +189,21 @@ def _chosen(name: str, models: list[str], kind: str) -> str:
 
 
 def _with_type(models: list[str], kind: str) -> list[str]:
-    """Return the models with a type in their names: as a word (not Q4_K of Q4_K_M), else anywhere."""
+    """Return the models with a type in their names: as a word (not Q4_K of Q4_K_M), else
+    anywhere.
+    """
     word = re.compile(rf"(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9_])", re.IGNORECASE)
     whole = [model for model in models if word.search(model)]
-    # Unsloth's dynamic types are named UD-Q4_K_XL: a plain type means the plain file if there are both.
+    # Unsloth's dynamic types are named UD-Q4_K_XL: a plain type means the plain file if there are
+    # both.
     plain = [model for model in whole if not re.search(rf"UD-{re.escape(kind)}", model, re.IGNORECASE)]
     return plain or whole or [model for model in models if kind.lower() in model.lower()]
 
 
 def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str], Path | None]:
-    """Return the names of a repository's files, with the folder in the cache if only the cache was asked."""
+    """Return the names of a repository's files, with the folder in the cache if only the cache was
+    asked.
+    """
     hub = hub_client()
     fault: str | None = "HF_HUB_OFFLINE"
     if not hub.is_offline_mode():

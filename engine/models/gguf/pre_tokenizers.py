@@ -1,9 +1,11 @@
-r"""Splits of a text before byte-level BPE, by the name that a GGUF file has for them (`tokenizer.ggml.pre`).
+r"""Splits of a text before byte-level BPE, by the name that a GGUF file has for them
+(`tokenizer.ggml.pre`).
 
-A split is a sequence of regular expressions in Oniguruma's syntax. Each divides the pieces of the previous one: its
-matches become pieces, and so does the text between matches. The table has llama.cpp's splits (llama-vocab.cpp and
-unicode.cpp), which may differ from the split that a model was trained with: llama.cpp knows no upper and lower case
-outside ASCII, so `tekken` and `gpt-4o` divide at ASCII's cases alone.
+A split is a sequence of regular expressions in Oniguruma's syntax. Each divides the pieces of the
+previous one: its matches become pieces, and so does the text between matches. The table has
+llama.cpp's splits (llama-vocab.cpp and unicode.cpp), which may differ from the split that a model
+was trained with: llama.cpp knows no upper and lower case outside ASCII, so `tekken` and `gpt-4o`
+divide at ASCII's cases alone.
 
 Not for: vocabularies and merges.
 """
@@ -72,7 +74,9 @@ class PreTokenization:
     """Treatment of texts by llama.cpp for a name in `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...]
-    """Regular expressions in the order of their use; characters outside ASCII are spelled as Python's escapes."""
+    """Regular expressions in the order of their use; characters outside ASCII are spelled as
+    Python's escapes.
+    """
     has_whole_pieces: bool = False
     """A piece that is a token is not made by merges (`ignore_merges`)."""
     adds_begin: bool = False
@@ -81,8 +85,8 @@ class PreTokenization:
     def build(self, unknown: Iterable[str] = ()) -> pre_tokenizers.PreTokenizer:
         """Return the splits, followed by the spelling of bytes as characters.
 
-        unknown: characters of bytes that have no token. They become pieces, because llama.cpp drops them after merges;
-        the library drops them first, and would merge their neighbours.
+        unknown: characters of bytes that have no token. They become pieces, because llama.cpp drops
+        them after merges; the library drops them first, and would merge their neighbours.
         """
         splits = [pre_tokenizers.Split(Regex(_spelled(pattern)), "isolated") for pattern in self.patterns]
         spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -138,7 +142,9 @@ PRE_TOKENIZERS = {name: kind for names, kind in _GROUPS.items() for name in name
 
 
 def pre_tokenization(name: str) -> PreTokenization:
-    """Return the treatment of a name; raise ConfigError, which lists the known names, for an unknown one."""
+    """Return the treatment of a name; raise ConfigError, which lists the known names, for an
+    unknown one.
+    """
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ConfigError(

@@ -1,8 +1,9 @@
 """Builds the tokenizer of a GGUF file, with the same tokens as llama.cpp.
 
-Two models of tokenizers are known: `gpt2`, byte-level BPE with merges, and `llama`, SentencePiece's BPE, which merges
-the pair whose token has the highest score. transformers' converters are not used, because they ignore the file's
-pre-tokenizer. Not for: chat messages, and files of a transformers folder.
+Two models of tokenizers are known: `gpt2`, byte-level BPE with merges, and `llama`, SentencePiece's
+BPE, which merges the pair whose token has the highest score. transformers' converters are not used,
+because they ignore the file's pre-tokenizer. Not for: chat messages, and files of a transformers
+folder.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class _Built:
 def tokenizer_files(metadata: Mapping[str, Any]) -> TokenizerFiles:
     """Build the tokenizer of a GGUF file from its metadata.
 
-    Raises ConfigError for a tokenizer model or pre-tokenizer that is not known, and for a damaged vocabulary.
+    Raises ConfigError for a tokenizer model or pre-tokenizer that is not known, and for a damaged
+    vocabulary.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model not in _BUILDERS:
@@ -119,15 +121,16 @@ _BUILDERS: dict[Any, Callable[[Mapping[str, Any], GgufVocabulary], _Built]] = {
     "llama": _sentence_piece,
 }
 _DEFAULT_ROLES: dict[Any, dict[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
-"""Roles of files that name none. llama.cpp also takes token 11 of byte-level BPE for both ends, which is text in most
-vocabularies, so no default is taken there."""
+"""Roles of files that name none. llama.cpp also takes token 11 of byte-level BPE for both ends,
+which is text in most vocabularies, so no default is taken there.
+"""
 
 
 def _check_order(vocabulary: GgufVocabulary) -> None:
     """Raise ConfigError for scores that leave the order of merges open.
 
-    llama.cpp merges the leftmost of equal scores, and merges here have an order. Of 600 lines none differed with two
-    tokens a score, 2 with ten, and 38 with a hundred.
+    llama.cpp merges the leftmost of equal scores, and merges here have an order. Of 600 lines none
+    differed with two tokens a score, 2 with ten, and 38 with a hundred.
     """
     pairs = zip(vocabulary.scores, vocabulary.types, strict=True)
     normal = [score for score, kind in pairs if kind == TokenType.NORMAL]
@@ -139,7 +142,9 @@ def _check_order(vocabulary: GgufVocabulary) -> None:
 
 
 def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """Return all divisions of tokens into two tokens, first the divisions of the token with the highest score."""
+    """Return all divisions of tokens into two tokens, first the divisions of the token with the
+    highest score.
+    """
     parts = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind != TokenType.BYTE}
     by_score = sorted(range(len(vocabulary.tokens)), key=lambda number: -vocabulary.scores[number])
     merges = []
@@ -154,7 +159,8 @@ def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
 def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, name: str) -> None:
     """Add the tokens that are found in a text before it is split.
 
-    name: the model's, because llama.cpp drops white space after the special tokens of Phi-3, as its author does.
+    name: the model's, because llama.cpp drops white space after the special tokens of Phi-3, as its
+    author does.
     """
     drops_spaces = any(family in name.lower() for family in ("phi-3", "phi3"))
 
@@ -168,7 +174,9 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, name: str) -> 
 
 
 def _added_role(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, role: str, by_default: bool) -> str | None:
-    """Return the text of the token that is added at an end of each text, `bos` or `eos`; None if none is added."""
+    """Return the text of the token that is added at an end of each text, `bos` or `eos`; None if
+    none is added.
+    """
     key = f"tokenizer.ggml.add_{role}_token"
     if not metadata.get(key, by_default):
         return None
@@ -193,8 +201,8 @@ def _add_around(tokenizer: Tokenizer, vocabulary: GgufVocabulary, begin: str | N
 def _templates(metadata: Mapping[str, Any], begin: str | None) -> dict[str, str]:
     """Return the chat templates by name; the one without a name is `default`.
 
-    llama.cpp begins each chat with the begin token if the file adds one to texts, so templates that do not write it are
-    changed to do so.
+    llama.cpp begins each chat with the begin token if the file adds one to texts, so templates that
+    do not write it are changed to do so.
     """
     stored = {"default": metadata.get(_TEMPLATE)}
     stored |= {str(name): metadata.get(f"{_TEMPLATE}.{name}") for name in metadata.get(f"{_TEMPLATE}s", ())}

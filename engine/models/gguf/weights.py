@@ -1,8 +1,8 @@
 """Loads the weights of a GGUF file into a transformers model.
 
-On a CPU, weights of the architectures that our decoder computes stay in their blocks (`blocks.py`), views of the
-mapped file. Elsewhere, and if another type is asked for, they are dequantised while they are loaded. Not for: the
-configuration and the tokenizer (`folder.py`).
+On a CPU, weights of the architectures that our decoder computes stay in their blocks (`blocks.py`),
+views of the mapped file. Elsewhere, and if another type is asked for, they are dequantised while
+they are loaded. Not for: the configuration and the tokenizer (`folder.py`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def file_behind(name: str) -> GgufFile | None:
 
 
 def is_by_name(file: GgufFile) -> bool:
-    """Whether a file's tensors are read by their names here; transformers reads files of other architectures."""
+    """Whether a file's tensors are read by their names here; transformers reads files of other
+    architectures.
+    """
     return file.architecture in ARCHITECTURES
 
 
@@ -96,8 +98,8 @@ def type_of_embeddings(file: GgufFile) -> Type | None:
 def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
     """Return the transformers model of a file; raise LoadError if it cannot be loaded.
 
-    name: the model's folder; config: transformers' of the model; dtype: type to which weights are dequantised, None
-    leaves them in their blocks.
+    name: the model's folder; config: transformers' of the model; dtype: type to which weights are
+    dequantised, None leaves them in their blocks.
     """
     if not is_by_name(file):
         return _by_transformers(name, file, config, dtype or torch.float32, device)
@@ -140,7 +142,9 @@ _WRONG_FILE = "download it again, or convert the model again"
 
 
 def _path_of(file: GgufFile, name: str) -> str:
-    """Return the name that a tensor has in transformers; raise LoadError for a name that no model has."""
+    """Return the name that a tensor has in transformers; raise LoadError for a name that no model
+    has.
+    """
     layer = _OF_LAYER.fullmatch(name)
     module, _, field = name.rpartition(".")
     if layer is not None and layer[2] in _MODULES_OF_LAYERS:
@@ -154,13 +158,15 @@ def _path_of(file: GgufFile, name: str) -> str:
 
 
 def _ordered(file: GgufFile, stored: StoredTensor, config: Any) -> Tensor:
-    """Return a tensor with its rows in transformers' order: as blocks, or in its own type of floats.
+    """Return a tensor with its rows in transformers' order: as blocks, or in its own type of
+    floats.
 
-    llama.cpp pairs neighbours when it rotates models of the architecture llama, and its files have the rows of queries
-    and keys in an order for this.
+    llama.cpp pairs neighbours when it rotates models of the architecture llama, and its files have
+    the rows of queries and keys in an order for this.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the mapped file cannot be written, and nothing writes
+        # The mapped file cannot be written, and nothing writes.
+        warnings.simplefilter("ignore", UserWarning)
         raw = torch.from_numpy(stored.data)
     rows = raw
     if len(stored.shape) != 2:

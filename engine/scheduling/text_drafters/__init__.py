@@ -22,7 +22,9 @@ from engine.scheduling.text_drafters.prediction import PredictionDrafter
 from engine.scheduling.text_drafters.tree import Estimate, TextTree, grow
 
 _LEAST_PROBABLE = 0.02
-"""Probability of a node below which it cannot be worth its time: a node takes at least a fiftieth of a step."""
+"""Probability of a node below which it cannot be worth its time: a node takes at least a fiftieth
+of a step.
+"""
 _LEAST_UNWEIGHED = 0.4
 """Probability of a node that pays at almost any load, so that the load is not considered."""
 

@@ -1,10 +1,13 @@
-"""Rules of whole chains whose algorithms are kernels: token verification, the score race, the longest match.
+"""Rules of whole chains whose algorithms are kernels: token verification, the score race, the
+longest match.
 
-Token verification of one chain (Leviathan et al. 2023, Chen et al. 2023): a drafted token x is accepted with
-probability min(1, p(x)/q(x)); at the first rejection the next token is drawn from norm (p - q)+, after a whole
-accepted chain from p. Expected accepted length: E_{Y~p} sum_i prod_{j<=i} min(1, q_j(Y_j)/p_j(Y_j)).
+Token verification of one chain (Leviathan et al. 2023, Chen et al. 2023): a drafted token x is
+accepted with probability min(1, p(x)/q(x)); at the first rejection the next token is drawn from
+norm (p - q)+, after a whole accepted chain from p. Expected accepted length: E_{Y~p} sum_i
+prod_{j<=i} min(1, q_j(Y_j)/p_j(Y_j)).
 
-The score race, which with one chain is block verification: `engine.kernels.torch_block` has the algorithm.
+The score race, which with one chain is block verification: `engine.kernels.torch_block` has the
+algorithm.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from engine.kernels.torch_block import longest_match
 
 
 def token_acceptance(chains: Chains, target: ProbsTable) -> Tensor:
-    """Return [C, L] the probability that each drafted token is accepted given that the tokens before
-    it are; 0 past the end.
+    """Return [C, L] the probability that each drafted token is accepted given that the tokens
+    before it are; 0 past the end.
     """
     ratio_CL = (target.along(chains.tokens_CL) / chains.draft.along(chains.tokens_CL)).clamp(max=1.0)
     depth_L = torch.arange(chains.max_length, device=ratio_CL.device)
@@ -42,10 +45,11 @@ def verify_race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainV
 
 
 def verify_certain(chains: Chains, target: ProbsTable, _noise: ChainNoise) -> ChainVerdict:
-    """Follow each request's chain with the longest match (of several the first), and emit the target's next token.
+    """Follow each request's chain with the longest match (of several the first), and emit the
+    target's next token.
 
-    target: laws with one token each (temperature 0, or a seed that fixes the answer). Every rule then accepts exactly
-    the tokens that the target would emit; this one accepts any set of drafts.
+    target: laws with one token each (temperature 0, or a seed that fixes the answer). Every rule
+    then accepts exactly the tokens that the target would emit; this one accepts any set of drafts.
     """
     accepted_C, next_token_C = longest_match(chains, target.probs_NV.argmax(1)[target.row_CX])
     return target.kernels.winners(chains, -accepted_C.double(), accepted_C, next_token_C)

@@ -1,13 +1,13 @@
 """Greedy multi-draft verification (Hu et al., ICLR 2025, section 5) and SpecHub.
 
 Greedy drafts: the n - 1 most likely tokens of q, then one x drawn from qt = norm (q without them).
-Accept x with probability min(1, p(x)/qt(x)), else draw from norm (p - qt)+ over the whole vocabulary; a
-token among the n - 1 counts as accepted. Attains the optimum of its draft law,
-p(Top) + sum_{x not in Top} min(p, qt), in O(V) for any n.
+Accept x with probability min(1, p(x)/qt(x)), else draw from norm (p - qt)+ over the whole
+vocabulary; a token among the n - 1 counts as accepted. Attains the optimum of its draft law, p(Top)
++ sum_{x not in Top} min(p, qt), in O(V) for any n.
 
-SpecHub (Sun et al., 2024), n = 2: with a = argmax q, the pair is (x, a) with x ~ q, or (a, x) if x = a and then x ~ q
-without a. As a set it has the law of greedy drafts with n = 2. So it is verified as such, with the same acceptance as
-by SpecHub's transport plan, which is the optimum, too.
+SpecHub (Sun et al., 2024), n = 2: with a = argmax q, the pair is (x, a) with x ~ q, or (a, x) if x
+= a and then x ~ q without a. As a set it has the law of greedy drafts with n = 2. So it is verified
+as such, with the same acceptance as by SpecHub's transport plan, which is the optimum, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from engine.speculation.verification.node import at, normalised, point_mass, rat
 
 
 def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """Verify greedy drafts: the last present draft was drawn, those before it are the most likely tokens."""
+    """Verify greedy drafts: the last present draft was drawn, those before it are the most likely
+    tokens.
+    """
     place_K = torch.arange(drafted_NK.shape[1], device=drafted_NK.device)
     last_N = torch.where(present_NK, place_K, 0).amax(1)
     rest_NV = draft_NV
@@ -37,7 +39,9 @@ def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: 
 
 
 def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """Verify a pair with the most likely token a in any order as the greedy drafts a, x; a single draft alone."""
+    """Verify a pair with the most likely token a in any order as the greedy drafts a, x; a single
+    draft alone.
+    """
     if drafted_NK.shape[1] > 1:
         is_hub_last_N1 = (present_NK[:, 1] & (drafted_NK[:, 1] == draft_NV.argmax(1))).unsqueeze(1)
         pair_N2 = torch.where(is_hub_last_N1, drafted_NK[:, :2].flip(1), drafted_NK[:, :2])

@@ -1,16 +1,20 @@
-"""Greedy block verification (Sun et al., appendix), alone and after the score race (exact SpecTr-GBV).
+"""Greedy block verification (Sun et al., appendix), alone and after the score race (exact
+SpecTr-GBV).
 
-Along a chain whose law is G (the draft law of one chain, or the law of the chain the score race selects among K;
-`target_shift.py` has g = G_vx/P_v and gamma = G_v/P_v):
-  accept  h_i = min(1, sum_x (p - g)+ / sum_x (g - p)+) at the node below i tokens, i < L;  h_L = min(1, 1/gamma)
-The accepted length is the largest i whose uniform number falls below h_i; then the next token is drawn from
-norm (p - g)+, after a whole chain from p. Prefix v is accepted with probability min(P_v, G_v), the most that any
-rule can keep of one chain, so E[tau] = sum_v min(P_v, G_v). The price: the positions up to the end of the block
-follow a changed target (a shift); without it the output would be biased (`docs/speculation-rules.md`).
+Along a chain whose law is G (the draft law of one chain, or the law of the chain the score race
+selects among K; `target_shift.py` has g = G_vx/P_v and gamma = G_v/P_v):
+  accept  h_i = min(1, sum_x (p - g)+ / sum_x (g - p)+) at the node below i tokens, i < L;  h_L =
+  min(1, 1/gamma)
+The accepted length is the largest i whose uniform number falls below h_i; then the next token is
+drawn from norm (p - g)+, after a whole chain from p. Prefix v is accepted with probability min(P_v,
+G_v), the most that any rule can keep of one chain, so E[tau] = sum_v min(P_v, G_v). The price: the
+positions up to the end of the block follow a changed target (a shift); without it the output would
+be biased (`docs/speculation-rules.md`).
 
-`spectr_gbv`: the score race selects a chain; its accepted length and token are discarded, and the decisions about the
-selected chain use numbers that had no part in the selection. G_v >= P_v f_K(min(1, Q_v/P_v)) for every v, so E[tau] is
-at least the SpecTr-GBV bound (Lin et al.), whose published acceptance rule is biased for K >= 2.
+`spectr_gbv`: the score race selects a chain; its accepted length and token are discarded, and the
+decisions about the selected chain use numbers that had no part in the selection. G_v >= P_v
+f_K(min(1, Q_v/P_v)) for every v, so E[tau] is at least the SpecTr-GBV bound (Lin et al.), whose
+published acceptance rule is biased for K >= 2.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ class GreedyBlocks:
 
 
 def greedy_blocks(chains: Chains, target: ProbsTable, count_C: Tensor) -> GreedyBlocks:
-    """Walk down chains that were selected among `count_C`; `target` holds the laws with all shifts applied."""
+    """Walk down chains that were selected among `count_C`; `target` holds the laws with all shifts
+    applied.
+    """
     state_C4 = root_state(chains.num_chains, chains.length_C.device)
     alive_C = torch.ones_like(chains.length_C, dtype=torch.bool)
     states, accepts = [state_C4], []
@@ -70,8 +76,8 @@ def _whole(state_C4: Tensor) -> Tensor:
 def selection_at(
     chains: Chains, target: ProbsTable, known: GreedyBlocks, count_C: Tensor, accepted_C: Tensor
 ) -> Selection:
-    """Return the selected chain's law at the node below the first `accepted_C` tokens (undefined below a whole
-    chain).
+    """Return the selected chain's law at the node below the first `accepted_C` tokens (undefined
+    below a whole chain).
     """
     state_C4 = known.state_CX4[torch.arange(chains.num_chains, device=accepted_C.device), accepted_C]
     target_CV = target.rows(accepted_C).double()
@@ -95,7 +101,8 @@ def shifts_after(
     accepted_C: Tensor,
     next_token_C: Tensor,
 ) -> TargetShifts:
-    """Return the shifts after the accepted prefix and the next token: the old ones advanced, and this block's.
+    """Return the shifts after the accepted prefix and the next token: the old ones advanced, and
+    this block's.
 
     plain: target laws without shifts; states_CXM4: of the old shifts (`effective_laws`).
     """

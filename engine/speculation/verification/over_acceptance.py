@@ -1,11 +1,12 @@
 """Lossy verification of one chain: over-acceptance (Yin et al., NeurIPS 2024, Theorems 4 and 5).
 
-A drafted token x is accepted with probability b(x) = min(1, (p(x) + eps)/q(x)), more often than losslessly. After a
-rejection the token is drawn from norm (p - b q)+, which leaves the least bias any residual can (`optimal`), or from p
-itself (`target`, for comparison: always worse). At one position the law is then away from p by
+A drafted token x is accepted with probability b(x) = min(1, (p(x) + eps)/q(x)), more often than
+losslessly. After a rejection the token is drawn from norm (p - b q)+, which leaves the least bias
+any residual can (`optimal`), or from p itself (`target`, for comparison: always worse). At one
+position the law is then away from p by
   optimal: sum (b q - p)+      target: TV(b q + (1 - sum b q) p, p)
-in total variation; the law of a whole answer by at most the expected sum over its positions. Not lossless, so only on
-request, and only where the operator allows it.
+in total variation; the law of a whole answer by at most the expected sum over its positions. Not
+lossless, so only on request, and only where the operator allows it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class OverAcceptance:
     residual: Residual
 
     def __call__(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-        """Accept the tokens before the first rejection; the bias is summed over the decided positions."""
+        """Accept the tokens before the first rejection; the bias is summed over the decided
+        positions.
+        """
         accepted_C = torch.zeros_like(chains.length_C)
         going_C = torch.ones_like(chains.length_C, dtype=torch.bool)
         bias_C = torch.zeros_like(noise.score_C)

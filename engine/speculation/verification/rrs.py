@@ -1,4 +1,5 @@
-"""Recursive rejection sampling: with replacement (SpecInfer's multi-step sampling) and without (RSD, Sequoia).
+"""Recursive rejection sampling: with replacement (SpecInfer's multi-step sampling) and without
+(RSD, Sequoia).
 
 With replacement, drafts i.i.d. from q: p_1 = p; draft k is accepted with probability
 min(1, p_k(x_k)/q(x_k)), else p_{k+1} = norm (p_k - q)+; after the last rejection the token is drawn
@@ -8,8 +9,9 @@ Every duplicate must be tested (it is rejected) and update the residual; skippin
 Without replacement, drafts ordered: the same with q_{k+1} = norm (q_k without x_k). The distinct
 tokens of i.i.d. draws in order of first appearance are such drafts, so here duplicates are skipped.
 
-Naive sampling (SpecInfer's "naive", NSS) draws from the target and checks whether the token was drafted. It is exact
-for any drafts, including deterministic ones. Acceptance for i.i.d. drafts: sum p (1 - (1 - q)^n).
+Naive sampling (SpecInfer's "naive", NSS) draws from the target and checks whether the token was
+drafted. It is exact for any drafts, including deterministic ones. Acceptance for i.i.d. drafts: sum
+p (1 - (1 - q)^n).
 """
 
 from __future__ import annotations

@@ -21,13 +21,16 @@ class NodeRule(Protocol):
     def __call__(self, target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
         """Return [N, V] the law of the emitted token, float64.
 
-        drafted_NK: drafted tokens in the order they were drawn, including duplicates; present ones come first.
-        present_NK: which of them are present; a node without drafts emits from the target law.
+        drafted_NK: drafted tokens in the order they were drawn, including duplicates; present ones
+        come first. present_NK: which of them are present; a node without drafts emits from the
+        target law.
         """
 
 
 Acceptance = Callable[[Law, Law, int], float]
-"""Probability that the first emitted token is a draft: of target law, draft law and number of drafts."""
+"""Probability that the first emitted token is a draft: of target law, draft law and number of
+drafts.
+"""
 
 
 class Rule(RuleFacts, frozen=True):
@@ -44,7 +47,9 @@ class Rule(RuleFacts, frozen=True):
     node_rule: NodeRule | None = None
     """Acceptance given the drafts at one node, if there is no closed form."""
     by_tiles: bool = False
-    """Whether it only uses operations that need little memory with kernels that work by tiles (`Kernels.by_tiles`)."""
+    """Whether it only uses operations that need little memory with kernels that work by tiles
+    (`Kernels.by_tiles`).
+    """
 
     def has_closed_form(self, method: str, count: int) -> bool:
         """Whether the acceptance of `count` drafts is known without drawing them."""

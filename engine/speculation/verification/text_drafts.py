@@ -1,12 +1,13 @@
 """Verification of text drafts (prompt lookup, predictions), before any rule.
 
-A text draft is deterministic: its draft law is the token itself. The text drafts of a request form a tree. Walk down
-that tree: at a node with target law p and children D, continue to x in D with probability p(x). With the remaining
-probability stop; the next token is then not in D, so its law is p without D, scaled to 1. There the request's own rule
-takes over, with that law at the root, for the drawn chains that begin with the path so far (given this prefix, the rest
-of them has its usual law). Every emitted token has the target's law given the tokens before it, so
-this is lossless with every rule that is lossless for any target law. Rules that change the targets
-of later steps are excluded.
+A text draft is deterministic: its draft law is the token itself. The text drafts of a request form
+a tree. Walk down that tree: at a node with target law p and children D, continue to x in D with
+probability p(x). With the remaining probability stop; the next token is then not in D, so its law
+is p without D, scaled to 1. There the request's own rule takes over, with that law at the root, for
+the drawn chains that begin with the path so far (given this prefix, the rest of them has its usual
+law). Every emitted token has the target's law given the tokens before it, so this is lossless with
+every rule that is lossless for any target law. Rules that change the targets of later steps are
+excluded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Walk:
 
 
 def edges_of(tree: Tree, first_text_draft: int) -> dict[int, list[int]]:
-    """Return the children of every node that has some, in order; chains from `first_text_draft` on are text drafts."""
+    """Return the children of every node that has some, in order; chains from `first_text_draft` on
+    are text drafts.
+    """
     children: dict[int, set[int]] = {}
     for path in tree.paths[first_text_draft:]:
         for node, child in pairwise(path):
@@ -62,7 +65,9 @@ def walk_to(tree: Tree, first_text_draft: int, node: int) -> Walk:
 
 
 def walk(tree: Tree, first_text_draft: int, probability: dict[int, float], uniform_L: Sequence[float]) -> Walk:
-    """Follow the text drafts; `probability` is the target's of each node's token, `uniform_L` decides at each depth."""
+    """Follow the text drafts; `probability` is the target's of each node's token, `uniform_L`
+    decides at each depth.
+    """
     children = edges_of(tree, first_text_draft)
     node, depth = 0, 0
     while node in children:
@@ -78,8 +83,8 @@ def walk(tree: Tree, first_text_draft: int, probability: dict[int, float], unifo
 
 
 def refuse(probs_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]) -> None:
-    """Set the probability of some tokens to zero in some laws, in place; a law without any other token is unchanged
-    (this has probability zero).
+    """Set the probability of some tokens to zero in some laws, in place; a law without any other
+    token is unchanged (this has probability zero).
     """
     pairs = [(number, token) for number, tokens in enumerate(refused) for token in tokens]
     arrays = np.array(rows), *np.array(pairs, dtype=np.int64).reshape(-1, 2).T
@@ -112,8 +117,9 @@ def below(
 ) -> Below:
     """Return the chains from `offset_C` tokens on.
 
-    request_C: number of each chain's request. lives_C: which of them continue there; a request without any keeps its
-    first chain, with length 0. root_C: law row of the node at which each chain's request stopped.
+    request_C: number of each chain's request. lives_C: which of them continue there; a request
+    without any keeps its first chain, with length 0. root_C: law row of the node at which each
+    chain's request stopped.
     """
     lively = np.isin(request_C, request_C[lives_C])
     first = np.concatenate([[True], request_C[1:] != request_C[:-1]])

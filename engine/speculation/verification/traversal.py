@@ -1,13 +1,14 @@
-"""Traversal verification (Weng et al., NeurIPS 2025): a tree is verified from its leaves to its root.
+"""Traversal verification (Weng et al., NeurIPS 2025): a tree is verified from its leaves to its
+root.
 
-For trees whose children are drawn without replacement, and for i.i.d. chains with equal prefixes merged (the distinct
-tokens of i.i.d. draws, in order of first appearance, are draws without replacement). W(root) = 1,
-W(vx) = min(1, W(v) p(x|v)/q(x|v)). Repeat: take the first leaf u in depth-first order; accept the path to u with
-probability W(u) (the root always) and draw the next token from p(.|u); else delete u = vx and, with
-r = (W(v) p(.|v) - q(.|v))+ and S = sum r, set
+For trees whose children are drawn without replacement, and for i.i.d. chains with equal prefixes
+merged (the distinct tokens of i.i.d. draws, in order of first appearance, are draws without
+replacement). W(root) = 1, W(vx) = min(1, W(v) p(x|v)/q(x|v)). Repeat: take the first leaf u in
+depth-first order; accept the path to u with probability W(u) (the root always) and draw the next
+token from p(.|u); else delete u = vx and, with r = (W(v) p(.|v) - q(.|v))+ and S = sum r, set
   W(v) = S/(S + 1 - W(v)) (the root keeps 1),  p(.|v) = r/S,  q(.|v) = norm (q(.|v) without x).
-With one chain this is block verification. Laws change within the block only; later steps are as before.
-Sequential: a step per node, and the rows of the current path are kept.
+With one chain this is block verification. Laws change within the block only; later steps are as
+before. Sequential: a step per node, and the rows of the current path are kept.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Stops:
 
 
 def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
-    """Return [B, K, L] the first chain that begins with the same d + 1 tokens (chains that end before lead
-    themselves).
+    """Return [B, K, L] the first chain that begins with the same d + 1 tokens (chains that end
+    before lead themselves).
     """
     num_chains, length = tokens_BKL.shape[1:]
     within_BKL = torch.arange(length, device=tokens_BKL.device) < length_BK.unsqueeze(2)
@@ -55,7 +56,8 @@ def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
 def traverse(chains: Chains, target: ProbsTable, accept: Callable[[Stops], Tensor]) -> Stops:
     """Walk all trees at once until a leaf of each is accepted; the root always is.
 
-    accept: decides [B] at every stop, by random numbers here, by enumeration in `analysis/enumeration.py`.
+    accept: decides [B] at every stop, by random numbers here, by enumeration in
+    `analysis/enumeration.py`.
     """
     chain_BK, exists_BK = chain_table(chains)
     length_BK = torch.where(exists_BK, chains.length_C[chain_BK], 0)
@@ -127,7 +129,9 @@ def _descend(
     depth: Tensor,
     chain: Tensor,
 ) -> None:
-    """Step to the child that `chain` leads: its weight from the laws above, its own laws from the tables."""
+    """Step to the child that `chain` leads: its weight from the laws above, its own laws from the
+    tables.
+    """
     token = chains.tokens_CL[chain, depth]
     p_x, q_x = p_BXV[rows, depth, token].double(), q_BXV[rows, depth, token].double()
     ratio = torch.where(q_x > 0, p_x / torch.where(q_x > 0, q_x, 1.0), 0.0)

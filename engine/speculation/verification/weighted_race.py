@@ -1,17 +1,19 @@
-"""The weighted race: the optimum alpha* for n i.i.d. drafts, over the whole vocabulary, in O(V log V).
+"""The weighted race: the optimum alpha* for n i.i.d. drafts, over the whole vocabulary, in O(V log
+V).
 
-Tokens are sorted by p/q descending. With t and P the cumulative q and p and F = 1 - (1 - t)^n, the accepted
-mass per token is a = diff G, G = P + min(0, cummin(F - P)): the largest accepted masses that n drafts can
-supply (`a(H) <= 1 - (1 - q(H))^n` for all sets H). Every draft k, of token x, draws U_k. Tokens form segments: a place
-with F = G (tight) ends one. The draft in the first segment and, in it, with the largest w_x U_k wins. It is accepted
-unless it lies beyond the point where all needs are met; then the token is drawn from norm (p - a). `w` solves the
-supply balance token by token: token i joins the race at s_i, the root of 1 - (1 - s)^n = c_i + d_i s, and until it
-joins, the remaining supply of the other tokens decays by (t - s_{i+1})/(t - s_i). See
+Tokens are sorted by p/q descending. With t and P the cumulative q and p and F = 1 - (1 - t)^n, the
+accepted mass per token is a = diff G, G = P + min(0, cummin(F - P)): the largest accepted masses
+that n drafts can supply (`a(H) <= 1 - (1 - q(H))^n` for all sets H). Every draft k, of token x,
+draws U_k. Tokens form segments: a place with F = G (tight) ends one. The draft in the first segment
+and, in it, with the largest w_x U_k wins. It is accepted unless it lies beyond the point where all
+needs are met; then the token is drawn from norm (p - a). `w` solves the supply balance token by
+token: token i joins the race at s_i, the root of 1 - (1 - s)^n = c_i + d_i s, and until it joins,
+the remaining supply of the other tokens decays by (t - s_{i+1})/(t - s_i). See
 `docs/speculation-rules.md`.
 
-The code uses complements: u = 1 - t, y = 1 - G and z = 1 - s, the root of z^n = y + d (z - u). Only the weights from
-the first drafted token to the end of its segment matter. W is the largest number of tokens that race in a row: others,
-with almost no mass in p or q, are never accepted.
+The code uses complements: u = 1 - t, y = 1 - G and z = 1 - s, the root of z^n = y + d (z - u). Only
+the weights from the first drafted token to the end of its segment matter. W is the largest number
+of tokens that race in a row: others, with almost no mass in p or q, are never accepted.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ Count = int | Tensor  # drafts per row: one number, or [N, 1] float64 if the row
 
 @dataclass(frozen=True)
 class RaceTable:
-    """Data of the race for every token; float64. Arrays with suffix NW are in order of p/q, descending.
+    """Data of the race for every token; float64. Arrays with suffix NW are in order of p/q,
+    descending.
 
-    place_NV is W for tokens that never race; need is a, unmet y after each place; supply is u before each place and, in
-    its last column (Z = W + 1), after all; tight marks the end of a segment. The residual is p - a.
+    place_NV is W for tokens that never race; need is a, unmet y after each place; supply is u
+    before each place and, in its last column (Z = W + 1), after all; tight marks the end of a
+    segment. The residual is p - a.
     """
 
     target_NV: Tensor
@@ -84,7 +88,8 @@ def race_table(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> RaceTabl
     reflected_NW = lowest_NW.clamp_(max=0)
     tight_NW = gap_NW.sub_(reflected_NW) <= _TIGHT
     unmet_NW.sub_(reflected_NW)
-    end = _known(last_NW[:, -1].max(), width - 1) + 1  # past the last minimum everything is accepted
+    # Past the last minimum everything is accepted.
+    end = _known(last_NW[:, -1].max(), width - 1) + 1
     refused_NE = -reflected_NW[:, :end].diff(dim=1, prepend=torch.zeros_like(reflected_NW[:, :1]))
     refused_NE = torch.minimum(refused_NE, need_NW[:, :end])
     need_NW[:, :end].sub_(refused_NE)
@@ -94,8 +99,8 @@ def race_table(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> RaceTabl
 
 
 def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ([N, W] tokens by p/q, descending, ending with some that do not race; [N] number that race; [N, V] p of
-    those that do not).
+    """Return ([N, W] tokens by p/q, descending, ending with some that do not race; [N] number that
+    race; [N, V] p of those that do not).
     """
     vocab_size = target_NV.shape[1]
     least_NV, lowest = torch.minimum(target_NV, draft_NV), _LEFT_OUT / vocab_size
@@ -113,7 +118,8 @@ def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | None, width: int) -> Tensor:
-    """Return [N, W] the first W columns by q/(p + q), ascending; columns that do not race come last.
+    """Return [N, W] the first W columns by q/(p + q), ascending; columns that do not race come
+    last.
 
     On a CPU all rows are sorted as one flat list of 32-bit integers. Equal integers are then sorted
     by the other bits. Tokens that share all bits differ by about 2^-50 of their masses' product
@@ -146,15 +152,17 @@ def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | Non
 
 
 def _where(mask_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows and columns of the true entries; numpy finds a few of them several times faster than torch."""
+    """Return rows and columns of the true entries; numpy finds a few of them several times faster
+    than torch.
+    """
     flat = mask_NW.reshape(-1)
     index_M = torch.from_numpy(np.flatnonzero(flat.numpy()))
     return index_M // mask_NW.shape[1], index_M % mask_NW.shape[1]
 
 
 def _is_read(value: Tensor) -> bool:
-    """Whether the host reads numbers that save work. A device does all the work instead, because the
-    host would wait for its numbers.
+    """Whether the host reads numbers that save work. A device does all the work instead, because
+    the host would wait for its numbers.
     """
     return not value.is_cuda
 
@@ -179,8 +187,9 @@ def _power(base: Tensor, count: Count) -> Tensor:
 def _join_points(slope_NW: Tensor, offset_NW: Tensor, count: Count) -> Tensor:
     """Return [N, W] z, the larger root of z^n = offset + slope z, by Newton's steps from above.
 
-    The start is the lower of two bounds: the root for z = 1 on the right, and that of the parabola that touches z^n -
-    slope z at its minimum, which is exact for n = 2 and approaches the root as it becomes a double one.
+    The start is the lower of two bounds: the root for z = 1 on the right, and that of the parabola
+    that touches z^n - slope z at its minimum, which is exact for n = 2 and approaches the root as
+    it becomes a double one.
     """
     if isinstance(count, int) and count == 1:
         return (offset_NW / (1 - slope_NW).clamp_(min=_TINY)).clamp_(0.0, 1.0)
@@ -197,8 +206,8 @@ def _join_points(slope_NW: Tensor, offset_NW: Tensor, count: Count) -> Tensor:
 
 
 def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([N, K] weight relative to that of the first draft in the order, 0 for drafts that do not race; [N, 1] the
-    smallest key w U that is accepted).
+    """Return ([N, K] weight relative to that of the first draft in the order, 0 for drafts that do
+    not race; [N, 1] the smallest key w U that is accepted).
 
     place_NK: places of the drafts in the order.
     """
@@ -221,7 +230,8 @@ def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
     start_N1 = torch.where(starts_N1, table.supply_NZ.gather(1, at_N1), z_NR.gather(1, at_N1 - low))
     z_NR.scatter_(1, at_N1 - low, start_N1)
     unmet_N1 = table.unmet_NW[:, -1:].clamp(0.0, 1.0)
-    # Decay of the supply between the start points of consecutive tokens; for the last one, up to the end.
+    # Decay of the supply between the start points of consecutive tokens; for the last one, up to
+    # the end.
     decay_NR = torch.cat([z_NR[:, 1:], unmet_N1 ** (1 / table.count)], 1).sub_(supply_NR).clamp_(min=_TINY)
     decay_NR.div_(z_NR.sub_(supply_NR).clamp_(min=_TINY))
     if not aligned:
@@ -257,15 +267,16 @@ def _emitted_law(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, presen
 def _win_probabilities(weight_NK: Tensor, floor_N1: Tensor) -> Tensor:
     """Return [N, K] the probability that each draft wins the race and is accepted.
 
-    Drafts have keys w_k U_k, the largest w is 1. With weights sorted ascending and m of them, the winner's key
-    has density sum_k (1/w_k) prod_{j != k} min(1, s/w_j): on (w_(i-1), w_(i)) every draft k >= i has the share
-    s^(m-i) / prod_{j >= i} w_j.
+    Drafts have keys w_k U_k, the largest w is 1. With weights sorted ascending and m of them, the
+    winner's key has density sum_k (1/w_k) prod_{j != k} min(1, s/w_j): on (w_(i-1), w_(i)) every
+    draft k >= i has the share s^(m-i) / prod_{j >= i} w_j.
     """
     sorted_NK, order_NK = weight_NK.sort(1)
     upper_NK = torch.maximum(sorted_NK, floor_N1)
     lower_NK = torch.cat([floor_N1, upper_NK[:, :-1]], 1)
     num_above = torch.arange(weight_NK.shape[1], 0, -1, device=weight_NK.device)
-    # prod_{j >= i} (upper_i / w_j) and the same at the lower end: no overflow, every factor is at most 1.
+    # prod_{j >= i} (upper_i / w_j) and the same at the lower end: no overflow, every factor is at
+    # most 1.
     log_NK = torch.where(sorted_NK > 0, sorted_NK, 1.0).log()
     log_tail_NK = log_NK.flip(1).cumsum(1).flip(1)
     upper_NK, lower_NK = ((num_above * x_NK.log() - log_tail_NK).exp() / num_above for x_NK in (upper_NK, lower_NK))

@@ -1,4 +1,6 @@
-"""Store and runner in this process, with an endpoint whose answers are known and a clock that tests set."""
+"""Store and runner in this process, with an endpoint whose answers are known and a clock that tests
+set.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def store(tmp_path: Path, clock: Clock) -> Any:
 
 
 def test_lines_that_are_left_expire(store: BatchStore, clock: Clock) -> None:
-    """The day ends during the fourth line; lines that never began, and the running ones, are in the error file."""
+    """The day ends during the fourth line; lines that never began, and the running ones, are in the
+    error file.
+    """
 
     async def reply(endpoint: Endpoint, request: LineRequest) -> int:
         if len(endpoint.prompts) < 4:
@@ -180,7 +184,9 @@ def test_no_more_lines_run_at_once_than_there_is_room(store: BatchStore) -> None
 
 
 def test_lines_of_a_single_seat_give_way(store: BatchStore) -> None:
-    """The line is aborted for a request of another client, and begins again once the client has left."""
+    """The line is aborted for a request of another client, and begins again once the client has
+    left.
+    """
     engine = Engine()
 
     async def reply(endpoint: Endpoint, request: LineRequest) -> int:

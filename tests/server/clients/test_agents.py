@@ -1,7 +1,9 @@
-"""Coding agents finish a task with calls: the real programs where they are installed, and their protocols in any case.
+"""Coding agents finish a task with calls: the real programs where they are installed, and their
+protocols in any case.
 
-The model's answers are scripted by its weights (`scripted_model.py`). Daemon, protocols, parsing of calls, long prompts
-and speculation are real. Programs are found on the path, or in tests/server/clients/npm/node_modules.
+The model's answers are scripted by its weights (`scripted_model.py`). Daemon, protocols, parsing of
+calls, long prompts and speculation are real. Programs are found on the path, or in
+tests/server/clients/npm/node_modules.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ def counted(daemon: Daemon, name: str) -> float:
 def test_the_program_finishes_a_task_with_calls(scripted: Daemon, tmp_path: Path, name: str) -> None:
     """It writes a file by one call, looks at it by another, and reports.
 
-    The project's instructions make its prompts so long that 32,000 answer tokens do not fit into the context. They are
-    mostly cached.
+    The project's instructions make its prompts so long that 32,000 answer tokens do not fit into
+    the context. They are mostly cached.
     """
     _, program, run = AGENTS[name]
     found = shutil.which(program, path=f"{FOLDER}{os.pathsep}{os.environ['PATH']}")
@@ -194,7 +196,9 @@ AGENTS_BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", AGENTS_BODIES)
 def test_a_long_prompt_gets_the_room_that_is_left(scripted: Daemon, name: str) -> None:
-    """The requests of agents with 40,000 tokens and more before an answer of up to 32,000: the call is made."""
+    """The requests of agents with 40,000 tokens and more before an answer of up to 32,000: the call
+    is made.
+    """
     path, field, body = AGENTS_BODIES[name]
     task = "\n".join(f"{number} {number * 7919 % 10007}" for number in range(6_000))
     text = json.dumps(body).replace('"TASK"', json.dumps(task))

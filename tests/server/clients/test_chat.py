@@ -27,7 +27,9 @@ class Chat:
         )
 
     def until_prompt(self, words: str) -> str:
-        """Wait for the next prompt, whose status line has the words; return what was printed before."""
+        """Wait for the next prompt, whose status line has the words; return what was printed
+        before.
+        """
         self.process.expect_exact("\x1b[6n")
         printed: str = self.process.before
         self.process.send("\x1b[3;1R")
@@ -39,7 +41,9 @@ class Chat:
 
 
 def test_a_conversation_in_a_terminal(one_seat: Daemon) -> None:
-    """Streamed answers of several turns are coloured by origin; /spec turns speculation off and on."""
+    """Streamed answers of several turns are coloured by origin; /spec turns speculation off and
+    on.
+    """
     chat = Chat("--url", one_seat.url, "--max-tokens", "30", "--seed", "7")
     try:
         chat.until_prompt(f"{MODEL} · speculation on")

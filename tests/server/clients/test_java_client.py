@@ -1,4 +1,6 @@
-"""The HTTP client of the JDK, which offers HTTP/2 with every request; skipped where there is no `java`."""
+"""The HTTP client of the JDK, which offers HTTP/2 with every request; skipped where there is no
+`java`.
+"""
 
 from __future__ import annotations
 

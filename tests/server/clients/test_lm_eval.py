@@ -1,4 +1,6 @@
-"""lm-eval's local-completions against the daemon: speculation changes no score, no likelihood and no text."""
+"""lm-eval's local-completions against the daemon: speculation changes no score, no likelihood and
+no text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The official JavaScript client; an optional job (`make npm-check`), skipped where it is not installed."""
+"""The official JavaScript client; an optional job (`make npm-check`), skipped where it is not
+installed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A published model, SmolLM2-135M-Instruct as a GGUF file of 4 bits, with everything that a client may ask for.
+"""A published model, SmolLM2-135M-Instruct as a GGUF file of 4 bits, with everything that a client
+may ask for.
 
-The file is named by POLYDRAFT_TEST_GGUF, or is where `make serve MODEL=smollm2` puts it; without it these tests are
-skipped.
+The file is named by POLYDRAFT_TEST_GGUF, or is where `make serve MODEL=smollm2` puts it; without it
+these tests are skipped.
 """
 
 from __future__ import annotations

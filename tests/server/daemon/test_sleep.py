@@ -1,4 +1,5 @@
-"""A daemon whose idle engine sleeps (`--sleep-idle-seconds`): memory, answers, probes, failures, its end.
+"""A daemon whose idle engine sleeps (`--sleep-idle-seconds`): memory, answers, probes, failures,
+its end.
 
 Orders of events that need a slower engine are in `serving/test_idle_sleep.py`.
 """
@@ -96,7 +97,9 @@ def whole_text(client: httpx.Client, **more: Any) -> str:
 
 
 def test_a_request_after_a_sleep_has_the_answer_from_before(start: Start) -> None:
-    """No process and no memory of the engine are left during the sleep; the stream that ends it gets comments."""
+    """No process and no memory of the engine are left during the sleep; the stream that ends it
+    gets comments.
+    """
     daemon = start()
     with daemon.client() as client:
         before = whole_text(client)
@@ -145,7 +148,9 @@ def test_all_but_answers_is_served_during_a_sleep(http: httpx.Client) -> None:
 
 
 def test_clients_together_wake_the_engine_once(sleeping: Daemon, http: httpx.Client) -> None:
-    """Whole answers, answers by a grammar, and a client that leaves: all others are answered as one alone would be."""
+    """Whole answers, answers by a grammar, and a client that leaves: all others are answered as one
+    alone would be.
+    """
     num_wakes = value(http, "engine_wakes_total")
     with ThreadPoolExecutor(6) as pool, sleeping.client() as other:
         asked = [pool.submit(whole_text, http) for _ in range(4)]
@@ -160,7 +165,9 @@ def test_clients_together_wake_the_engine_once(sleeping: Daemon, http: httpx.Cli
 
 
 def test_a_model_that_is_gone_is_an_error_for_all_who_wait(sleeping: Daemon, http: httpx.Client) -> None:
-    """Weights that were removed during the sleep: 503, an error as a stream's last event, and exit code 1."""
+    """Weights that were removed during the sleep: 503, an error as a stream's last event, and exit
+    code 1.
+    """
     folder = Path(next(word for word in sleeping.process.args if str(word).endswith("/target")))  # type: ignore[union-attr]
     (folder / "model.safetensors").rename(folder / "elsewhere")
     try:
@@ -180,7 +187,9 @@ def test_a_model_that_is_gone_is_an_error_for_all_who_wait(sleeping: Daemon, htt
 
 @pytest.mark.parametrize("state", grid(["asleep", "waking"], ["waking"]))
 def test_sigterm_ends_a_daemon_that_is_not_awake_at_once(sleeping: Daemon, http: httpx.Client, state: str) -> None:
-    """A stream that waits for the engine ends with an error, because nothing is loaded for it any more."""
+    """A stream that waits for the engine ends with an error, because nothing is loaded for it any
+    more.
+    """
     started = time.monotonic()
     if state == "asleep":
         sleeping.terminate()

@@ -1,4 +1,6 @@
-"""A target split over two processes: the same answers, and no process is left when one of them ends."""
+"""A target split over two processes: the same answers, and no process is left when one of them
+ends.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def is_gone(pid: int) -> bool:
 
 
 def test_sigterm_drains_what_is_open_and_exits_0(one_seat: Daemon) -> None:
-    """After SIGTERM a stream goes on to its end, and an answer that is read slowly is sent whole; new work is refused.
+    """After SIGTERM a stream goes on to its end, and an answer that is read slowly is sent whole;
+    new work is refused.
 
     The engine has long been done with the slow answer. Then the daemon exits 0.
     """
@@ -83,7 +84,9 @@ def slow_reader(daemon: Daemon) -> Iterator[socket.socket]:
 
 
 def read_late(connection: socket.socket, answer: bytes) -> bytes:
-    """The body of the answer, read when connections have had more than their second since the drain of all others."""
+    """The body of the answer, read when connections have had more than their second since the drain
+    of all others.
+    """
     time.sleep(3)
     while True:
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -96,7 +99,9 @@ def read_late(connection: socket.socket, answer: bytes) -> bytes:
 
 
 def test_a_second_sigterm_aborts_open_streams(daemon: Daemon) -> None:
-    """A second SIGTERM ends what is open: a stream with an error and `[DONE]`, a whole answer with 503."""
+    """A second SIGTERM ends what is open: a stream with an error and `[DONE]`, a whole answer with
+    503.
+    """
     engine = daemon.engine_pid()
     with ThreadPoolExecutor() as threads, daemon.client() as client:
         whole = threads.submit(client.post, PATH, json=LONG)
@@ -114,10 +119,14 @@ def test_a_second_sigterm_aborts_open_streams(daemon: Daemon) -> None:
 
 
 def test_the_death_of_the_engine_ends_everything_and_exits_1(daemon: Daemon) -> None:
-    """When the engine is killed streams get an error and `[DONE]`, whole answers 503, `/health` 503; exit code 1."""
+    """When the engine is killed streams get an error and `[DONE]`, whole answers 503, `/health`
+    503; exit code 1.
+    """
 
     def last_health() -> int | None:
-        """Status of `/health` once it is no longer 200; None where the daemon has stopped listening before."""
+        """Status of `/health` once it is no longer 200; None where the daemon has stopped listening
+        before.
+        """
         with daemon.client() as client:
             while True:
                 try:

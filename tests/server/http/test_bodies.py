@@ -1,4 +1,5 @@
-"""Reading a body: its bounds to the value, what stands in strings, and the field that an error names.
+"""Reading a body: its bounds to the value, what stands in strings, and the field that an error
+names.
 
 What full bodies cost is in `test_body_costs.py`.
 """

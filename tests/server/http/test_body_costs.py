@@ -1,4 +1,5 @@
-"""Cost of a body before it is understood: the largest values of wrong types, for every field of every endpoint.
+"""Cost of a body before it is understood: the largest values of wrong types, for every field of
+every endpoint.
 
 The fields come from the routes' own models, so that a new field is covered without a change here.
 """
@@ -43,7 +44,9 @@ FIELDS = {
 }
 """Field with the text of a body, if it is not `messages`, by path."""
 MOST_ERRORS = 16
-"""One for each branch of a union, and one for each field of an object, but never one for each element."""
+"""One for each branch of a union, and one for each field of an object, but never one for each
+element.
+"""
 MODULES = (generate_routes, messages_route, infill_routes, operation_routes)
 NO_SERVER = cast(Server, SimpleNamespace(client=None, tokenizer=None))
 WRONG: dict[str, Any] = {
@@ -151,7 +154,9 @@ def filled(piece: str, between: str = ",") -> bytes:
     ids=lambda value: str(value[:12]),
 )
 def test_values_are_counted_before_they_are_made(value: bytes, told: str) -> None:
-    """Only marks outside strings count; a refusal names the field, and takes a few copies of the body at most."""
+    """Only marks outside strings count; a refusal names the field, and takes a few copies of the
+    body at most.
+    """
     body = b'{"model":"x","other":1,"prompt":' + value + b"}"
     tracemalloc.start()
     if told:
@@ -166,7 +171,9 @@ def test_values_are_counted_before_they_are_made(value: bytes, told: str) -> Non
 
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
 def test_deep_values_are_refused(opening: bytes, closing: bytes) -> None:
-    """Nesting is bounded before a level of it is made, also in small bodies; brackets in strings do not count."""
+    """Nesting is bounded before a level of it is made, also in small bodies; brackets in strings do
+    not count.
+    """
     quoted = asyncio.run(read_json(b'{"prompt":' + opening * 99 + b'"' + b"[" * 200 + b'"' + closing * 99 + b"}", []))
     assert "[" * 200 in str(quoted)
     for depth in (100, 2000, FULL_BYTES // 6):
@@ -253,7 +260,9 @@ LEAST: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", LEAST)
 def test_values_as_deep_as_readers_allow_are_answered(daemon: Daemon, path: str) -> None:
-    """Nothing after the reader of JSON fails where it recurses: in any field, and within those that hold objects."""
+    """Nothing after the reader of JSON fails where it recurses: in any field, and within those that
+    hold objects.
+    """
     route = next(route for route in routes() if route.path == path)
     tool = {"type": "function", "name": "f", "function": {"name": "f"}, "input_schema": {}}
     nested = {"name": "f", "arguments": '{"a":' + "[" * 900 + "]" * 900 + "}"}
@@ -314,7 +323,9 @@ def test_a_stream_goes_on_beside_full_bodies(daemon: Daemon) -> None:
 
 @pytest.mark.slow
 def test_memory_of_large_bodies_is_given_back(http: httpx.Client, daemon: Daemon) -> None:
-    """Ten texts of 4 MB that are tokenized: without glibc's trim the process stays three times as large."""
+    """Ten texts of 4 MB that are tokenized: without glibc's trim the process stays three times as
+    large.
+    """
     before = metric(daemon.url, "process_resident_memory_bytes")
     text = "word " * (FULL_BYTES // 5)
     with ThreadPoolExecutor(10) as pool:

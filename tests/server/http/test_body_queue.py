@@ -1,4 +1,6 @@
-"""Bodies that come together: how many are objects at a time, how many may wait, and who is answered meanwhile."""
+"""Bodies that come together: how many are objects at a time, how many may wait, and who is answered
+meanwhile.
+"""
 
 from __future__ import annotations
 

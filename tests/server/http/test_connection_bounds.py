@@ -1,4 +1,5 @@
-"""The bounds of a connection to the byte and the second, on a transport in memory and a clock that is set.
+"""The bounds of a connection to the byte and the second, on a transport in memory and a clock that
+is set.
 
 `test_connections.py` has the same bounds on a daemon's sockets.
 """
@@ -31,7 +32,7 @@ def server() -> Iterator[Server]:
     made.loop.close()
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,9 @@ def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
 
 
 def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> None:
-    """A request on a connection that was idle for as long as load balancers keep one would be cut off."""
+    """A request on a connection that was idle for as long as load balancers keep one would be cut
+    off.
+    """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await server.app(scope, receive, send)
@@ -121,7 +124,9 @@ def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:
 
 @pytest.mark.parametrize("begun", [b"GET", POST + b"content-length: 9\r\n\r\nab"])
 def test_a_request_that_came_beside_another_has_its_time_after_it(server: Server, begun: bytes) -> None:
-    """Its client could not have been answered before, and must not hold the connection afterwards."""
+    """Its client could not have been answered before, and must not hold the connection
+    afterwards.
+    """
     wire = server.connect()
     server.may_answer.clear()
     server.send(wire, GET + begun)
@@ -179,7 +184,7 @@ def test_without_a_limit_of_time_nothing_ends(server: Server) -> None:
     assert (wire.written, wire.ended) == (b"", "")
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("over", [False, True])
@@ -264,7 +269,7 @@ def test_bytes_that_are_no_http_get_400_in_json(server: Server) -> None:
     assert wire.statuses == [400], "nothing more is read"
 
 
-# -- closing ----------------------------------------------------------------------------------------------------------
+# -- closing ---------------------------------------------------------------------------------------
 
 
 def test_data_after_a_refusal_is_discarded_up_to_a_bound(server: Server) -> None:
@@ -277,7 +282,9 @@ def test_data_after_a_refusal_is_discarded_up_to_a_bound(server: Server) -> None
 
 
 def test_the_rest_of_a_body_is_read_before_the_connection_closes(server: Server) -> None:
-    """Else the client, which still sends, would not read the answer; what is too much is not waited for."""
+    """Else the client, which still sends, would not read the answer; what is too much is not waited
+    for.
+    """
     server.waiting.most_discarded_bytes = 1000
     server.reads = False
     for size in (1000, 1001):
@@ -331,7 +338,7 @@ def test_a_refusal_reads_on(server: Server) -> None:
     assert wire.is_read
 
 
-# -- offers of other protocols ----------------------------------------------------------------------------------------
+# -- offers of other protocols ---------------------------------------------------------------------
 
 JDK = (
     b"Connection: Upgrade, HTTP2-Settings\r\n%bHost: localhost:8000\r\n"
@@ -349,7 +356,9 @@ CHUNKS = b"Transfer-Encoding: chunked\r\n", b"1\r\na\r\n2;x=y\r\nbc\r\n0\r\nUpgr
 def test_a_request_with_an_offer_is_read_like_any_other(
     server: Server, offer: bytes, framing: bytes, body: bytes, size: int
 ) -> None:
-    """Many requests on one connection, with and without bodies, in pieces of any size. The application sees offers."""
+    """Many requests on one connection, with and without bodies, in pieces of any size. The
+    application sees offers.
+    """
     one = b"POST /a?b HTTP/1.1\r\n" + offer % framing + body
     sent = (one + GET + b"GET /c HTTP/1.1\r\n" + offer % b"") * 20
     wire = server.connect()

@@ -1,4 +1,6 @@
-"""The number of connections, and of warnings about them, on a transport in memory and a clock that is set."""
+"""The number of connections, and of warnings about them, on a transport in memory and a clock that
+is set.
+"""
 
 from __future__ import annotations
 

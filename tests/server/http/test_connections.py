@@ -1,4 +1,6 @@
-"""Connections that send too much, too slowly or nothing, clients that read nothing, or still send while refused."""
+"""Connections that send too much, too slowly or nothing, clients that read nothing, or still send
+while refused.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def test_heads_and_chunks_below_the_bound_are_served(daemon: Daemon) -> None:
     ],
 )
 def test_offers_of_other_protocols_are_ignored(daemon: Daemon, path: str, body: dict[str, Any]) -> None:
-    """Every route reads the body behind an offer, with a length and in chunks, on one connection."""
+    """Every route reads the body behind an offer, with a length and in chunks, on one
+    connection.
+    """
     content = json.dumps({"model": MODEL, **body}).encode()
     for offered in ("h2c", "websocket"):
         offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": offered, "http2-settings": "AAEAAEAAAAIAAAAB"}
@@ -146,7 +150,9 @@ def test_requests_that_are_no_http_do_not_fill_the_log(daemon: Daemon) -> None:
 
 
 def test_a_body_that_is_too_large_is_refused_readably(daemon: Daemon) -> None:
-    """Clients that send 64 MB read 413 and no reset, with and without keep-alive, with and without a length."""
+    """Clients that send 64 MB read 413 and no reset, with and without keep-alive, with and without
+    a length.
+    """
     body = b" " * LARGE_BYTES
     asked = urllib.request.Request(f"{daemon.url}/v1/completions", body, {"content-type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -169,7 +175,9 @@ def test_a_body_that_is_too_large_is_refused_readably(daemon: Daemon) -> None:
 
 @pytest.fixture
 def guarded(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon that holds few connections, waits a second for clients that send or read nothing, and limits rates."""
+    """A daemon that holds few connections, waits a second for clients that send or read nothing,
+    and limits rates.
+    """
     few = ["--max-connections", str(MOST_CONNECTIONS), "--rate-limit", f"{MOST_CALLS}/hour", "--enable-log-requests"]
     return daemons.get(*pair_arguments, "--no-calibrate", *few, "--receive-timeout", "1", "--send-timeout", "1")
 
@@ -225,7 +233,9 @@ def outlast(daemon: Daemon) -> None:
 
 @pytest.mark.slow  # test_connection_bounds.py has it on a clock that is set
 def test_an_answer_may_take_longer_than_its_request_might(guarded: Daemon) -> None:
-    """A stream outlasts the time for requests, and so does an idle connection between two of them."""
+    """A stream outlasts the time for requests, and so does an idle connection between two of
+    them.
+    """
     engine = guarded.engine_pid()
     asked = {"model": MODEL, "prompt": "hello", "max_tokens": 200, "ignore_eos": True}
     with guarded.client() as client, open_stream(client, "/v1/completions", **asked) as stream:
@@ -247,7 +257,9 @@ def test_an_answer_may_take_longer_than_its_request_might(guarded: Daemon) -> No
 
 
 def test_silent_connections_make_room_for_those_that_ask(guarded: Daemon) -> None:
-    """Five times as many silent connections as there may be: each new one replaces the one that has waited longest."""
+    """Five times as many silent connections as there may be: each new one replaces the one that has
+    waited longest.
+    """
     silent = [connected(guarded) for _ in range(5 * MOST_CONNECTIONS)]
     with guarded.client() as client:
         assert client.get("/health").status_code == 200
@@ -322,7 +334,9 @@ def deaf(guarded: Daemon) -> Iterator[socket.socket]:
 
 
 def is_connected(port: int, client: int) -> bool:
-    """Whether the server's side has a socket, in any state, that is connected to a client's port."""
+    """Whether the server's side has a socket, in any state, that is connected to a client's
+    port.
+    """
     ends = (f":{port:04X}", f":{client:04X}")
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any((local[-5:], other[-5:]) == ends for _, local, other, *_ in lines)
@@ -340,7 +354,9 @@ def test_client_that_reads_nothing_is_let_go(guarded: Daemon, deaf: socket.socke
 
 
 def test_a_header_is_no_other_address(guarded: Daemon) -> None:
-    """Without keys a caller is its address, whatever it says of itself. The last test here: nothing more is let in."""
+    """Without keys a caller is its address, whatever it says of itself. The last test here: nothing
+    more is let in.
+    """
     with guarded.client() as client:
         asked = [client.post("/v1/completions", json=SHORT).status_code for _ in range(MOST_CALLS + 1)]
         assert asked[-1] == 429

@@ -64,7 +64,9 @@ def length_of(path: str) -> str:
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[str, Any]:
-    """An endpoint, and a body that is mostly right but for a few fields; now and then anything at all."""
+    """An endpoint, and a body that is mostly right but for a few fields; now and then anything at
+    all.
+    """
     path = draw(st.sampled_from(sorted(ENDPOINTS)))
     fields, what = ENDPOINTS[path]
     if draw(st.integers(0, 9)) == 0:

@@ -42,7 +42,9 @@ def rejections(daemon: Daemon, reason: str) -> float:
 
 
 def test_a_key_may_ask_so_often(limited: Daemon) -> None:
-    """More gets 429 in the shape of the endpoint, with the time to wait; another key is not concerned."""
+    """More gets 429 in the shape of the endpoint, with the time to wait; another key is not
+    concerned.
+    """
     with limited.client("second") as client:
         statuses = [client.post("/v1/completions", json=SHORT).status_code for _ in range(3)]
         refused = client.post("/v1/completions", json=SHORT)
@@ -73,7 +75,9 @@ def test_a_request_may_take_so_long(limited: Daemon) -> None:
 
 
 def test_a_prompt_beyond_the_waiting_tokens_is_refused(limited: Daemon) -> None:
-    """Prompts of 40 tokens: one runs, two wait, the fourth is too many; a first one is always let in."""
+    """Prompts of 40 tokens: one runs, two wait, the fourth is too many; a first one is always let
+    in.
+    """
     with limited.client("third") as client, open_stream(client, "/v1/completions", **LONG) as stream:
         next(stream)
         statuses: list[int] = []
@@ -107,7 +111,9 @@ def test_the_wait_for_a_grammar_counts() -> None:
 
 
 def test_an_answer_ends_when_it_cannot_be_sent(caplog: pytest.LogCaptureFixture) -> None:
-    """Over a unix socket no system timer watches: the daemon's own does, and the generation ends at once."""
+    """Over a unix socket no system timer watches: the daemon's own does, and the generation ends at
+    once.
+    """
     ended = []
 
     async def deltas() -> AsyncGenerator[Any, None]:
@@ -144,7 +150,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_window_moves_with_time(clock: list[float]) -> None:
-    """At two per second the third must wait, and a later one may pass; each client has a separate window."""
+    """At two per second the third must wait, and a later one may pass; each client has a separate
+    window.
+    """
     rate = RateLimit([(2, 1.0)])
     assert [rate.take("a") for _ in range(3)] == [None, None, 1]
     assert rate.take("b") is None

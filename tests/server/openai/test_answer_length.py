@@ -1,4 +1,6 @@
-"""The bound on an answer's tokens under each of its names, when the context has less room than requested."""
+"""The bound on an answer's tokens under each of its names, when the context has less room than
+requested.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def strict(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
 def test_a_bound_beyond_the_context_is_cut_to_its_room(
     http: httpx.Client, path: str, name: str, body: dict[str, Any]
 ) -> None:
-    """The header and the metrics have the bound that applies, also of a stream; without a cut there is neither."""
+    """The header and the metrics have the bound that applies, also of a stream; without a cut there
+    is neither.
+    """
     whole = ask(http, path, body, **{name: 20 * MAX_POSITIONS})
     assert whole.status_code == 200, whole.text
     usage, room = whole.json()["usage"], int(whole.headers[HEADER])
@@ -82,7 +86,9 @@ def test_a_strict_server_refuses_it_by_the_name_that_was_sent(
 
 
 def test_an_answer_that_fills_the_context_says_so(http: httpx.Client) -> None:
-    """Each API has its reason, also for the shortest room of several prompts, and the count of cut calls rises."""
+    """Each API has its reason, also for the shortest room of several prompts, and the count of cut
+    calls rises.
+    """
 
     def num_cut() -> float:
         (line,) = [line for line in http.get("/metrics").text.splitlines() if "max_tokens_cut_total{" in line]

@@ -1,4 +1,6 @@
-"""Predicted outputs and prompt lookup over HTTP: the same text in fewer steps, counted by drafter and in the usage."""
+"""Predicted outputs and prompt lookup over HTTP: the same text in fewer steps, counted by drafter
+and in the usage.
+"""
 
 from __future__ import annotations
 

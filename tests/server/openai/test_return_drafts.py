@@ -1,4 +1,6 @@
-"""`speculation.return_drafts`: every step's chains, whole and in streams, agree with the answer and its counts."""
+"""`speculation.return_drafts`: every step's chains, whole and in streams, agree with the answer and
+its counts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def check(steps: list[dict[str, Any]], counted: dict[str, Any], num_tokens: int, text: str) -> None:
-    """Each step's accepted tokens begin one of its chains, and the steps' tokens are the answer's."""
+    """Each step's accepted tokens begin one of its chains, and the steps' tokens are the
+    answer's.
+    """
     for step in steps:
         accepted = step["tokens"][: step["num_accepted"]]
         if step["chains"]:
@@ -52,7 +56,8 @@ def test_steps_agree_with_the_answer(http: httpx.Client, kind: str) -> None:
         reported = whole["metrics"]["speculative_decoding"]["drafters"]
         assert drafters == {name: counts["num_drafts"] for name, counts in reported.items()}
 
-    # The same seed: a stream has the same steps, one at a time, and an answer without them the same text.
+    # The same seed: a stream has the same steps, one at a time, and an answer without them the same
+    # text.
     with open_stream(http, "/v1/completions", **call, speculation=speculation) as stream:
         chunks = stream.read()
     streamed = [step for chunk in chunks for one in chunk["choices"] for step in one.get("drafts", [])]

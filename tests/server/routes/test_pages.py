@@ -1,4 +1,6 @@
-"""The pages without a browser: their files, their policy, their colours, and which token has which origin."""
+"""The pages without a browser: their files, their policy, their colours, and which token has which
+origin.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def assert_file(http: httpx.Client, source: str) -> None:
 
 
 def test_every_package_of_the_page_is_served_as_it_was_published(http: httpx.Client) -> None:
-    """Packages that modules import by name are in the page's map, which leads to the files of the listed versions."""
+    """Packages that modules import by name are in the page's map, which leads to the files of the
+    listed versions.
+    """
     (text,) = re.findall(r'<script type="importmap"[^>]*>(.*?)</script>', http.get("/dashboard").text, re.S)
     packages: dict[str, str] = json.loads(text)["imports"]
     sums = dict(line.split()[::-1] for line in (LEZER / "SHA256SUMS").read_text().splitlines() if line[:1] != "#")
@@ -137,7 +141,9 @@ def totals_of(http: httpx.Client) -> dict[str, float]:
 
 
 def test_the_speedup_of_the_page_counts_tokens_of_measured_steps(one_seat_http: httpx.Client) -> None:
-    """All tokens of a calibrated daemon count; the page shows their number next to their speedup."""
+    """All tokens of a calibrated daemon count; the page shows their number next to their
+    speedup.
+    """
     before = totals_of(one_seat_http)
     call = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
     call["speculation"] = {"num_drafts": 4, "draft_length": 3}
@@ -209,7 +215,8 @@ def test_each_part_of_an_answer_has_its_origin() -> None:
     assert evaluated("origin.js", runs) == [runs for *_, runs in ORIGINS]
 
 
-# Session storage with a bound on its characters, and what is read again of eight turns of 200,000 with drafts as long.
+# Session storage with a bound on its characters, and what is read again of eight turns of 200,000
+# with drafts as long.
 STORAGE = """
 globalThis.sessionStorage = {value: null, getItem() { return this.value; }, setItem(name, value) {
   if (value.length > ROOM) throw new Error("full"); this.value = value; }};
@@ -225,12 +232,16 @@ STORED = """(() => {
 
 @pytest.mark.parametrize(("room", "left"), [(10**9, [4, 0, "question 7"]), (500_000, [2, 0, "question 7"])])
 def test_a_stored_conversation_has_a_bound(room: int, left: list[Any]) -> None:
-    """The page's bound, or the browser's if it is smaller: the newest turns are what a reload reads."""
+    """The page's bound, or the browser's if it is smaller: the newest turns are what a reload
+    reads.
+    """
     assert evaluated("conversation.js", STORED, before=STORAGE.replace("ROOM", str(room))) == left
 
 
 def test_the_page_computes_the_speedup_of_answers() -> None:
-    """The page's formula is that of `Timing`, which answers and the log use; the second case has the bound."""
+    """The page's formula is that of `Timing`, which answers and the log use; the second case has
+    the bound.
+    """
     for usual_tokens_s in (0.5, 5.0):
         timing = Timing(3, 9, wall_s=0.4, plain_s=0.2, prompt_s=0.1, usual_s=0.25, usual_tokens_s=usual_tokens_s)
         of = f"page.speedupOf(name => ({json.dumps(asdict(timing))})[name])"

@@ -1,4 +1,6 @@
-"""Clients that leave before their answer is complete: the work stops and the memory is free again."""
+"""Clients that leave before their answer is complete: the work stops and the memory is free
+again.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def check_aborted(http: httpx.Client, num_steps_before: float) -> None:
 
 
 def test_leaving_a_stream_frees_its_blocks(http: httpx.Client) -> None:
-    """A stream whose connection is closed after a few chunks stops running and gives its blocks back."""
+    """A stream whose connection is closed after a few chunks stops running and gives its blocks
+    back.
+    """
     before = num_steps(http)
     with open_stream(http, PATH, **LONG) as stream:
         for _ in range(5):
@@ -110,7 +114,9 @@ def test_a_finished_answer_leaves_nothing_behind(http: httpx.Client) -> None:
 
 
 def test_leaving_the_queue_makes_room(one_seat_http: httpx.Client) -> None:
-    """A stream that leaves while it waits, between two keep-alive comments, gives its place back."""
+    """A stream that leaves while it waits, between two keep-alive comments, gives its place
+    back.
+    """
     with open_stream(one_seat_http, PATH, **{**LONG, "n": 1}) as first:
         next(first)
         for _ in range(3):
@@ -122,7 +128,9 @@ def test_leaving_the_queue_makes_room(one_seat_http: httpx.Client) -> None:
 
 
 def test_an_error_behind_a_client_that_left_is_read() -> None:
-    """The next step fails while a comment is being sent, and the stream is closed before the step is read."""
+    """The next step fails while a comment is being sent, and the stream is closed before the step
+    is read.
+    """
     unread: list[Any] = []
 
     async def failing() -> AsyncGenerator[Any, None]:

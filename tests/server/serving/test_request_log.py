@@ -116,7 +116,9 @@ def test_a_refusal_has_its_reason(
 
 
 def test_probes_have_no_lines(json_daemon: Daemon, client: httpx.Client) -> None:
-    """Operation routes are at debug, also with a wrong method; calls of the model's routes are not."""
+    """Operation routes are at debug, also with a wrong method; calls of the model's routes are
+    not.
+    """
     for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state", "/"):
         client.get(path, headers={"x-request-id": "probe"})
         client.post(path, headers={"x-request-id": "probe"})
@@ -134,7 +136,8 @@ def test_no_line_holds_text(json_daemon: Daemon, client: httpx.Client) -> None:
 
 def test_a_line_as_text_can_be_split_at_its_spaces(one_seat: Daemon, one_seat_http: httpx.Client) -> None:
     """Values with spaces or quotes, which come from clients, are quoted."""
-    call = CALL | {"speculation": {"num_drafts": 2, "draft_length": 3}}  # a requested shape always drafts
+    # A requested shape always drafts.
+    call = CALL | {"speculation": {"num_drafts": 2, "draft_length": 3}}
     one_seat_http.post("/v1/completions", json=call, headers={"x-request-id": 'a b" finish_reason=stop'})
     quoted = re.escape(r'id="a b\" finish_reason=stop" path=')
     line = wait_until(lambda: re.search(rf"INFO request {quoted}.*", one_seat.log), "no line about the request")[0]

@@ -1,4 +1,6 @@
-"""Grammars of calls, walked at random: the format's reader reads back what they allow, with arguments of the schema."""
+"""Grammars of calls, walked at random: the format's reader reads back what they allow, with
+arguments of the schema.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,9 @@ def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form
 def test_strict_calls_in_free_text_are_read_back(
     model_of: Callable[[str, bool], Model], form: str, are_special: bool
 ) -> None:
-    """Each call that the text begins is a right one; of other functions only the names are right."""
+    """Each call that the text begins is a right one; of other functions only the names are
+    right.
+    """
     model = model_of(form, are_special)
     strict, (_, free) = tools(strict=True)[0], tools()
     use = ToolUse((strict, free), form, True, forced=False)
@@ -232,7 +236,8 @@ def test_plain_text_follows_any_schema(
         assume(refusal != ("tools", "unsupported_value", True))
         raise
     for answer in model.answers(grammar, 2, [*LIKELY, "7", "x", "true", "5", "[]", "{}"], seed):
-        assume(not re.search(r"[eE]\+?\d{3}", answer))  # numbers within lists and objects may be infinite
+        # Numbers within lists and objects may be infinite.
+        assume(not re.search(r"[eE]\+?\d{3}", answer))
         ((_, arguments),) = read(use, answer)[1]
         jsonschema.validate(arguments, parameters)
 

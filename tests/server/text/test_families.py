@@ -1,7 +1,8 @@
-"""Dialogues of the families that people serve: each row is right, whole and streamed, or refused by name.
+"""Dialogues of the families that people serve: each row is right, whole and streamed, or refused by
+name.
 
-The models are scripted (`families.py`): a mark in the system prompt, a tool, a call or a result is answered only if the
-template has brought it to the model. The model is its own draft.
+The models are scripted (`families.py`): a mark in the system prompt, a tool, a call or a result is
+answered only if the template has brought it to the model. The model is its own draft.
 """
 
 from __future__ import annotations

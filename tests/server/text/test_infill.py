@@ -1,4 +1,6 @@
-"""Prompts of gaps: order and marks of each family, texts that spell marks, and the flag for other models."""
+"""Prompts of gaps: order and marks of each family, texts that spell marks, and the flag for other
+models.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.server.infill_models import QWEN, write_tokenizer
 from tests.server.text.spacing_tokenizers import spacing
 from tests.server.tiny_models import BOS, TOKENIZER
 
-# A prompt of each family for the gap between A and B, and other texts that the vocabulary of a member has.
+# A prompt of each family for the gap between A and B, and other texts that the vocabulary of a
+# member has.
 PROMPTS = {
     "<|fim_prefix|>A<|fim_suffix|>B<|fim_middle|>": "<|fim_pad|> <|repo_name|> <|file_sep|>",
     "<|fim_prefix|>A<|fim_suffix|>B<|fim_middle|> of CodeGemma": "<|file_separator|>",
@@ -99,7 +102,9 @@ def test_marks_that_a_text_spells_are_text(tmp_path: Path, special: bool) -> Non
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
 def test_a_suffix_gets_no_space_of_its_own(tmp_path: Path, kind: str) -> None:
-    """Tokenizers that add a space before a text do so for the prefix, which begins one, and not for the suffix."""
+    """Tokenizers that add a space before a text do so for the prefix, which begins one, and not for
+    the suffix.
+    """
     made = spacing(kind)
     made.add_special_tokens(["▁<PRE>", "▁<SUF>", "▁<MID>"])
     made.save(str(tmp_path / "tokenizer.json"))

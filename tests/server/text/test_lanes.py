@@ -19,7 +19,9 @@ def free() -> Iterator[threading.Event]:
 
 
 def names(prefix: str, others: set[threading.Thread]) -> list[str]:
-    """Threads of this name, without those that were there before: tokenizers of other tests may have some."""
+    """Threads of this name, without those that were there before: tokenizers of other tests may
+    have some.
+    """
     return sorted(thread.name for thread in {*threading.enumerate()} - others if thread.name.startswith(prefix))
 
 

@@ -1,4 +1,6 @@
-"""Special tokens that messages spell are text: in every part of a chat, with the families' tokenizers and templates."""
+"""Special tokens that messages spell are text: in every part of a chat, with the families'
+tokenizers and templates.
+"""
 
 from __future__ import annotations
 

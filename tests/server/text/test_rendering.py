@@ -1,4 +1,6 @@
-"""Conversations through templates that take or show less than others, as functions; `test_turns.py` has real ones."""
+"""Conversations through templates that take or show less than others, as functions; `test_turns.py`
+has real ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Templates that fail: by mistake, which is the operator's to correct, or on purpose, which is the client's."""
+"""Templates that fail: by mistake, which is the operator's to correct, or on purpose, which is the
+client's.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def jinja(text: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _without_limits_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log every warning, also after tests that have set up a server's log, which repeats none within a minute."""
+    """Log every warning, also after tests that have set up a server's log, which repeats none
+    within a minute.
+    """
     monkeypatch.setattr(logging.getLogger("polydraft.rendering"), "filters", [])
 
 
@@ -45,7 +49,8 @@ def test_a_mistake_in_a_template_is_the_operators(text: str, line: int, caplog: 
     assert str(error) == f"the chat template of this model fails ({fault}); the operator has to correct it"
     assert (error.param, error.code) == ("messages", TEMPLATE_FAILED)
     assert isinstance(error.__cause__, jinja2.UndefinedError)
-    assert not caplog.records  # the server reports it if no conversation of this type can be rendered
+    # The server reports it if no conversation of this type can be rendered.
+    assert not caplog.records
     log_failure(error.__cause__, [USER, says("user", "secret"), called(SHORT)], [{"type": "function"}])
     told = (
         f"the chat template fails ({fault}) for messages of user, assistant with calls, with tools, and such chats are "

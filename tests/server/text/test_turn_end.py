@@ -1,4 +1,6 @@
-"""A chat template's end of turn is compared with the end tokens, and a template that cannot be read stops the start."""
+"""A chat template's end of turn is compared with the end tokens, and a template that cannot be read
+stops the start.
+"""
 
 from __future__ import annotations
 
