@@ -51,6 +51,16 @@ def test_dense_lines_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("decorator", "expected"),
+    [("@compiled_for_cpu(**FAST)", 1), ("@triton.jit", 1), ("@intrinsic", 1), ("@lru_cache(maxsize=1)", 0)],
+)
+def test_kernels_are_counted_apart(decorator: str, expected: int) -> None:
+    counts = count_module(f"{decorator}\ndef run(a, b, c, d, e, f, g): ...\n")
+    assert len(counts.wide_functions) == 1
+    assert counts.num_wide_kernels == expected
+
+
+@pytest.mark.parametrize(
     ("head", "expected"),
     [
         ("def f(self, a, /, b, *, c): ...", 3),
