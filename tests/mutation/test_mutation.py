@@ -63,6 +63,8 @@ def test_every_word_that_chooses_tests_is_in_the_name_of_one() -> None:
         "control",
         "sampling",
         "speculation/verification",
+        "heads",
+        "step",
     ],
 )
 def test_no_module_of_an_area_is_left_out(area: str) -> None:
