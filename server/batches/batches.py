@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from server.batches.database import Database
 from server.batches.endpoint import LineEndpoint
 from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore, StoreLimits
@@ -36,8 +37,8 @@ class Batches:
             await asyncio.wait({self._running})
 
     def close(self) -> None:
-        """Close the store."""
-        self.store.close()
+        """Close the database."""
+        self.store.database.close()
 
 
 def open_batches(server: Server) -> Batches | None:
@@ -48,7 +49,8 @@ def open_batches(server: Server) -> Batches | None:
     if not settings.batch_folder:
         return None
     limits = StoreLimits(file_bytes=settings.batch_max_file_bytes)
-    store = BatchStore(Path(settings.batch_folder).expanduser(), limits)
+    database = Database(Path(settings.batch_folder).expanduser())
+    store = BatchStore(database, limits)
     num_seats = settings.max_num_seqs
     at_once = settings.batch_max_num_seqs or max(1, num_seats * 3 // 4)
     runner = BatchRunner(store, LineEndpoint(server), server.client, num_seats, min(at_once, num_seats))

@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from engine.api import RequestError
 from server.batches.batches import Batches
+from server.batches.database import ListPage
 from server.batches.objects import ENDPOINTS, BatchObject, FileObject, listed
 from server.batches.store import WINDOWS_S, NewBatch
 from server.http.bodies import BodyRoute
@@ -88,6 +89,7 @@ def _list_of(page: tuple[Sequence[FileObject | BatchObject], bool]) -> Response:
 def _files_router(batches: Batches, owners: _Owners) -> APIRouter:
     router = APIRouter()
     store = batches.store
+    do = store.database.do
 
     @router.post("/v1/files")
     async def create_file(
@@ -104,7 +106,7 @@ def _files_router(batches: Batches, owners: _Owners) -> APIRouter:
         if (file.size or 0) > store.limits.file_bytes:
             raise http_error(413, f"the file is larger than {store.limits.file_bytes} bytes (--batch-max-file-bytes)")
         filename = (file.filename or "file")[:_LONGEST_NAME]
-        return _json(await store.do(store.add_file, owners.owner_of(http), filename, file.file))
+        return _json(await do(store.files.add, owners.owner_of(http), filename, file.file))
 
     @router.get("/v1/files")
     async def list_files(
@@ -115,30 +117,32 @@ def _files_router(batches: Batches, owners: _Owners) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         """Return files, by default newest first."""
-        return _list_of(await store.do(store.list_files, owners.owner_of(http), purpose, after, limit, order))
+        page = ListPage("files", owners.owner_of(http), after, limit, order, purpose)
+        return _list_of(await do(store.files.list, page))
 
     @router.get("/v1/files/{file_id}")
     async def retrieve_file(http: Request, file_id: str) -> Response:
         """Return a file's description."""
-        return _json(await store.do(store.get_file, owners.owner_of(http), file_id))
+        return _json(await do(store.files.get, owners.owner_of(http), file_id))
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(http: Request, file_id: str) -> Response:
         """Delete a file that no open batch reads."""
-        await store.do(store.delete_file, owners.owner_of(http), file_id)
+        await do(store.files.delete, owners.owner_of(http), file_id)
         return _json({"id": file_id, "object": "file", "deleted": True})
 
     @router.get("/v1/files/{file_id}/content", response_class=FileResponse)
     async def file_content(http: Request, file_id: str) -> Response:
         """Return a file's content."""
-        stored = await store.do(store.get_file, owners.owner_of(http), file_id)
-        return FileResponse(store.path_of(stored.id), media_type="application/jsonl", filename=stored.filename)
+        stored = await do(store.files.get, owners.owner_of(http), file_id)
+        return FileResponse(store.files.path_of(stored.id), media_type="application/jsonl", filename=stored.filename)
 
     return router
 
 
 def _add_batches(router: APIRouter, batches: Batches, owners: _Owners) -> None:
     store = batches.store
+    do = store.database.do
 
     @router.post("/v1/batches")
     async def create_batch(http: Request, body: CreateBatch) -> Response:
@@ -149,7 +153,7 @@ def _add_batches(router: APIRouter, batches: Batches, owners: _Owners) -> None:
             message = f"completion_window: must be {' or '.join(WINDOWS_S)}"
             raise RequestError(message, "completion_window", "unsupported_value")
         wanted = NewBatch(body.input_file_id, body.endpoint, body.completion_window, body.metadata)
-        batch = await store.do(store.add_batch, owners.owner_of(http), wanted)
+        batch = await do(store.add_batch, owners.owner_of(http), wanted)
         batches.runner.begin(batch.id)
         return _json(batch)
 
@@ -158,16 +162,16 @@ def _add_batches(router: APIRouter, batches: Batches, owners: _Owners) -> None:
         http: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Response:
         """Return batches, newest first."""
-        return _list_of(await store.do(store.list_batches, owners.owner_of(http), after, limit))
+        return _list_of(await do(store.list_batches, owners.owner_of(http), after, limit))
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(http: Request, batch_id: str) -> Response:
         """Return a batch."""
-        return _json(await store.do(store.get_batch, owners.owner_of(http), batch_id))
+        return _json(await do(store.get_batch, owners.owner_of(http), batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(http: Request, batch_id: str) -> Response:
         """Cancel a batch; lines with an answer stay in its output."""
-        batch = await store.do(store.cancel_batch, owners.owner_of(http), batch_id)
+        batch = await do(store.cancel_batch, owners.owner_of(http), batch_id)
         batches.runner.cancel(batch.id)
         return _json(batch)

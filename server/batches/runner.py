@@ -59,6 +59,7 @@ class BatchRunner:
     def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, num_seats: int, at_once: int) -> None:
         """num_seats: requests that the engine runs at once. at_once: lines that run at once."""
         self._store = store
+        self._do = store.database.do
         self._endpoint = endpoint
         self._load = load
         self._num_seats = num_seats
@@ -78,7 +79,7 @@ class BatchRunner:
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._give_way())
-            for batch_id in await self._store.do(self._store.open_batches):
+            for batch_id in await self._do(self._store.open_batches):
                 self.begin(batch_id)
             while True:
                 group.create_task(self._run_batch(await self._new.get()))
@@ -107,7 +108,7 @@ class BatchRunner:
 
     async def _run_once(self, batch_id: str) -> None:
         store = self._store
-        batch = await store.do(store.validate, batch_id)
+        batch = await self._do(store.validate, batch_id)
         if batch.status == "in_progress":
             lines = asyncio.create_task(self._run_lines(batch))
             self._lines_of[batch_id] = lines
@@ -119,7 +120,7 @@ class BatchRunner:
                 await asyncio.wait({lines})
             if not lines.cancelled():
                 lines.result()
-        batch = await store.do(store.finish, batch_id)
+        batch = await self._do(store.finish, batch_id)
         counts = batch.request_counts
         fields = log_fields(id=batch_id, lines=counts.total, completed=counts.completed, failed=counts.failed)
         log.info("batch %s", batch.status, extra=fields)
@@ -130,14 +131,14 @@ class BatchRunner:
             await asyncio.wait({lines}, timeout=_LOOK_FOR_EXPIRY_S)
 
     def _has_expired(self, batch: BatchObject) -> bool:
-        return self._store.clock() >= batch.expires_at
+        return self._store.database.clock() >= batch.expires_at
 
     async def _run_lines(self, batch: BatchObject) -> None:
         """Run the lines of a batch that have no answer."""
         store = self._store
         last = 0
         async with asyncio.TaskGroup() as group:
-            while page := await store.do(store.lines_left, batch.id, last, _PAGE):
+            while page := await self._do(store.lines_left, batch.id, last, _PAGE):
                 for line in page:
                     await self._places.acquire()
                     if self._has_expired(batch):
@@ -149,13 +150,13 @@ class BatchRunner:
 
     async def _run_line(self, batch: BatchObject, line: InputLine) -> None:
         store = self._store
-        request = request_of(await store.do(store.read_line, batch.input_file_id, line))
+        request = request_of(await self._do(store.read_line, batch.input_file_id, line))
         response = await self._attempt(request, batch.id)
         while response is None:
             await asyncio.sleep(_RETRY_S)
             response = await self._attempt(request, batch.id)
         answer = OutputLine(line.line_id, line.custom_id, response)
-        await store.do(store.record, batch.id, line.number, answer)
+        await self._do(store.record, batch.id, line.number, answer)
 
     async def _attempt(self, request: LineRequest, client: str) -> LineResponse | None:
         """Return the response to a line, once there is room; None if it must begin again."""

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from engine.api import ConfigError, RequestError
+from server.batches.database import Database, ListPage
 from server.batches.endpoint import LINE_PRIORITY
 from server.batches.lines import LineRequest
 from server.batches.objects import BatchObject, LineResponse, OutputLine
@@ -86,14 +87,14 @@ async def at_once(endpoint: Endpoint, request: LineRequest) -> int:
 
 
 def new_batch(store: BatchStore, lines: list[str]) -> BatchObject:
-    file = store.add_file("me", "lines.jsonl", io.BytesIO("\n".join(lines).encode()))
+    file = store.files.add("me", "lines.jsonl", io.BytesIO("\n".join(lines).encode()))
     return store.add_batch("me", NewBatch(file.id, COMPLETIONS, "24h"))
 
 
 def output(store: BatchStore, file_id: str | None) -> list[dict[str, Any]]:
     if file_id is None:
         return []
-    return [json.loads(text) for text in store.path_of(file_id).read_text().splitlines()]
+    return [json.loads(text) for text in store.files.path_of(file_id).read_text().splitlines()]
 
 
 def run(
@@ -109,13 +110,16 @@ def run(
         runner.repair_s = 0.01
         running = asyncio.create_task(runner.run())
         async with asyncio.timeout(PATIENCE_S):
-            while (now := await store.do(store.get_batch, "me", batch.id)).status in ("validating", "in_progress"):
+            while (now := await store.database.do(store.get_batch, "me", batch.id)).status in (
+                "validating",
+                "in_progress",
+            ):
                 assert not running.done(), running
                 await asyncio.sleep(0.005)
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        return await store.do(store.get_batch, "me", now.id), endpoint
+        return await store.database.do(store.get_batch, "me", now.id), endpoint
 
     return asyncio.run(until_ended())
 
@@ -128,9 +132,9 @@ def clock() -> Clock:
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Any:
     limits = StoreLimits(lines=30, files=3, open_batches=2)
-    store = BatchStore(tmp_path / "store", limits, clock)
+    store = BatchStore(Database(tmp_path / "store", clock), limits)
     yield store
-    store.close()
+    store.database.close()
 
 
 def test_lines_that_are_left_expire(store: BatchStore, clock: Clock) -> None:
@@ -236,17 +240,17 @@ def test_the_outputs_of_a_batch_that_was_killed_while_they_were_written_are_writ
         raise KeyboardInterrupt
 
     async def answer_all() -> None:
-        await store.do(store.validate, batch.id)
+        await store.database.do(store.validate, batch.id)
         endpoint = Endpoint(at_once)
         runner = BatchRunner(store, endpoint, Engine(), 4, 3)
-        await runner._run_lines(await store.do(store.get_batch, "me", batch.id))
+        await runner._run_lines(await store.database.do(store.get_batch, "me", batch.id))
 
     asyncio.run(answer_all())
-    with instead(store, "_insert_file", killed), pytest.raises(KeyboardInterrupt):
+    with instead(store.files, "insert", killed), pytest.raises(KeyboardInterrupt):
         store.finish(batch.id)
     assert store.get_batch("me", batch.id).status == "finalizing"
-    store.close()
-    again = BatchStore(tmp_path / "store", clock=clock)
+    store.database.close()
+    again = BatchStore(Database(tmp_path / "store", clock))
     try:
         assert len(list((tmp_path / "store" / "files").iterdir())) == 1, "the input"
         assert again.open_batches() == [batch.id]
@@ -254,7 +258,7 @@ def test_the_outputs_of_a_batch_that_was_killed_while_they_were_written_are_writ
         assert ended.status == "completed"
         assert [answer["custom_id"] for answer in output(again, ended.output_file_id)] == ["c-0", "c-1", "c-2"]
     finally:
-        again.close()
+        again.database.close()
 
 
 def test_a_line_is_recorded_once(store: BatchStore) -> None:
@@ -328,7 +332,7 @@ def test_limits_are_named(store: BatchStore) -> None:
         new_batch(store, short_lines(1))
     with pytest.raises(RequestError, match="3 files are stored, the most is 3; delete"):
         new_batch(store, short_lines(1))
-    file_id = store.list_files("me", "batch", None, 1, "asc")[0][0].id
+    file_id = store.files.list(ListPage("files", "me", None, 1, "asc", "batch"))[0][0].id
     with pytest.raises(RequestError, match="2 batches are open, the most is 2; wait"):
         store.add_batch("me", NewBatch(file_id, COMPLETIONS, "24h"))
 
@@ -340,10 +344,10 @@ def ended_batch(store: BatchStore, lines: list[str]) -> BatchObject:
 
 def test_a_folder_has_a_single_daemon(store: BatchStore, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another daemon uses it"):
-        BatchStore(tmp_path / "store")
+        Database(tmp_path / "store")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
-        BatchStore(tmp_path / "file")
+        Database(tmp_path / "file")
 
 
 def test_lines_come_after_the_least_urgent_request() -> None:
