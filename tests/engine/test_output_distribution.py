@@ -207,7 +207,7 @@ def sample(
     engine = tiny.build(
         *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
     )
-    engine.eager.most_unmerged = most_unmerged
+    engine.unrecorded.most_unmerged = most_unmerged
     engine.scheduler.times = times
     engine.grammar_queue.source = NoTokenTwice()  # type: ignore[assignment]
     # An end token that no answer has: a grammar needs one.
