@@ -94,6 +94,14 @@ class Engine:
         self._ended: list[tuple[str, RequestError]] = []
         """Requests that could not continue in this step."""
 
+    def with_scheduler(self, scheduler: Scheduler) -> Engine:
+        """Return another engine of the same models and steps."""
+        source = self.grammar_queue.source
+        engine = Engine(self.target, self.drafter, scheduler, self.facts, self.limits, source)
+        engine.unrecorded = self.unrecorded
+        engine.recorded = self.recorded
+        return engine
+
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
         """Advance every planned sequence.
 
