@@ -18,7 +18,7 @@ from engine.kernels.protocol import TextNodes
 from engine.needs import DISTRIBUTION_NEEDS, LOSSY, RULE
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.speculation.verification.text_drafts import edges_of, walk_to
-from engine.step.report import broken_rows
+from engine.step.results import broken_rows
 from engine.step.verify import emission_below, emitted, walk_numbers
 
 _UNMET = DISTRIBUTION_NEEDS | LOSSY | RULE

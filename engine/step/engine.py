@@ -29,7 +29,8 @@ from engine.scheduling.request_checks import check_requests
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.conditions import FIXED_DISTRIBUTION
 from engine.step.eager import EagerStep, RecordedMenu, Step
-from engine.step.report import BROKEN, report, split_prompts
+from engine.step.report import report, split_prompts
+from engine.step.results import BROKEN
 from engine.step.telemetry import MeasuredStep, Telemetry
 
 Failures = Sequence[tuple[str, RequestError]]

@@ -367,7 +367,7 @@ def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) 
 @pytest.mark.parametrize("name", grid(["greedy_block", "spectr_gbv 3"], {"spectr_gbv 3"}))
 def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Greedy block verification without the change that it owes the next positions."""
-    with instead("engine.step.report", "_shifts", lambda *_: ()):
+    with instead("engine.step.results", "_shifts", lambda *_: ()):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 

@@ -46,7 +46,7 @@ from engine.sampling.distribution import FILTERS, DistributionParameters, distri
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.step.eager import RecordedMenu
-from engine.step.report import broken_rows
+from engine.step.results import broken_rows
 from engine.step.verify import emitted
 
 log = logging.getLogger("polydraft")
