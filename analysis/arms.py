@@ -176,9 +176,7 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
         if speculation.adaptive:
             scheduler.times = StepTimes(points, is_eager=recorded.is_eager)
             scheduler.controller = Controller(scheduler.times, _LIMITS.max_draft_length)
-        source = engine.grammar_queue.source
-        arm_engine = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, source)
-        arm_engine.recorded = recorded
+        arm_engine = engine.with_scheduler(scheduler)
         arms[name] = Arm(arm_engine, load.requests(speculation, name == SEED_STABLE), speculation)
     return arms
 

@@ -13,8 +13,8 @@ TEXT = 1
 """The distribution depends on the row's text (penalties, masks, bias)."""
 SHIFTS = 2
 """Pending target shifts change the distribution."""
-ALONE = 4
-"""The results must not depend on other rows of the step."""
+SEED_STABLE = 4
+"""The request is seed-stable: drafts must not change its answer (`sampling/stable.py`)."""
 RULE = 8
 """The rule that verifies the drafts is no race."""
 LOSSY = 16
@@ -23,7 +23,7 @@ TREE = 32
 """The drafts are a tree, or depend on each other."""
 TEXT_DRAFTS = 64
 """The row has text drafts."""
-DISTRIBUTION_NEEDS = TEXT | SHIFTS | ALONE
+DISTRIBUTION_NEEDS = TEXT | SHIFTS | SEED_STABLE
 """Needs that a row has with and without drafts; no recorded step meets them."""
 RACES = frozenset({"block", "bv_race"})
 """Rules that are races of independent chains."""
@@ -33,7 +33,7 @@ def needs_of_distribution(has_context: bool, has_shifts: bool, sampling: Samplin
     """Return the needs of a row's distribution. has_context, has_shifts: whether it has `Row.text`,
     `Row.shifts`.
     """
-    return TEXT * has_context | SHIFTS * has_shifts | ALONE * sampling.seed_stable
+    return TEXT * has_context | SHIFTS * has_shifts | SEED_STABLE * sampling.seed_stable
 
 
 def needs_of_drafts(speculation: Speculation, fanout: Fanout, has_text_drafts: bool = False) -> int:

@@ -106,7 +106,7 @@ def step_files(compiled: bool = False) -> StepFiles:
         with ExitStack() as stack:
             if not compiled:
                 for name in ("draw", "forward", "verify"):
-                    stack.enter_context(instead(engine.eager, name, launched.during))
+                    stack.enter_context(instead(engine.unrecorded, name, launched.during))
             result = step.during(engine.run_step)
         if any(outcome.num_nodes for outcome in result.outcomes):
             return StepFiles(list(dict.fromkeys([*step.files, *launched.files])), launched.files)

@@ -21,8 +21,8 @@ from engine.attention.paged import upload
 from engine.attention.tensors import KVShape, KVTensors
 from engine.cuda import attention_kernel, block_kernels, nucleus_kernels, row_kernels
 from engine.cuda.kernels import TritonKernels
-from engine.drafting.numbers import draw_numbers, noise_of
-from engine.kernels.protocol import Chains, ProbsTable
+from engine.drafting.numbers import draw_numbers
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable
 from engine.kernels.torch_kernels import TORCH
 from engine.request import Sampling
 from engine.sampling.distribution import DistributionParameters, distribution
@@ -95,7 +95,7 @@ def verification() -> int:
         count = num_requests * num_chains
         request_C = np.repeat(np.arange(num_requests), num_chains)
         numbers = torch.from_numpy(draw_numbers(TORCH, request_C, request_C, request_C, length))
-        _, noise = noise_of(numbers, length)
+        noise = ChainNoise.of(numbers, length)
         draft, target = (
             ProbsTable(probs_NV, torch.zeros((count, n), dtype=torch.int64), TORCH) for n in (length, length + 1)
         )

@@ -98,7 +98,7 @@ def test_questions_for_plain_rows_are_counted(source: str) -> None:
         "def f(row):\n    return row.draft_method or RULES[row.speculation.rule].method",
         "def f(row):\n    if row.text and row.shifts:\n        raise ValueError",
         "def f(row):\n    if row.text:\n        return row.shifts",
-        "def f(row):\n    return not row.needs & (TEXT | ALONE)",
+        "def f(row):\n    return not row.needs & (TEXT | SEED_STABLE)",
     ],
 )
 def test_other_conditions_are_not_counted(source: str) -> None:

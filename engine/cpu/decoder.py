@@ -21,7 +21,7 @@ from engine.attention.attention import AttentionMetadata
 from engine.attention.tensors import NORMED, KVTensors
 from engine.cpu import weights
 from engine.cpu.compiled import model_pass, pass_table, product_phase
-from engine.cpu.compiled.shared_work import ROW, TEAM
+from engine.cpu.compiled.shared_work import PHASE_SIZE, TEAM
 from engine.cpu.compiled.simd_vectors import BLOCK
 from engine.cpu.weights import Array, Forms, Product, forms_of, represented, types_of
 from engine.models.backend import Backend
@@ -36,8 +36,8 @@ them.
 _PARTS_PER_CORE = 4
 """Least number of parts of attention per core. With fewer parts, fewer rows attend together."""
 _MANY_ROWS = 16
-"""Rows from which on a pass uses the second of `cores`. Smaller passes do if K/V is as large as the
-weights.
+"""Rows from which on a pass has much work (`CpuDecoder.cores`). Smaller passes have much work if
+K/V is as large as the weights.
 """
 _TUNING_S = 0.15
 """Least duration of the measurements for a number of rows. A turn of a large model takes longer."""
@@ -105,7 +105,7 @@ class CpuDecoder(Backend):
         self._storage: KVTensors | None = None
         self._sizes = 0, 0
         self.cores = 1, 1
-        """Cores of passes of little work, and of more: see `_cores_for`."""
+        """Numbers of cores for passes of little and of much work: see `_cores_for`."""
 
     def _put_functions(self) -> None:
         """Point the table to the functions for the types of the embeddings and of K/V."""
@@ -160,7 +160,7 @@ class CpuDecoder(Backend):
         for layer, layer_pieces in enumerate(product.layers):
             for number, piece in enumerate(layer_pieces):
                 pieces[layer, number] = [
-                    product_phase.multiplication(*types_of(piece.form)).address,
+                    product_phase.piece_function(*types_of(piece.form)).address,
                     piece.words.ctypes.data,
                     piece.scales.ctypes.data,
                     product.bias[layer].ctypes.data,
@@ -193,9 +193,9 @@ class CpuDecoder(Backend):
         self._put(pass_table.FREQUENCIES, _floats(rotary.inv_freq))
         self._put(pass_table.CONSTANTS, np.array(constants, dtype=np.float32))
         self._put(pass_table.WINDOWS, np.array(windows, dtype=np.int64))
-        self._put(pass_table.WORDS_OF, np.full(self._num_layers, pass_table.WORDS, dtype=np.int64))
+        self._put(pass_table.VISIBLE_FIELDS, np.full(self._num_layers, pass_table.VISIBLE_BITS, dtype=np.int64))
         num_phases = self._num_layers * model_pass.LAYER_PHASES + model_pass.OTHER_PHASES
-        self._put(pass_table.COUNTERS, np.zeros((num_phases, ROW), dtype=np.int64))
+        self._put(pass_table.COUNTERS, np.zeros((num_phases, PHASE_SIZE), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
         """Point the table's fields, from `field` on, to arrays, and hold references to the
@@ -330,8 +330,8 @@ class CpuDecoder(Backend):
         return NO_STATES, NO_STATES, np.empty((num_leaving, 0), dtype=np.float32)
 
     def ready(self, storage: KVTensors, page_size: int, num_rows: int, num_keys: int) -> tuple[Array, int, Array]:
-        """Reserve buffers for passes of up to this number of rows; return (words of the helpers,
-        function, table).
+        """Reserve buffers for passes of up to this number of rows; return (shared state of
+        the helpers, function, table).
 
         num_keys: keys of the sequences of a pass.
         """

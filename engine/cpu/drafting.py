@@ -31,7 +31,7 @@ class CompiledDrafting:
         self._draw_at_once = draw_at_once
 
     def begin(self, plan: Plan) -> Tensor:
-        """Catch up on the texts of rows that draw nothing."""
+        """Catch up on texts, as the drafter does."""
         return self._drafter.begin(plan)
 
     @torch.inference_mode()

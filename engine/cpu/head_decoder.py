@@ -87,9 +87,9 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         constants = self._arrays[pass_table.CONSTANTS]
         self._put(pass_table.NORMS, np.concatenate([norms, [head.hidden_norm.weight.numpy()]]))
         constants[3] = block.embedding_scale
-        fields = pass_table.WORDS, pass_table.OTHER_WORDS
-        words_of = [fields[block.causalities.index(is_causal)] for is_causal in block.is_causal]
-        self._put(pass_table.WORDS_OF, np.array(words_of, dtype=np.int64))
+        fields = pass_table.VISIBLE_BITS, pass_table.OTHER_VISIBLE_BITS
+        visible_fields = [fields[block.causalities.index(is_causal)] for is_causal in block.is_causal]
+        self._put(pass_table.VISIBLE_FIELDS, np.array(visible_fields, dtype=np.int64))
         if _has_term(head):
             self.embedded_term = head.markov_head.markov_w1.weight.float().numpy()
             self._add_product(pass_table.TERM, [head.markov_head.markov_w2])
@@ -141,7 +141,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
             positions = np.concatenate([positions, read.positions_T])
             taps_TX = reading.taps_TX
         if len(blocks) > 1:
-            self._put(pass_table.OTHER_WORDS, _layout_of(blocks[1]).words)
+            self._put(pass_table.OTHER_VISIBLE_BITS, _layout_of(blocks[1]).words)
         logits = self.room_for_logits(len(rows_N))
         states = self.states_of(taps_TX, len(rows_N), taps_TX is not None)
         metadata = first_pass.metadata

@@ -170,7 +170,7 @@ def levels_of(runner: ModelRunner) -> Levels | None:
     it.
     """
     decoder = runner.backend
-    # Another class if a kernel failed its check (`kernels.choosing`)
+    # Another class if a kernel failed its check (`start/choosing.py`).
     if type(runner.kernels) is not NumbaKernels:
         return None
     if not isinstance(decoder, CpuDecoder) or not decoder.has_plain_logits:
@@ -201,10 +201,11 @@ class Levels:
         bounds = _bounds_of(task.layout, tuple(map(len, passes)), whole.counts.tobytes())
         draws = self._draws(task, bounds.most_distributions)
         states = decoder.states_of(taps_TX, bounds.most_distributions, are_target_states=taps_TX is not None)
-        num_keys = int(whole.num_keys.sum()) // len(passes)
+        # All passes use one number of cores, which the average pass decides.
+        num_keys_of_pass = int(whole.num_keys.sum()) // len(passes)
         num_wanted_first = len(whole.wanted_N) - bounds.num_later_rows
         draw_loop.draw_levels(
-            *decoder.ready(runner.storage, runner.block_size, bounds.most_rows, num_keys),
+            *decoder.ready(runner.storage, runner.block_size, bounds.most_rows, num_keys_of_pass),
             draw_loop.draw().address, bounds.ends, whole.token_ids_T, whole.slots_T,
             whole.wanted_N[:num_wanted_first], bounds.parts, whole.seen, whole.positions_T,
             tuple(draws), _chains_of(task.layout).parents, states,

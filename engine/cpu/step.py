@@ -1,6 +1,6 @@
 """The step of a CPU: one compiled call drafts and another one decides, for rows that allow it.
 
-`EagerStep` computes the same in plain operations for any rows, and is the oracle.
+`EagerStep` computes the same operation by operation for any rows, and is the oracle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from engine.step.eager import EagerStep
 
 
 class CpuStep(EagerStep):
-    """Carries out any plan. It uses compiled calls if they return the same as `EagerStep`."""
+    """Carries out any plan, and returns the same as `EagerStep` if all numbers are finite.
+
+    A non-finite number ends a request. The compiled call does not read the nodes of text drafts
+    that no walk and no chain reaches, so it does not notice such numbers there.
+    """
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None) -> None:
         super().__init__(target, None if drafter is None else compiled(drafter))

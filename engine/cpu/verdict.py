@@ -18,7 +18,7 @@ from engine.kernels.protocol import TextNodes
 from engine.needs import DISTRIBUTION_NEEDS, LOSSY, RULE
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.speculation.verification.text_drafts import edges_of, walk_to
-from engine.step.report import broken_rows
+from engine.step.results import broken_rows
 from engine.step.verify import emission_below, emitted, walk_numbers
 
 _UNMET = DISTRIBUTION_NEEDS | LOSSY | RULE
@@ -28,7 +28,11 @@ _UNMET_AT_0 = _UNMET & ~RULE
 
 
 def verify_at_once(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict | None:
-    """Return what each sampling row emits; None for rows or logits that need `verify_chains`."""
+    """Return what each sampling row emits; None if a plan needs `verify_chains`.
+
+    It does if the call does not support a row, the numbers of the logits, or the kernels, or if the
+    host does not have the drafted tokens. Engines on a CPU have kernels that decide, and tokens.
+    """
     rows = plan.sampling_rows
     if draft is None or draft.tokens_M is not None or not takes(logits_NV):
         return None

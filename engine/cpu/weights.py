@@ -272,7 +272,7 @@ def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """Return ([..., K] integers of 8 or 4 bits, [..., K / `GROUP`] their scales) for weights [...,
     K].
 
-    In 4 bits the scale of a group is the one with the least squared error (`best_scales`).
+    In 4 bits the scale of a group is the best of twenty (`best_scales`).
     """
     groups = weights.float().contiguous().view(*weights.shape[:-1], -1, GROUP)
     if form == "int4":

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.drafting.numbers import noise_of
 from engine.fanout import Fanout, chains_through, num_chains, width_at
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.transfer import to_device
@@ -366,7 +365,7 @@ class Draft:
     @cached_property
     def noise(self) -> ChainNoise:
         """Return the random numbers of the rules."""
-        return noise_of(self.numbers, self.layout.max_length)[1]
+        return ChainNoise.of(self.numbers, self.layout.max_length)
 
     @cached_property
     def nodes(self) -> NodeTable:

@@ -52,7 +52,7 @@ class ChainSource(Protocol):
     """Draws the chains of a step."""
 
     def begin(self, plan: Plan) -> Tensor:
-        """Catch up on every row's `draft_input_ids`.
+        """Catch up on the rows' `draft_input_ids`; a head catches up on rows that draw only.
 
         Returns [N, V] logits below the root of each row that draws, in order.
         """

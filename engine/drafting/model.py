@@ -41,7 +41,7 @@ class ModelDrafter:
 
     def begin(self, plan: Plan) -> Tensor:
         """Compute the missing K/V; return [N, V] logits below the roots."""
-        # The tokens of each pass are known before any is drawn.
+        # The nodes of each pass are known before their tokens are drawn.
         passes = self._inputs(plan)
         if not passes:
             return torch.empty((0, self.runner.vocab_size), device=self.runner.device)

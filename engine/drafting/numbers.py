@@ -1,6 +1,8 @@
 """Random numbers of a step, generated in one call for all its chains.
 
-Not for: the numbers themselves (`engine.noise`).
+They are one array: [6, C, L] by purpose, chain and depth. The numbers for drafting, which come
+first, are stored as [L, C] instead, because drafting takes them level by level. Not for: the
+numbers themselves (`engine.noise`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine.kernels.protocol import ChainNoise
 from engine.kernels.torch_kernels import Kernels
 from engine.noise import Purpose
 
@@ -18,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 _DEEP = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CHOSEN_ACCEPT)
 """Purposes that need a number for each chain and depth."""
 _ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
-"""Purposes that need a number for each chain."""
+"""Purposes that need one number for each chain, that of depth 0; one call makes all depths."""
 _PURPOSES = np.array([*_DEEP, *_ONCE])
 SCORE_PART = len(_DEEP) + _ONCE.index(Purpose.SCORE)
 """Index, on the first axis of `draw_numbers`, of the numbers for the race of scores."""
@@ -27,31 +28,21 @@ SCORE_PART = len(_DEEP) + _ONCE.index(Purpose.SCORE)
 def draw_numbers(
     kernels: Kernels, seed_C: Ints, position_C: Ints, rank_C: Ints, length: int
 ) -> npt.NDArray[np.float64]:
-    """Return [6, C, L] the random numbers of a step, by purpose, for `noise_of`.
+    """Return [6, C, L] the random numbers of a step, for `drafting_numbers` and `ChainNoise.of`.
 
     position_C: the first index that each chain drafts, which names its numbers.
     """
     numbers = kernels.uniform(seed_C, position_C, _PURPOSES, rank_C, max(1, length))
-    numbers[0] = numbers[0].T.reshape(numbers[0].shape)  # drafting takes them level by level
+    _store_by_level(numbers[0])
     return numbers
 
 
-def noise_of(numbers: Tensor, length: int) -> tuple[Tensor, ChainNoise]:
-    """Return ([L, C] the numbers for drafting, the numbers for the rules).
-
-    Both are views of the result of `draw_numbers`.
-    """
-    _, accept, chosen_accept, residual, score, chosen_residual = numbers
-    noise = ChainNoise(
-        accept[:, :length],
-        residual[:, 0],
-        score[:, 0],
-        chosen_accept[:, :length],
-        chosen_residual[:, 0],
-    )
-    return drafting_numbers(numbers, length), noise
+def _store_by_level(numbers_CL: npt.NDArray[np.float64]) -> None:
+    """Store numbers in the order [L, C], in place."""
+    numbers_CL[:] = numbers_CL.T.reshape(numbers_CL.shape)
 
 
 def drafting_numbers(numbers: Tensor, length: int) -> Tensor:
-    """Return [L, C] the numbers of `draw_numbers` for drafting."""
-    return numbers[0].view(-1, numbers.shape[1])[:length]
+    """Return [L, C] the numbers of `draw_numbers` for drafting, as a view."""
+    num_chains = numbers.shape[1]
+    return numbers[0].view(-1, num_chains)[:length]

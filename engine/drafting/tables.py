@@ -17,7 +17,7 @@ from engine.drafting.draft import Layout
 from engine.heads.samplers import Tables
 from engine.kernels.protocol import ProbsTable
 from engine.kernels.transfer import to_device
-from engine.needs import ALONE, TEXT
+from engine.needs import SEED_STABLE, TEXT
 from engine.plan import Plan
 from engine.sampling.distribution import DistributionParameters, distribution
 
@@ -39,13 +39,13 @@ class DraftRows(NamedTuple):
 
 
 def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
-    """Whether all chains can be drawn from tables.
+    """Whether one call may draw all chains: from tables, or by compiled code (`cpu/drafting.py`).
 
     Distributions must depend on logits, temperature and filters alone, and draws on no other draw.
     """
     if layout.max_length == 0 or not layout.are_independent:
         return False
-    return not any(row.needs & (TEXT | ALONE) for row in plan.sampling_rows)
+    return not any(row.needs & (TEXT | SEED_STABLE) for row in plan.sampling_rows)
 
 
 @lru_cache(maxsize=128)  # the number of layouts that are cached

@@ -154,6 +154,20 @@ class ChainNoise:
     """Numbers for decisions about a chain that was chosen by the numbers above."""
     chosen_residual_C: Tensor
 
+    @staticmethod
+    def of(numbers: Tensor, length: int) -> ChainNoise:
+        """Return views of the numbers that `engine.drafting.numbers.draw_numbers` returns, for
+        chains of at most `length`.
+        """
+        _, accept, chosen_accept, residual, score, chosen_residual = numbers
+        return ChainNoise(
+            accept[:, :length],
+            residual[:, 0],
+            score[:, 0],
+            chosen_accept[:, :length],
+            chosen_residual[:, 0],
+        )
+
     def select(self, index: Tensor) -> ChainNoise:
         """Return the numbers of the chains at `index`."""
         return ChainNoise(*(getattr(self, field.name)[index] for field in fields(self)))

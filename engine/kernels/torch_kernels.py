@@ -177,15 +177,7 @@ class Kernels:
         positive_B = torch.where(temperature_B > 0, temperature_B, 1.0)
         filters_N = filters.each(lambda filter_B: filter_B.repeat_interleave(counts_B))
         probs_NV = self.distribution(logits_NV, positive_B.repeat_interleave(counts_B), filters_N)
-        _, accept, chosen_accept, residual, score, chosen_residual = numbers
-        deep = slice(0, chains.max_length)
-        noise = ChainNoise(
-            accept[:, deep],
-            residual[:, 0],
-            score[:, 0],
-            chosen_accept[:, deep],
-            chosen_residual[:, 0],
-        )
+        noise = ChainNoise.of(numbers, chains.max_length)
         drawn = torch_block.race(chains, ProbsTable(probs_NV, node_CX, self), noise)
         accepted_C, token_C = torch_block.longest_match(chains, logits_NV.argmax(1)[node_CX])
         matched = torch_block.winners(chains, -accepted_C.double(), accepted_C, token_C)

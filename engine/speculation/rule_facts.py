@@ -13,7 +13,11 @@ from engine.config import RuleFacts
 from engine.speculation.conditions import FIXED_DISTRIBUTION, FIXED_SHAPE, INDEPENDENT_CHAINS, WHOLE_BLOCKS
 
 MOST_LIKELY = "most_likely"
-"""Draft method that draws nothing. At temperature 0 every method with several children uses it."""
+"""Draft method without random numbers.
+
+Below nodes with several children it replaces the methods but `iid` at temperature 0, where all
+draws of `iid` are the same token. It replaces every method in seed-stable requests.
+"""
 
 DRAFT_METHODS = {
     "iid": "independent draws, with duplicates",

@@ -115,11 +115,6 @@ def assemble(
     runners = assembly.runners((memory.num_blocks, memory.num_draft_blocks))
     _tune(assembly, runners, progress)
     engine = _engine(assembly, memory, runners)
-    if assembly.kernels.decides:
-        # Numba is an optional package; it is installed if its kernels were chosen.
-        from engine.cpu.step import CpuStep
-
-        engine.eager = CpuStep(runners[0], engine.drafter)
     if recordings.shapes:
         recorded = RecordedSteps(recordings.graphs, assembly.kind, assembly.has_draft_pool)
         recorded.record(runners, recordings.shapes, memory.most_blocks, progress, recordings.least_free)
@@ -365,14 +360,20 @@ def _tune(assembly: _Assembly, runners: Sequence[ModelRunner], progress: Progres
 
 
 def _engine(assembly: _Assembly, memory: MemoryPlan, runners: Sequence[ModelRunner]) -> Engine:
-    """Return the engine, without compiled and recorded steps."""
+    """Return the engine, without recorded steps."""
     config, kind = assembly.config, assembly.kind
     facts = _complete(assembly, memory)
     check_defaults(facts, config.speculation)
     drafter = None if kind is None else kind.make(runners[1], runners[0])
     vocabulary = Vocabulary(*config.model.tokenizer_source, facts.vocab_size, facts.eos_token_ids, config.grammars)
     scheduler = _scheduler(assembly, memory)
-    return Engine(runners[0], drafter, scheduler, facts, config.speculation, GrammarPool(vocabulary))
+    engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, GrammarPool(vocabulary))
+    if assembly.kernels.decides:
+        # Numba is an optional package; it is installed if its kernels were chosen.
+        from engine.cpu.step import CpuStep
+
+        engine.unrecorded = CpuStep(runners[0], drafter)
+    return engine
 
 
 def _complete(assembly: _Assembly, memory: MemoryPlan) -> EngineFacts:

@@ -62,7 +62,7 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     jobs: Jobs = {
         f"kv-{kv}": lambda: model_pass.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
-        **{f"products-{form}": partial(product_phase.multiplication, *types_of(form)) for form in used.products},
+        **{f"products-{form}": partial(product_phase.piece_function, *types_of(form)) for form in used.products},
         "work": model_pass.work,
         **{f"embeddings-{form}": partial(model_pass.beginning, *types_of(form)) for form in used.embeddings},
         "levels": draw_loop.draw,

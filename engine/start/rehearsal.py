@@ -49,9 +49,7 @@ def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
     scheduler.times = times
     if times is not None and engine.scheduler.controller is not None:
         scheduler.controller = Controller(times, engine.limits.max_draft_length)
-    result = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammar_queue.source)
-    result.recorded = engine.recorded
-    return result
+    return engine.with_scheduler(scheduler)
 
 
 def _rehearsal(request_id: str, speculation: Speculation, most_tokens: int) -> Request:

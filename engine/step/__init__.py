@@ -1,1 +1,1 @@
-"""A step of the engine: build, draw, verify, report."""
+"""A step of the engine: draw, forward, verify, compact, report."""

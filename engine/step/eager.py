@@ -1,8 +1,9 @@
-"""The parts of a step, and the step whose operations are launched one by one.
+"""The parts of a step, and the step that carries out every plan operation by operation.
 
-`Step` is the interface that an engine needs. `EagerStep` carries out every plan in plain torch. It
-is the specification of the steps of devices: `CpuStep` (`cpu/step.py`) also carries out every
-plan, and recorded steps (`cuda/recorded/steps.py`) carry out usual plans.
+`Step` is the interface that an engine needs. `EagerStep` calls the runners' kernels and backends
+(`kernels/`, `models/backend.py`), which are compiled where a device has compiled ones. It is the
+specification of the steps of devices: `CpuStep` (`cpu/step.py`) also carries out every plan, in
+fewer calls, and recorded steps (`cuda/recorded/steps.py`) carry out usual plans.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RecordedMenu:
 
 
 class EagerStep:
-    """Launches the operations of a step one by one."""
+    """Carries out any plan, operation by operation."""
 
     def __init__(self, target: ModelRunner, drafter: ChainSource | None) -> None:
         self._target = target

@@ -29,7 +29,8 @@ from engine.scheduling.request_checks import check_requests
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.conditions import FIXED_DISTRIBUTION
 from engine.step.eager import EagerStep, RecordedMenu, Step
-from engine.step.report import BROKEN, report, split_prompts
+from engine.step.report import report, split_prompts
+from engine.step.results import BROKEN
 from engine.step.telemetry import MeasuredStep, Telemetry
 
 Failures = Sequence[tuple[str, RequestError]]
@@ -86,13 +87,21 @@ class Engine:
         num_followed = _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs
         self.grammar_queue = GrammarQueue(grammars, num_followed)
         self.telemetry = Telemetry(scheduler, target.device)
-        self.eager = EagerStep(target, drafter)
-        """Step of the plans that no recorded step has room for."""
+        self.unrecorded = EagerStep(target, drafter)
+        """Carries out plans that no recorded step has room for: a `CpuStep` on most CPUs."""
         self.recorded = RecordedMenu()
         self.works_meanwhile = target.device.type != "cpu"
         """Whether a step's passes run on a device while this thread does something else."""
         self._ended: list[tuple[str, RequestError]] = []
         """Requests that could not continue in this step."""
+
+    def with_scheduler(self, scheduler: Scheduler) -> Engine:
+        """Return another engine of the same models and steps."""
+        source = self.grammar_queue.source
+        engine = Engine(self.target, self.drafter, scheduler, self.facts, self.limits, source)
+        engine.unrecorded = self.unrecorded
+        engine.recorded = self.recorded
+        return engine
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
         """Advance every planned sequence.
@@ -116,7 +125,7 @@ class Engine:
         """
         step = self.step_for(plan)
         phase = self.telemetry.phase
-        self.telemetry.is_eager = step is self.eager
+        self.telemetry.is_eager = step is self.unrecorded
         with phase("draft"):  # chains, and the distribution of each drafted token
             draft = step.draw(plan)
         with phase("target"):  # one pass over every drafted node
@@ -140,8 +149,8 @@ class Engine:
             self.drafter.keep(plan, emissions)
 
     def step_for(self, plan: Plan) -> Step:
-        """Return the recorded step that has room for a plan, or else the eager one."""
-        return self.recorded.find(plan) or self.eager
+        """Return the recorded step that has room for a plan, or else the step for any plan."""
+        return self.recorded.find(plan) or self.unrecorded
 
     def run_step(self, meanwhile: Callable[[], None] | None = None) -> StepResult:
         """Run one step and measure it.

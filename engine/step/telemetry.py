@@ -204,7 +204,7 @@ class MeasuredStep:
     plan: Plan
     durations: StepDurations
     is_eager: bool
-    """Whether the operations of the step were launched one by one."""
+    """Whether no recorded step carried out the plan; always true on a CPU."""
     reading: list[Sequence]
     """Sequences whose texts the step read without an emission."""
     stats: StepStats
@@ -219,7 +219,7 @@ class Telemetry:
         self.phase = self.stopwatch.phase
         self.num_steps = 0
         self.is_eager = False
-        """Whether the operations of the present step are launched one by one."""
+        """Whether no recorded step carries out the present plan; always true on a CPU."""
         self._scheduler = scheduler
         self._last_stopped: float | None = None
         """End of the last step if this one follows it at once."""

@@ -31,7 +31,7 @@ from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.chain_rules import verify_certain, verify_race
 from engine.speculation.verification.text_drafts import Walk, below, refuse, walk
-from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
+from engine.step.results import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

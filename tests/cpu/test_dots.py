@@ -215,7 +215,10 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
         "int8",
         {"(factors, group_stride, num_rows)": "(factors, long(0), num_rows)"},
     ),
-    "starts of the first row for all": ("int8", {"(starts, start_stride, num_rows)": "(starts, long(0), num_rows)"}),
+    "corrections of the first row for all": (
+        "int8",
+        {"(corrections, correction_stride, num_rows)": "(corrections, long(0), num_rows)"},
+    ),
     "no last part of a group": ("int8", {"tail[:rest] = rows[row, num_whole * GROUP :]": "tail[:rest] = 0"}),
     "halves of a byte in the other order": (
         "int4",
@@ -227,10 +230,16 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
     "no bias": ("int8", {"self.load_columns(self._bias, self._num_blocks)\n        body": f"{ZEROS}\n        body"}),
     "scales of one block of several": ("int8", {"(scale, scale_stride, num_blocks)": "(scale, long(0), num_blocks)"}),
     "no minima": ("Q4_1", {"self.multiply_add(one.minimum, share, new)": "new"}),
-    "minima without the scale of the row": ("Q4_1", {"builder.fmul(factor, builder.sitofp(start, FLOAT))": "factor"}),
+    "minima without the scale of the row": (
+        "Q4_1",
+        {"builder.fmul(factor, builder.sitofp(correction, FLOAT))": "factor"},
+    ),
     "offsets of numbers with minima": ("Q4_1", {"0 if scales in MINIMA else ": ""}),
     "the scale of the first half of a group": ("Q6_K", {"2) * BLOCK + part * BLOCK": "2) * BLOCK"}),
-    "starts of the first half of a group": ("Q6_K", {"rounded[part * size : (part + 1) * size]": "rounded[:size]"}),
+    "corrections of the first half of a group": (
+        "Q6_K",
+        {"rounded[part * size : (part + 1) * size]": "rounded[:size]"},
+    ),
     "the scale of the first group of a record": ("Q4_K", {"long(_GROUPS - 1)), self": "long(0)), self"}),
     "the first record": ("Q6_K", {"long(_GROUPS.bit_length() - 1)": "long(9)"}),
     "minima in the place of scales": ("Q4_K", {"first + _GROUPS * BLOCK, vector": "first, vector"}),

@@ -102,7 +102,7 @@ def another_norm_of_the_target_s_states(self: HeadDecoder) -> None:
 
 
 def another_causality(self: HeadDecoder) -> None:
-    self._arrays[pass_table.WORDS_OF][:] = self._arrays[pass_table.WORDS_OF][::-1].copy()
+    self._arrays[pass_table.VISIBLE_FIELDS][:] = self._arrays[pass_table.VISIBLE_FIELDS][::-1].copy()
 
 
 def embeddings_that_are_not_scaled(self: HeadDecoder) -> None:

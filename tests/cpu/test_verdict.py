@@ -86,16 +86,16 @@ def test_rows_have_the_target_s_law() -> None:
 WRONG = {
     "laws of the next node": (
         BLOCK,
-        "node_rows[number, walked + depth] - first",
-        "min(node_rows[number, walked + depth] - first + 1, last - first - 1)",
+        "node_rows[chain, walked + depth] - first",
+        "min(node_rows[chain, walked + depth] - first + 1, last - first - 1)",
     ),
     "the first request's temperature": (BLOCK, "temperature = temperatures[request]", "temperature = temperatures[0]"),
-    "one number for two decisions": (BLOCK, "numbers[3, chain, 0]", "numbers[1, chain, 0]"),
+    "one number for two decisions": (BLOCK, "uniforms[_RESIDUAL, chain, 0]", "uniforms[_ACCEPT, chain, 0]"),
     "no filters": (BLOCK, "top_ks[request], top_ps[request]", "0, np.float32(1)"),
     "a token more": (BLOCK, "top_ks[request],", "top_ks[request] + 1,"),
     "each child by itself": (BLOCK, "mass += np.float64(nodes", "mass = np.float64(nodes"),
     "refused tokens stay": (BLOCK, "if total > 0:\n", "if total > 2:\n"),
-    "one number for all depths": (BLOCK, "numbers[walked]", "numbers[0]"),
+    "one number for all depths": (BLOCK, "uniforms[walked]", "uniforms[0]"),
     "the first request's min_p": (BLOCK, "least_logs[request]", "least_logs[0]"),
     "no temperature": (ROWS, "log = (logits[column] - most) / temperature", "log = logits[column] - most"),
 }

@@ -63,7 +63,7 @@ def counted_reads() -> Iterator[Counter[str]]:
 def running(speculation: Speculation) -> Engine:
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_over_acceptance=0.3)
-    engine.eager.most_unmerged = 0
+    engine.unrecorded.most_unmerged = 0
     engine.recorded.serves = False  # on a device it has some
     engine.limits = msgspec.structs.replace(engine.limits, observed_share=0.0)
     for i in range(3):

@@ -74,7 +74,7 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
-    engine.eager.most_unmerged = 1000
+    engine.unrecorded.most_unmerged = 1000
     for i in range(num_requests):
         wish = {"temperature": 1.0, "seed": i, **sampling}
         engine.submit(tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **wish))

@@ -207,7 +207,7 @@ def sample(
     engine = tiny.build(
         *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
     )
-    engine.eager.most_unmerged = most_unmerged
+    engine.unrecorded.most_unmerged = most_unmerged
     engine.scheduler.times = times
     engine.grammar_queue.source = NoTokenTwice()  # type: ignore[assignment]
     # An end token that no answer has: a grammar needs one.
@@ -367,7 +367,7 @@ def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) 
 @pytest.mark.parametrize("name", grid(["greedy_block", "spectr_gbv 3"], {"spectr_gbv 3"}))
 def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Greedy block verification without the change that it owes the next positions."""
-    with instead("engine.step.report", "_shifts", lambda *_: ()):
+    with instead("engine.step.results", "_shifts", lambda *_: ()):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 

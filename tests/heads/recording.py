@@ -55,7 +55,7 @@ class Recorder:
         drafter.begin, drafter.below = self.begin, self.below
         drafter.draw = partial(draw_by_level, drafter)
         # The logits of nodes are asked for level by level.
-        engine.eager = EagerStep(engine.target, drafter)
+        engine.unrecorded = EagerStep(engine.target, drafter)
 
     def begin(self, plan: Plan) -> Tensor:
         logits_NV: Tensor = self._begin(plan)

@@ -92,9 +92,9 @@ def laws_along(draft: Draft) -> list[Tensor]:
 def drawn_both_ways(engine: Engine) -> tuple[Draft, Draft]:
     """Draw a plan at once, and level by level."""
     plan = mixed_plan(engine)
-    at_once = engine.eager.draw(plan)
+    at_once = engine.unrecorded.draw(plan)
     with level_by_level(), instead(one_pass, "may_draw_at_once", lambda *_: False):
-        by_level = engine.eager.draw(plan)
+        by_level = engine.unrecorded.draw(plan)
     assert at_once is not None
     assert by_level is not None
     return at_once, by_level

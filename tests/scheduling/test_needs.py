@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.needs import ALONE, LOSSY, RULE, TEXT, TEXT_DRAFTS, TREE
+from engine.needs import LOSSY, RULE, SEED_STABLE, TEXT, TEXT_DRAFTS, TREE
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.rows import plan_row, row_of
 from engine.scheduling.sequence import Sequence
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "a penalty": ({"speculation": RACE, "sampling": Sampling(presence_penalty=1.0)}, TEXT),
     "least tokens": ({"speculation": RACE, "limits": Limits(max_tokens=20, min_tokens=5)}, TEXT),
-    "a seed that stays": ({"speculation": RACE, "sampling": Sampling(seed_stable=True)}, ALONE),
+    "a seed that stays": ({"speculation": RACE, "sampling": Sampling(seed_stable=True)}, SEED_STABLE),
 }
 
 

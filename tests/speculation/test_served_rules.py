@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from analysis.enumeration import RuleOutcome
-from engine.drafting.numbers import draw_numbers, noise_of
+from engine.drafting.numbers import draw_numbers
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.torch_kernels import TORCH, Kernels
 from engine.speculation.conditions import LATE_BRANCHES, unmet
@@ -167,7 +167,7 @@ def engine_noise(chains: Chains, step: int) -> ChainNoise:
     rank_C = chain_C - np.maximum.accumulate(np.where(first, chain_C, 0))
     position_C = np.full_like(request_C, 17 + step)
     numbers = torch.from_numpy(draw_numbers(KERNELS, 1000 + request_C, position_C, rank_C, chains.max_length))
-    return noise_of(numbers, chains.max_length)[1]
+    return ChainNoise.of(numbers, chains.max_length)
 
 
 @pytest.mark.parametrize("rule", grid(["bv_race", "traversal", "rrs"], {"bv_race"}))

@@ -51,6 +51,12 @@ def test_a_rehearsal_serves_plain_steps_too(engine: Engine) -> None:
     assert {(work.drafting > 0, work.prompt > 0) for (_, work, _), _ in calls} >= {(True, False), (False, False)}
 
 
+def test_a_rehearsal_takes_the_steps_that_serve(engine: Engine) -> None:
+    with calls_of(engine.unrecorded, "verify") as calls:
+        rehearse(engine, ADAPTIVE)
+    assert calls, "a compiled step, not the specification"
+
+
 def test_a_rehearsal_leaves_no_request_and_no_text(engine: Engine) -> None:
     before = engine.stats()
     assert engine.scheduler.controller is not None

@@ -79,7 +79,7 @@ def test_only_the_broken_request_ends(shape: str, most_unmerged: int, temperatur
     asked = requests(SHAPES[shape], temperature=temperature)
     expected, _ = run(engine(), asked)
     machine = engine()
-    machine.eager.most_unmerged = most_unmerged
+    machine.unrecorded.most_unmerged = most_unmerged
     with breaking(number):
         tokens, errors = run(machine, asked)
     assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}

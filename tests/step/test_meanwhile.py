@@ -116,7 +116,7 @@ def test_every_request_has_the_same_answer_and_one_end(seed: int) -> None:
 def test_a_request_is_taken_and_a_result_delivered_in_the_middle_of_a_step() -> None:
     engine = built(works_meanwhile=True)
     log: list[str] = []
-    forward, verify = engine.eager.forward, engine.eager.verify
+    forward, verify = engine.unrecorded.forward, engine.unrecorded.verify
     script = Script([[Submit.of([request(1)])], [], [], [Submit.of([request(2)])]])
     send, submit = script.send, engine.submit
 
@@ -128,8 +128,8 @@ def test_a_request_is_taken_and_a_result_delivered_in_the_middle_of_a_step() -> 
         return call
 
     for owner, name, function in (
-        (engine.eager, "forward", forward),
-        (engine.eager, "verify", verify),
+        (engine.unrecorded, "forward", forward),
+        (engine.unrecorded, "verify", verify),
         (script, "send", send),
         (engine, "submit", submit),
     ):
@@ -176,7 +176,7 @@ def test_a_step_that_fails_leaves_the_results_of_the_one_before(where: str) -> N
             raise RuntimeError("the device is gone")
         return right(*arguments)
 
-    with instead(engine.eager, where, fails), pytest.raises(RuntimeError, match="the device is gone"):
+    with instead(engine.unrecorded, where, fails), pytest.raises(RuntimeError, match="the device is gone"):
         process.serve(engine, script)  # type: ignore[arg-type]
     assert sum(isinstance(message, StepResults) for message in script.sent) == 2
 

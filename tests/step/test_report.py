@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from engine.plan import Plan, Row, StepVerdict
-from engine.step.report import StepLogits, broken_rows, report, split_prompts, with_logprobs
+from engine.step.report import StepLogits, report, split_prompts, with_logprobs
+from engine.step.results import broken_rows
 from tests.engine import tiny
 from tests.speculation.test_served_steps import OFF, TEXT_DRAFTS, drafts, row_of, step
 

@@ -23,7 +23,7 @@ from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
 from engine.scheduling.outcome import Timing
 from engine.scheduling.sequence import Sequence
-from engine.step.report import BROKEN
+from engine.step.results import BROKEN
 from engine.step.telemetry import Pace, Telemetry
 from tests.engine import tiny
 from tests.scheduling.machine import Machine, sequence

@@ -136,7 +136,7 @@ def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None
     """
     wanted = [one for one in requests() if one.speculation.drafters == ("model",) and one.request_id not in EDITED]
     engine = build()
-    engine.eager.most_unmerged = 1000
+    engine.unrecorded.most_unmerged = 1000
     run = tiny.run(engine, wanted)
     assert checked.seen["not merged"] > 5
     assert run.tokens == tiny.run(build(), wanted).tokens
@@ -154,7 +154,7 @@ def penalised(speculation: Speculation = TREE) -> Request:
 def test_penalties_count_drafted_tokens_where_they_are(checked: Checked, speculation: Speculation) -> None:
     """Without the host, for every node along its own path."""
     engine = build()
-    engine.eager.most_unmerged = 1000
+    engine.unrecorded.most_unmerged = 1000
     tiny.run(engine, [penalised(speculation)])
     assert checked.seen["not merged"] > 3
 
@@ -177,7 +177,7 @@ def test_penalties_of_another_node_s_path_are_found_out(most_unmerged: int) -> N
         return None if path_ND is None else path_ND.roll(1, 0)
 
     engine = build()
-    engine.eager.most_unmerged = most_unmerged
+    engine.unrecorded.most_unmerged = most_unmerged
     with (
         instead(verify, "_tokens_above", of_the_neighbour),
         pytest.raises(AssertionError, match="Not equal to tolerance"),

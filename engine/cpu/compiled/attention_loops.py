@@ -194,7 +194,7 @@ def _write_results(queries, head, num_shared, first_row, attended):
 
 
 @compiled_for_cpu(**FAST)
-def _gather(scores, start, num_text, first, bounds, words, node_positions, tile, places):
+def _gather(scores, start, num_text, first, bounds, visible_bits, node_positions, tile, places):
     """Copy a row's scores of a tile of the text that ends with it; return whether the row sees any
     key of the tile.
 
@@ -212,7 +212,7 @@ def _gather(scores, start, num_text, first, bounds, words, node_positions, tile,
         sees_any |= is_seen
     key = num_text - first
     for node in range(len(scores) - num_text):
-        if (words[node >> 6] >> (node & 63)) & 1 == 0:
+        if (visible_bits[node >> 6] >> (node & 63)) & 1 == 0:
             continue
         if key >= 0 and key < TILE and node_positions[node] >= near:
             places[key] = num_text + node
@@ -223,11 +223,11 @@ def _gather(scores, start, num_text, first, bounds, words, node_positions, tile,
 
 
 @compiled_for_cpu(**FAST)
-def _num_nodes_seen(words):
+def _num_nodes_seen(visible_bits):
     """Return the number of nodes that a row sees."""
     count = 0
-    for number in range(len(words)):
-        word = words[number]
+    for number in range(len(visible_bits)):
+        word = visible_bits[number]
         while word != 0:
             word &= word - 1
             count += 1
@@ -274,14 +274,14 @@ def _add_values(weights, blocks, memory, results):
 
 
 @compiled_for_cpu(**FAST)
-def _most_seen(rows, limits, words):
+def _most_seen(rows, limits, visible_bits):
     """Return (the end of the text that any of the rows sees, the largest number of nodes that a row
     sees).
     """
     last_key, most_nodes = 0, 0
     for row in range(rows[0], rows[1]):
         last_key = max(last_key, limits[row])
-        most_nodes = max(most_nodes, _num_nodes_seen(words[row]))
+        most_nodes = max(most_nodes, _num_nodes_seen(visible_bits[row]))
     return last_key, most_nodes
 
 
@@ -309,7 +309,7 @@ def _attend_to_whole_tiles(keys, values, head, pages, page_size, first_key, last
 
 
 @compiled_for_cpu(**FAST)
-def _attend_to_rest(keys, values, head, rest, words, node_positions, queries, memory):
+def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, queries, memory):
     """Add the rest of the text and the nodes to the queries' results, by tiles of the keys that a
     row sees.
 
@@ -335,7 +335,7 @@ def _attend_to_rest(keys, values, head, rest, words, node_positions, queries, me
         weights[:] = np.float32(0)
         for query in range(num_queries):
             scores = memory.scores[query, :num_rest]
-            seen = words[first_row + query // num_shared]
+            seen = visible_bits[first_row + query // num_shared]
             bounds = queries.bounds[query, 0], queries.bounds[query, 1]
             if not _gather(scores, start, num_text, first, bounds, seen, node_positions, tile, places):
                 continue
@@ -347,7 +347,9 @@ def _attend_to_rest(keys, values, head, rest, words, node_positions, queries, me
 
 
 @compiled_for_cpu(**FAST)
-def attend(joined, keys, values, head, rows, scale, window, page_size, text, limits, positions, words, attended):
+def attend(
+    joined, keys, values, head, rows, scale, window, page_size, text, limits, positions, visible_bits, attended
+):  # fmt: skip
     """Write to `attended` [T, H * D] the attention of rows of a sequence, for the query heads of
     one K/V head.
 
@@ -363,7 +365,7 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
     first_row, last_row = rows
     width = keys.shape[2]
     num_shared = attended.shape[1] // (keys.shape[1] * width)
-    last_key, most_nodes = _most_seen(rows, limits, words)
+    last_key, most_nodes = _most_seen(rows, limits, visible_bits)
     # Whole tiles of known tokens are computed one by one, and the other keys of the rows together.
     rest_start = first_key + (end - first_key) // TILE * TILE
     num_text = end - rest_start
@@ -404,5 +406,5 @@ def attend(joined, keys, values, head, rows, scale, window, page_size, text, lim
     if num_rest > 0:
         _find_slots(pages, page_size, rest_start, num_rest, memory.slots)
         rest = rest_start, num_text, num_rest, first_row, num_shared, most_nodes
-        _attend_to_rest(keys, values, head, rest, words, node_positions, queries, memory)
+        _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, queries, memory)
     _write_results(queries, head, num_shared, first_row, attended)

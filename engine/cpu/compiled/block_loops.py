@@ -17,6 +17,9 @@ from engine.cpu.compiled.floats import EXACT
 from engine.cpu.compiled.row_loops import draw_from, filtered_distribution, likeliest, sum_of
 from engine.cpu.compiler import compiled_for_cpu
 
+_ACCEPT, _RESIDUAL, _SCORE = 1, 3, 4
+"""Indices, on the first axis of `drafting.numbers.draw_numbers`, of the numbers for a race."""
+
 
 @compiled_for_cpu(**EXACT)
 def _weigh(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights):
@@ -48,8 +51,8 @@ def _weigh(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceili
 
 
 @compiled_for_cpu(**EXACT)
-def _accepted(length, target, target_rows, draft, draft_rows, weights, uniforms):
-    """Return the largest i with uniform_i < h_i; 0 if there is none."""
+def _accepted(length, target, target_rows, draft, draft_rows, weights, accept_uniforms):
+    """Return the largest i whose number is below h_i; 0 if there is none."""
     width = target.shape[1]
     for depth in range(length, 0, -1):
         weight = weights[depth]
@@ -60,13 +63,13 @@ def _accepted(length, target, target_rows, draft, draft_rows, weights, uniforms)
                 rows = target[target_rows[depth]], draft[draft_rows[depth]]
                 surplus = sum_of(*rows, np.float32(weight), True, 0, width)
                 accept = surplus / (surplus + 1 - weight)
-        if uniforms[depth - 1] < accept:
+        if accept_uniforms[depth - 1] < accept:
             return depth
     return 0
 
 
 @compiled_for_cpu(**EXACT)
-def _score(stop, length, p, q, log_ratios, log_ceilings, number):
+def _score(stop, length, p, q, log_ratios, log_ceilings, uniform):
     """Return a score that is uniform from the ceiling of the prefix with the next token to that
     without it.
     """
@@ -74,27 +77,29 @@ def _score(stop, length, p, q, log_ratios, log_ceilings, number):
     lower = 0.0
     if stop < length and q > 0:
         lower = min(upper, math.exp(log_ratios[stop] + math.log(q) - math.log(p)))
-    return lower + (upper - lower) * (1 - number)
+    return lower + (upper - lower) * (1 - uniform)
 
 
 @compiled_for_cpu(**EXACT)
-def _verify_chain(tokens, target, rows, draft, draft_rows, accepts, residual, number, room):
+def _verify_chain(tokens, target, rows, draft, draft_rows, uniforms, room):
     """Return (score, accepted length, next token) of a chain.
 
-    rows, draft_rows: of the distributions along the chain; room: [3, L + 1] of working memory.
+    rows, draft_rows: of the distributions along the chain; uniforms: the chain's random numbers for
+    acceptance (one for each depth), residual and score; room: [3, L + 1] of working memory.
     """
+    accept_uniforms, residual_uniform, score_uniform = uniforms
     length = len(tokens)
     most = len(draft_rows)
     log_ratios = room[0]
     log_ceilings = room[1]
     weights = room[2]
     _weigh(tokens, target, rows, draft, draft_rows, log_ratios, log_ceilings, weights)
-    stop = _accepted(length, target, rows, draft, draft_rows, weights, accepts)
+    stop = _accepted(length, target, rows, draft, draft_rows, weights, accept_uniforms)
     distribution = target[rows[stop]]
     drafted = draft[draft_rows[min(stop, most - 1)]] if most else distribution
-    token = draw_from(distribution, drafted, np.float32(weights[stop]), stop < length, residual)
+    token = draw_from(distribution, drafted, np.float32(weights[stop]), stop < length, residual_uniform)
     p, q = np.float64(distribution[token]), np.float64(drafted[token])
-    return _score(stop, length, p, q, log_ratios, log_ceilings, number), stop, token
+    return _score(stop, length, p, q, log_ratios, log_ceilings, score_uniform), stop, token
 
 
 @compiled_for_cpu(**EXACT)
@@ -114,7 +119,7 @@ def race(
         drafted = tokens[chain, : lengths[chain]]
         score, stop, token = _verify_chain(
             drafted, target, target_rows[chain], draft, draft_rows[chain],
-            accepts[chain], residuals[chain], scores[chain], room,
+            (accepts[chain], residuals[chain], scores[chain]), room,
         )  # fmt: skip
         is_first = chain == 0 or requests[chain] != requests[chain - 1]
         if is_first:
@@ -189,7 +194,7 @@ def _likeliest_child(nodes, node):
 
 
 @compiled_for_cpu(**EXACT)
-def _next_child(nodes, node, temperature, number):
+def _next_child(nodes, node, temperature, uniform):
     """Return the child to which the walk continues; the node itself if the walk ends there."""
     if temperature == 0:
         return _likeliest_child(nodes, node)
@@ -197,20 +202,20 @@ def _next_child(nodes, node, temperature, number):
     for child in range(node + 1, len(nodes.parents)):
         if nodes.parents[child] == node:
             mass += np.float64(nodes.distributions[node, nodes.tokens[child]])
-            if number < mass:
+            if uniform < mass:
                 return child
     return node
 
 
 @compiled_for_cpu(**EXACT)
-def _walk(nodes, filters, numbers):
+def _walk(nodes, filters, uniforms):
     """Walk down the text drafts of a request; return (the node at which the walk ends, its depth).
 
-    numbers: [depths] random numbers.
+    uniforms: [depths] random numbers.
     """
     end, walked = 0, 0
-    while walked < len(numbers):
-        child = _next_child(nodes, end, filters[0], numbers[walked])
+    while walked < len(uniforms):
+        child = _next_child(nodes, end, filters[0], uniforms[walked])
         if child == end:
             break
         end = child
@@ -250,15 +255,15 @@ def _refuse(parents, node_tokens, node, distribution):
 
 
 @compiled_for_cpu(**EXACT)
-def _verified(drafted, nodes, rows, draft, draft_rows, numbers, chain, temperature, room):
+def _verified(drafted, nodes, rows, draft, draft_rows, uniforms, chain, temperature, room):
     """Return (score, accepted length, next token) of a chain below the walk.
 
-    numbers: as in `decide`; see `_verify_chain` for the other arguments.
+    uniforms: as in `decide`; chain: its index in them; see `_verify_chain` for the other arguments.
     """
     if temperature > 0:
         return _verify_chain(
             drafted, nodes.distributions, rows, draft, draft_rows,
-            numbers[1, chain], numbers[3, chain, 0], numbers[4, chain, 0], room,
+            (uniforms[_ACCEPT, chain], uniforms[_RESIDUAL, chain, 0], uniforms[_SCORE, chain, 0]), room,
         )  # fmt: skip
     stop = _match(drafted, rows, nodes.peaks)
     return -float(stop), stop, nodes.peaks[rows[stop]]
@@ -267,16 +272,17 @@ def _verified(drafted, nodes, rows, draft, draft_rows, numbers, chain, temperatu
 @compiled_for_cpu(**EXACT)
 def decide(
     logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
-    numbers, parents, node_tokens, walk_numbers, verdict, largest,
+    uniforms, parents, node_tokens, walk_uniforms, verdict, largest,
 ):  # fmt: skip
     """Compute distributions and verdicts, request by request, so that distributions are read while
     cached.
 
     A request first walks through its text drafts; then its chains that begin with the walked path
-    are verified below it. numbers: [purposes, C, L] random numbers; parents: [N] for nodes of text
-    drafts, -1 for other nodes; walk_numbers: [B, depths], without depths if there are no text
+    are verified below it. uniforms: [purposes, C, L] random numbers; parents: [N] for nodes of text
+    drafts, -1 for other nodes; walk_uniforms: [B, depths], without depths if there are no text
     drafts. verdict: output, [4, B] chain, length, token, node at which the walk ended. largest:
-    output, [N + M] of nodes and draft distributions, NaN for a row with NaN.
+    output, [N + M] of nodes and draft distributions, NaN for a row with NaN, 0 for a node of a text
+    draft that was not read.
     """
     widest = 0
     for request in range(len(temperatures)):
@@ -287,7 +293,7 @@ def decide(
     distributions = np.empty((widest, logits.shape[1]), np.float32)
     peaks = np.empty(widest, np.int64)
     is_known = np.empty(widest, np.bool_)
-    chain = 0
+    first_chain = 0
     for request in range(len(temperatures)):
         first = starts[request]
         last = starts[request + 1]
@@ -298,38 +304,42 @@ def decide(
             distributions, peaks, is_known,
         )  # fmt: skip
         _read_all(nodes, filters)
-        end, walked = _walk(nodes, filters, walk_numbers[request])
-        if temperature > 0 and walk_numbers.shape[1] > 0:
+        end, walked = _walk(nodes, filters, walk_uniforms[request])
+        if temperature > 0 and walk_uniforms.shape[1] > 0:
             _refuse(nodes.parents, nodes.tokens, end, distributions[end])
         verdict[3, request] = end
-        last_chain = chain
-        while last_chain < len(requests) and requests[last_chain] == request:
-            last_chain += 1
+        end_chain = first_chain
+        while end_chain < len(requests) and requests[end_chain] == request:
+            end_chain += 1
+        has_winner = False
         smallest = math.inf
-        for number in range(chain, last_chain):
-            if walked > 0 and not _begins(node_rows[number], lengths[number], walked, first + end):
+        for chain in range(first_chain, end_chain):
+            if walked > 0 and not _begins(node_rows[chain], lengths[chain], walked, first + end):
                 continue
-            begin = walked  # the chain's tokens above were accepted by the walk
-            drafted = tokens[number, begin : lengths[number]]
+            drafted = tokens[chain, walked : lengths[chain]]  # the walk accepted the tokens before
             for depth in range(len(drafted) + 1):
-                node = node_rows[number, walked + depth] - first
+                node = node_rows[chain, walked + depth] - first
                 rows[depth] = node
                 _read_node(nodes, filters, node)
             score, stop, token = _verified(
-                drafted, nodes, rows, draft, draft_rows[number, begin:], numbers, number, temperature, room
+                drafted, nodes, rows, draft, draft_rows[chain, walked:], uniforms, chain, temperature, room
             )
-            if smallest == math.inf or score < smallest:
+            if not has_winner or score < smallest:
+                has_winner = True
                 smallest = score
-                verdict[0, request], verdict[1, request], verdict[2, request] = number, walked + stop, token
-        if walked > 0 and smallest == math.inf:  # no chain goes on: an empty one is verified
+                verdict[0, request] = chain
+                verdict[1, request] = walked + stop
+                verdict[2, request] = token
+        if not has_winner:  # no chain goes on below the walk: an empty chain is verified
             rows[0] = end
             _, _, token = _verified(
-                tokens[chain, :0], nodes, rows, draft, draft_rows[chain], numbers, chain, temperature, room
-            )
-            verdict[0, request] = chain
+                tokens[first_chain, :0], nodes, rows, draft, draft_rows[first_chain], uniforms, first_chain,
+                temperature, room,
+            )  # fmt: skip
+            verdict[0, request] = first_chain
             verdict[1, request] = walked
             verdict[2, request] = token
-        chain = last_chain
+        first_chain = end_chain
     # If one of a row's logits is NaN, all of its probabilities are.
     for row in range(len(draft)):
         largest[len(logits) + row] = draft[row, 0]

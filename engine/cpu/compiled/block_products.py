@@ -58,8 +58,8 @@ WIDENS_HALVES = "+f16c" in FEATURES or "+avx512f" in FEATURES
 float32.
 """
 _BLOCKS = [blocks_at_once(num_rows) for num_rows in range(1, MOST_ROWS + 1)]
-_AHEAD = 32
-"""Prefetch distance, in inner-loop steps."""
+_STEPS_AHEAD = 32
+"""Prefetch distance, in indices of K."""
 
 Array = npt.NDArray[Any]
 
@@ -101,8 +101,8 @@ class _Loop(Emitter):
 
     def build(self, after: ir.Block) -> None:
         """Emit the loop at the builder's position; it jumps to `after` at the end."""
-        starts = self.load_columns(self._bias, len(self._weights))
-        sums = self.repeat(long(0), self._depth, 1, [starts] * len(self._rows), self._step)
+        biases = self.load_columns(self._bias, len(self._weights))
+        sums = self.repeat(long(0), self._depth, 1, [biases] * len(self._rows), self._step)
         self.store_rows(sums, self._result, self._result_stride)
         self.builder.branch(after)
 
@@ -116,7 +116,7 @@ class _Loop(Emitter):
         for weight in self._weights:
             address = builder.add(weight, builder.mul(step, long(BLOCK * size)))
             for line in range(0, BLOCK * size, LINE):
-                self.prefetch(builder.add(address, long(_AHEAD * BLOCK * size + line)))
+                self.prefetch(builder.add(address, long(_STEPS_AHEAD * BLOCK * size + line)))
             for vector in range(VECTORS):
                 stored = self.load(ir.VectorType(self._kind.stored, LANES), address, vector * LANES * size, size)
                 weights.append(self._kind.widen(builder, stored))
@@ -196,13 +196,13 @@ def copy(_context, numbers, source, target):
     return types.void(numbers, types.int64, types.int64), build
 
 
-def _multiply(rows, weights, scales, bias, result, blocks, columns):
+def _multiply_by_type(rows, weights, scales, bias, result, blocks, columns):
     """Do the work of `product`, for the type of the weights."""
     raise NotImplementedError
 
 
-@overload(_multiply)
-def _multiply_by_type(rows, weights, scales, bias, result, blocks, columns):
+@overload(_multiply_by_type)
+def _multiply_of_type(rows, weights, scales, bias, result, blocks, columns):
     if weights.dtype in DOT_TYPES:
         return lambda rows, weights, scales, bias, result, blocks, columns: product_of_dots(
             rows, weights, scales, bias, result, blocks, columns
@@ -217,11 +217,11 @@ def product(rows, weights, scales, bias, result, blocks, columns):
     """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole
     blocks).
 
-    weights: [N / B, K, B], or as `stored_words.py` says, with its scales; bias: [N]; blocks: first,
-    and end; columns: the block of the result that the weight's first block has, and how many blocks
-    apart the others are.
+    weights: [N / B, K, B], or in a layout of `stored_words.py`, with its scales; bias: [N]; blocks:
+    first, and end; columns: the block of the result that the weight's first block has, and the
+    distance of the other blocks.
     """
-    _multiply(rows, weights, scales, bias, result, blocks, columns)
+    _multiply_by_type(rows, weights, scales, bias, result, blocks, columns)
 
 
 @compiled_for_cpu(error_model="numpy")

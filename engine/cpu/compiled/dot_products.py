@@ -2,9 +2,9 @@
 Numba.
 
 A row is rounded once, by itself (`row_rounding.py`). Sums of a group are integers, so they are
-exact in any order; each group, or each half of one, then adds one float32 product, in the order of
-K. A row's result does not depend on other rows or cores. Layouts of weights and scales:
-`stored_words.py`.
+exact in any order. Each group, or each half of a group, then adds one float32 product, and a second
+one if its weights have minima, in the order of K. A row's result does not depend on other rows or
+cores. Layouts of weights and scales: `stored_words.py`.
 
 x86 without such dot products multiplies halves of the bytes in 16 bits, and other processors
 without them byte by byte: the sums are the same integers.
@@ -55,12 +55,12 @@ HAS_DOTS = LANES > 4 and (_FEATURES_OF_DOTS[LANES] <= set(FEATURES) or (LANES ==
 HAS_PAIRS = LANES == 16 and "+avx512bf16" in FEATURES
 """Whether the processor sums two products of bfloat16 numbers in one instruction."""
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
-_AHEAD = 1024
-"""Prefetch distance, in bytes."""
+_BYTES_AHEAD = 1024
+"""Prefetch distance."""
 MOST_DOT_ROWS = 4 if LANES == 16 else 6
-"""Rows whose sums are computed together. With two blocks, four rows have as many sums of a group
-and of all groups as there are registers of 512 bits. With 256 bits six rows of one block are
-fastest.
+"""Rows whose sums are computed together. With 512 bits, 4 rows x 2 blocks x 2 vectors are 16 sums
+of a group and 16 sums of all groups, which fill the 32 registers. With 256 bits six rows of one
+block are fastest.
 """
 _ROWS = 96
 """Rows that are rounded together: they stay in a cache."""
@@ -92,12 +92,12 @@ class _Dots(Emitter):
         self._words = words
         self._num_blocks = num_blocks
         self._loads = ScaleLoads(self, scale_type)
-        rows, factors, starts, weight, scale, self._bias, self._result, row_stride, group_stride = operands[:9]
+        rows, factors, corrections, weight, scale, self._bias, self._result, row_stride, group_stride = operands[:9]
         scale_stride, self._result_stride, self._num_groups = operands[9:]
-        start_stride = builder.mul(group_stride, long(self._loads.num_parts))
+        correction_stride = builder.mul(group_stride, long(self._loads.num_parts))
         self._rows = self._each(rows, row_stride, num_rows)
         self._factors = self._each(factors, group_stride, num_rows)
-        self._starts = self._each(starts, start_stride, num_rows)
+        self._corrections = self._each(corrections, correction_stride, num_rows)
         self._num_turns = builder.mul(self._num_groups, long(GROUP // self._numbers_of_turn))
         size = builder.mul(self._num_turns, long(self._bytes_of_turn))
         self._weights = self._each(weight, size, num_blocks)
@@ -121,16 +121,16 @@ class _Dots(Emitter):
 
     def build(self, after: ir.Block) -> None:
         """Emit the loop at the builder's position; it jumps to `after` at the end."""
-        starts = self.load_columns(self._bias, self._num_blocks)
+        biases = self.load_columns(self._bias, self._num_blocks)
         body = self._turn_of_pairs if self._words == types.uint32 else self._group_of_integers
-        sums = self.repeat(long(0), self._num_turns, 1, [starts] * len(self._rows), body)
+        sums = self.repeat(long(0), self._num_turns, 1, [biases] * len(self._rows), body)
         self.store_rows(sums, self._result, self._result_stride)
         self.builder.branch(after)
 
     def _turn_of_pairs(self, turn: Any, sums: Sums) -> Sums:
         """Return the sums after more numbers of K, which are rounded pair by pair."""
         for step in range(self._numbers_of_turn // 2):
-            weights = [self.builder.bitcast(one, _PAIRS) for one in self._next_words(turn, step)]
+            weights = [self.builder.bitcast(one, _PAIRS) for one in self._next_lanes(turn, step)]
             added = []
             for address, row_sums in zip(self._rows, sums, strict=True):
                 pair = self.builder.bitcast(self.broadcast(self._numbers_of(address, turn, step)), _PAIRS)
@@ -146,51 +146,56 @@ class _Dots(Emitter):
         steps_of_part = GROUP // (8 if self._words == types.uint8 else 4) // num_parts
         for part in range(num_parts):
             place = self.builder.mul(group, long(4 * num_parts))
-            starts = [self.load(INT, address, self.builder.add(place, long(4 * part))) for address in self._starts]
-            totals = self._totals(group, range(part * steps_of_part, (part + 1) * steps_of_part), starts)
-            sums = self._add_scaled(group, part, starts, totals, sums)
+            offset = self.builder.add(place, long(4 * part))
+            corrections = [self.load(INT, address, offset) for address in self._corrections]
+            steps = range(part * steps_of_part, (part + 1) * steps_of_part)
+            totals = self._totals(group, steps, corrections)
+            sums = self._add_scaled(group, part, corrections, totals, sums)
         return sums
 
-    def _totals(self, group: Any, steps: range, starts: Sequence[Any]) -> Sums:
-        """Return the integer sums of a part of a group."""
+    def _totals(self, group: Any, steps: range, corrections: Sequence[Any]) -> Sums:
+        """Return the integer sums of a part of a group. Without minima, they start at the
+        corrections for the offset of stored weights.
+        """
         builder = self.builder
         num_columns = self._num_blocks * VECTORS
-        totals = [[ints(0) if self._loads.has_minima else self.broadcast(one)] * num_columns for one in starts]
+        firsts = [ints(0) if self._loads.has_minima else self.broadcast(one) for one in corrections]
+        totals = [[first] * num_columns for first in firsts]
         for step in steps:
-            words = self._next_words(group, step)
+            lanes = self._next_lanes(group, step)
             if self._words == types.uint8:
-                low = [builder.and_(one, ints(0x0F0F0F0F)) for one in words]
-                high = [builder.and_(builder.lshr(one, ints(4)), ints(0x0F0F0F0F)) for one in words]
+                low = [builder.and_(one, ints(0x0F0F0F0F)) for one in lanes]
+                high = [builder.and_(builder.lshr(one, ints(4)), ints(0x0F0F0F0F)) for one in lanes]
                 totals = self._add_dots(group, 2 * step, low, totals)
                 totals = self._add_dots(group, 2 * step + 1, high, totals)
             else:
-                totals = self._add_dots(group, step, words, totals)
+                totals = self._add_dots(group, step, lanes, totals)
         return totals
 
-    def _add_scaled(self, group: Any, part: int, starts: Sequence[Any], totals: Sums, sums: Sums) -> Sums:
+    def _add_scaled(self, group: Any, part: int, corrections: Sequence[Any], totals: Sums, sums: Sums) -> Sums:
         """Return the sums after the totals of a part of a group."""
         builder = self.builder
         scalings = [self._loads.load(one, group, part, vector) for one in self._scales for vector in range(VECTORS)]
         added = []
-        for address, start, row_totals, old_row in zip(self._factors, starts, totals, sums, strict=True):
+        for address, correction, row_totals, old_row in zip(self._factors, corrections, totals, sums, strict=True):
             factor = self.load(FLOAT, address, builder.mul(group, long(4)))
             factors = self.broadcast(factor)
             news = [
                 self.multiply_add(builder.fmul(one.scale, factors), builder.sitofp(total, VECTOR), old)
                 for one, total, old in zip(scalings, row_totals, old_row, strict=True)
             ]
-            if self._loads.has_minima:  # a start is the sum of the row's numbers
-                share = self.broadcast(builder.fmul(factor, builder.sitofp(start, FLOAT)))
+            if self._loads.has_minima:  # the correction is the sum of the row's bytes
+                share = self.broadcast(builder.fmul(factor, builder.sitofp(correction, FLOAT)))
                 news = [self.multiply_add(one.minimum, share, new) for one, new in zip(scalings, news, strict=True)]
             added.append(news)
         return added
 
-    def _add_dots(self, group: Any, step: int, words: Sequence[Any], totals: Sums) -> Sums:
+    def _add_dots(self, group: Any, step: int, lanes: Sequence[Any], totals: Sums) -> Sums:
         """Return the totals of a group after four more numbers of K."""
         added = []
         for address, row_sums in zip(self._rows, totals, strict=True):
             four = self.broadcast(self._numbers_of(address, group, step))
-            added.append([dot(self, old, weight, four) for old, weight in zip(row_sums, words, strict=True)])
+            added.append([dot(self, old, weight, four) for old, weight in zip(row_sums, lanes, strict=True)])
         return added
 
     def _numbers_of(self, address: Any, turn: Any, step: int) -> Any:
@@ -199,16 +204,16 @@ class _Dots(Emitter):
         place = self.builder.mul(turn, long(self._numbers_of_turn * width))
         return self.load(INT, address, self.builder.add(place, long(4 * step)))
 
-    def _next_words(self, turn: Any, step: int) -> list[Any]:
-        """Return the words of all columns, a vector of 32 bits for each."""
-        words = []
+    def _next_lanes(self, turn: Any, step: int) -> list[Any]:
+        """Return vectors with the next 32 bits of every column, in a lane of 32 bits for each."""
+        lanes = []
         place = self.builder.add(self.builder.mul(turn, long(self._bytes_of_turn)), long(step * BLOCK * 4))
         for weight in self._weights:
             address = self.builder.add(weight, place)
             for line in range(0, BLOCK * 4, LINE):
-                self.prefetch(self.builder.add(address, long(_AHEAD + line)))
-            words += [self.load(INTS, address, vector * LANES * 4) for vector in range(VECTORS)]
-        return words
+                self.prefetch(self.builder.add(address, long(_BYTES_AHEAD + line)))
+            lanes += [self.load(INTS, address, vector * LANES * 4) for vector in range(VECTORS)]
+        return lanes
 
 
 def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
@@ -260,7 +265,7 @@ def _sums_of_dots(
     num_blocks,
     rows,
     factors,
-    starts,
+    corrections,
     weight,
     scale,
     bias,
@@ -299,13 +304,13 @@ def product_of_dots(rows, weights, scales, bias, result, blocks, columns):
         last = min(len(rows), first + _ROWS)
         rounded = np.empty((last - first, num_groups, GROUP * min(2, weights.itemsize)), np.int8)
         factors = np.empty((last - first, num_groups), np.float32)
-        starts = np.empty((last - first, num_groups, num_parts(scales)), np.int32)
-        round_rows(rows[first:last], weights, scales, rounded, factors, starts)
-        _multiply(rounded, factors, starts, weights, scales, bias, result[first:last], blocks, columns)
+        corrections = np.empty((last - first, num_groups, num_parts(scales)), np.int32)
+        round_rows(rows[first:last], weights, scales, rounded, factors, corrections)
+        _multiply_rounded(rounded, factors, corrections, weights, scales, bias, result[first:last], blocks, columns)
 
 
 @compiled_for_cpu(error_model="numpy")
-def _multiply(rounded, factors, starts, weights, scales, bias, result, blocks, columns):
+def _multiply_rounded(rounded, factors, corrections, weights, scales, bias, result, blocks, columns):
     """Write the products of rounded rows with blocks of a weight."""
     num_rows, num_groups, size = rounded.shape
     num_columns, (first_place, step) = result.shape[1], columns
@@ -329,7 +334,7 @@ def _multiply(rounded, factors, starts, weights, scales, bias, result, blocks, c
                 at_once,
                 np.int64(rounded.ctypes.data) + first * num_groups * size,
                 np.int64(factors.ctypes.data) + first * num_groups * 4,
-                np.int64(starts.ctypes.data) + first * num_groups * num_parts(scales) * 4,
+                np.int64(corrections.ctypes.data) + first * num_groups * num_parts(scales) * 4,
                 np.int64(weights.ctypes.data) + block * bytes_of_block,
                 np.int64(scales.ctypes.data) + block * bytes_of_scales,
                 np.int64(bias.ctypes.data) + place * 4,

@@ -31,6 +31,8 @@ _PROBS, _TEMPERATURES, _LEAST_LOGS, _TOP_KS, _TOP_PS, _UNIFORMS = range(_FIRST, 
 _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _TARGET_IDS, _SPREAD = range(_FIRST + 6, _FIRST + 12)
 _BASE, _DRAFT_ROWS = range(_FIRST + 12, _FIRST + 14)
 _LOGITS = pass_table.LOGITS
+_TOKENS_OF_DRAWS, _FIRST_CHAINS_OF_DRAWS = 1, 7
+"""Indices of these fields of `levels.Draws`."""
 
 
 @compiled_for_cpu(**EXACT)
@@ -123,8 +125,8 @@ def _put_draws(table, draws, level, drawn):
 @compiled_for_cpu()
 def _token_above(draws, level, distribution):
     """Return the token of the node above a distribution, which the level before has drawn."""
-    tokens = draws[1]
-    first_chains = draws[7]
+    tokens = draws[_TOKENS_OF_DRAWS]
+    first_chains = draws[_FIRST_CHAINS_OF_DRAWS]
     return tokens[level - 1, first_chains[distribution]]
 
 
@@ -140,22 +142,23 @@ def _seen_by(seen, rows, sequences):
     """Return `StepLayout.seen` of one pass. seen: of all passes; rows, sequences: slices of the
     pass.
     """
-    words, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
+    visible_bits, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
     texts = pages[sequences], first_keys[sequences], text_ends[sequences], num_keys[sequences]
-    return words[rows], *texts, node_positions[sequences], limits[rows]
+    return visible_bits[rows], *texts, node_positions[sequences], limits[rows]
 
 
 @compiled_for_cpu(nogil=True)
 def draw_levels(
-    shared, function, table, after_logits, ends, known_tokens, slots, wanted, parts, seen, positions, draws, parents,
+    shared, function, table, after_logits, ends, token_ids, slots, wanted, parts, seen, positions, draws, parents,
     entering_states, logits,
 ):  # fmt: skip
     """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of
     `levels.Draws`.
 
     after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends
-    of each level's rows, sequences, parts and distributions in the arrays of all passes; wanted:
-    rows of the first pass whose logits are wanted (later passes want the logits of all rows).
+    of each level's rows, sequences, parts and distributions in the arrays of all passes;
+    token_ids: of all passes, input of the first pass and output for later passes; wanted: rows of
+    the first pass whose logits are wanted (later passes want the logits of all rows).
     parents: [N] the node above each distribution, in its level. entering_states: of the first pass
     (`CpuDecoder.states_of`); each pass reads the states that left the pass before.
     """
@@ -165,20 +168,21 @@ def draw_levels(
         sequences = _level_slice(ends[:, 1], level)
         parts_of_pass = parts[_level_slice(ends[:, 2], level)]
         drawn = _level_slice(ends[:, 3], level)
-        entering = known_tokens[rows]
-        chosen = wanted
-        if level > 0:
-            chosen = np.arange(len(entering))
-            for number in range(len(entering)):
-                entering[number] = _token_above(draws, level, drawn.start + number)
+        token_ids_of_pass = token_ids[rows]  # a view
+        if level == 0:
+            wanted_of_pass = wanted
+        else:
+            wanted_of_pass = np.arange(len(token_ids_of_pass))
+            for row in range(len(token_ids_of_pass)):
+                token_ids_of_pass[row] = _token_above(draws, level, drawn.start + row)
             read = leaving[parents[drawn]]
             target_states = target_states[:0]
         _put_draws(table, draws, level, drawn)
         visible = _seen_by(seen, rows, sequences)
-        states = target_states, read, leaving[: len(chosen)]
+        states = target_states, read, leaving[: len(wanted_of_pass)]
         model_pass.run(
-            shared, function, table, after_logits, entering, slots[rows], chosen, parts_of_pass, visible,
-            positions[rows], states, logits[: len(chosen)],
+            shared, function, table, after_logits, token_ids_of_pass, slots[rows], wanted_of_pass, parts_of_pass,
+            visible, positions[rows], states, logits[: len(wanted_of_pass)],
         )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from engine.cpu.compiler import compiled_for_cpu
 FAST = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy", "forceinline": True}
 """Options of functions whose sums may be reordered. Non-finite numbers stay non-finite.
 
-The compiler chooses the order, and not always alike for two compiled copies of a function. The copy
-of its own library runs in the process that compiles it, and another one after it is loaded from the
-cache. Inlining leaves one copy in each kernel, so that every start computes the same numbers.
+LLVM may order the sums of a function differently when it compiles the function separately and when
+the function is loaded from the cache as a part of its caller. These functions are therefore inlined
+into their callers: fresh and cached code compute the same numbers.
 """
 EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
 """Sums keep their order."""

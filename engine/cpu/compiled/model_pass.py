@@ -179,8 +179,8 @@ def _attend(address, phase, layer, kv_type):
     num_keys = array1(table, pass_table.NUM_KEYS, np.int32)
     limits = array1(table, pass_table.LIMITS, np.int32)
     positions = array1(table, pass_table.POSITIONS, np.int64)
-    words_of = array1(table, pass_table.WORDS_OF, np.int64)
-    words = array2(table, words_of[layer], np.int64)
+    visible_fields = array1(table, pass_table.VISIBLE_FIELDS, np.int64)
+    visible_bits = array2(table, visible_fields[layer], np.int64)
     page_size = array1(table, pass_table.SIZES, np.int64)[0]
     num_kv_heads = keys.shape[1]
     for part in claimed(table[pass_table.COUNTERS, 0], phase, len(parts) * num_kv_heads):
@@ -189,7 +189,9 @@ def _attend(address, phase, layer, kv_type):
         rows = rows_of_part[1], rows_of_part[2]
         head = part % num_kv_heads
         text = pages[sequence], first_keys[sequence], ends[sequence], num_keys[sequence], node_positions[sequence]
-        attend(queries, keys, values, head, rows, scale, window, page_size, text, limits, positions, words, attended)
+        attend(
+            queries, keys, values, head, rows, scale, window, page_size, text, limits, positions, visible_bits, attended
+        )  # fmt: skip
 
 
 @compiled_for_cpu(**FAST)
@@ -213,39 +215,42 @@ def _choose(address, phase):
 
 @compiled_for_cpu()
 def _work(address):
-    """Take part in all phases of the pass whose table is at an address."""
+    """Take part in all phases of the pass whose table is at an address.
+
+    `phase` is the next phase whose counters are unused.
+    """
     table = table_at(address)
     functions = array1(table, pass_table.FUNCTIONS, np.int64)
     num_layers = table[pass_table.O_PROJ, 1]
     num_entries = table[pass_table.ENTRY, 1]
-    begin = functions[0]
-    norm = functions[1]
-    rotate = functions[2]
-    attend = functions[3]
+    begin_function = functions[0]
+    norm_function = functions[1]
+    rotate_function = functions[2]
+    attend_function = functions[3]
     phase = 0
     if table[pass_table.TARGET_STATES, 1] > 0:
         normalise(address, 0)
         multiply(address, 1, 0, pass_table.PROJECTION, pass_table.TARGET_STATES, pass_table.STATES)
         phase = 2
-    call(begin, address, phase, 0, 0, 0, 0)
+    call(begin_function, address, phase, 0, 0, 0, 0)
     phase += 1
     for layer in range(num_layers):
         if layer < num_entries:
-            multiply(address, phase + 1, 0, pass_table.ENTRY, pass_table.ENTERING, pass_table.JOINED)
+            multiply(address, phase, 0, pass_table.ENTRY, pass_table.ENTERING, pass_table.JOINED)
         else:
-            call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
-            phase = _convolve_first(address, phase, 2 * layer)
-            multiply(address, phase + 1, layer - num_entries, pass_table.QKV, pass_table.NORMED_ALL, pass_table.JOINED)
-        call(rotate, address, phase + 2, layer, 0, 0, 0)
-        call(attend, address, phase + 3, layer, 0, 0, 0)
-        multiply(address, phase + 4, layer, pass_table.O_PROJ, pass_table.ATTENDED, pass_table.SUMMAND)
-        phase = _convolve_last(address, phase + 5, 2 * layer)
-        call(norm, address, phase, 2 * layer + 1, 1, 0, 0)
-        phase = _convolve_first(address, phase, 2 * layer + 1)
-        multiply(address, phase + 1, layer, pass_table.GATE_UP, pass_table.NORMED, pass_table.INNER)
-        multiply(address, phase + 2, layer, pass_table.DOWN, pass_table.GATED, pass_table.SUMMAND)
-        phase = _convolve_last(address, phase + 3, 2 * layer + 1)
-    call(norm, address, phase, 2 * num_layers, 1, 0, 0)
+            call(norm_function, address, phase, 2 * layer, layer > 0, 0, 0)
+            phase = _convolve_first(address, phase + 1, 2 * layer)
+            multiply(address, phase, layer - num_entries, pass_table.QKV, pass_table.NORMED_ALL, pass_table.JOINED)
+        call(rotate_function, address, phase + 1, layer, 0, 0, 0)
+        call(attend_function, address, phase + 2, layer, 0, 0, 0)
+        multiply(address, phase + 3, layer, pass_table.O_PROJ, pass_table.ATTENDED, pass_table.SUMMAND)
+        phase = _convolve_last(address, phase + 4, 2 * layer)
+        call(norm_function, address, phase, 2 * layer + 1, 1, 0, 0)
+        phase = _convolve_first(address, phase + 1, 2 * layer + 1)
+        multiply(address, phase, layer, pass_table.GATE_UP, pass_table.NORMED, pass_table.INNER)
+        multiply(address, phase + 1, layer, pass_table.DOWN, pass_table.GATED, pass_table.SUMMAND)
+        phase = _convolve_last(address, phase + 2, 2 * layer + 1)
+    call(norm_function, address, phase, 2 * num_layers, 1, 0, 0)
     _choose(address, phase + 1)
     multiply(address, phase + 2, 0, pass_table.LM_HEAD, pass_table.CHOSEN, pass_table.LOGITS)
     if table[pass_table.AFTER_LOGITS, 0] != 0:
@@ -254,11 +259,11 @@ def _work(address):
 
 @compiled_for_cpu()
 def _convolve_first(address, phase, number):
-    """Convolve the normed rows, if the model has convolutions; return the last phase."""
+    """Convolve the normed rows, if the model has convolutions; return the next phase."""
     if table_at(address)[pass_table.KERNELS, 1] == 0:
         return phase
-    multiply(address, phase + 1, number, pass_table.KERNELS, pass_table.NORMED, pass_table.ROW_KERNELS)
-    convolve(address, phase + 2, number, 0, pass_table.NORMED)
+    multiply(address, phase, number, pass_table.KERNELS, pass_table.NORMED, pass_table.ROW_KERNELS)
+    convolve(address, phase + 1, number, 0, pass_table.NORMED)
     return phase + 2
 
 
@@ -323,19 +328,21 @@ def run(shared, function, table, after_logits, tokens, slots, wanted, parts, see
 
     seen: `StepLayout.seen`; states: see `decoder.CpuDecoder.states_of`; after_logits: address of a
     function that runs after the logits as the last phase, or 0 (`draw_loop.py` draws there).
-    Raises IndexError for a token without an embedding.
+    Raises IndexError for a token after the last block of embeddings. Tokens in the padding of that
+    block have embeddings of zeros.
     """
+    num_embeddings = table[pass_table.EMBEDDING + 1, 2]  # columns of whole blocks, as of the bias
     for token in tokens:
-        if token < 0 or token >= table[pass_table.EMBEDDING + 1, 2]:
+        if token < 0 or token >= num_embeddings:
             raise IndexError("a token is outside the vocabulary")
     table[pass_table.AFTER_LOGITS, 0] = after_logits
-    words, pages, first_keys, ends, num_keys, node_positions, limits = seen
+    visible_bits, pages, first_keys, ends, num_keys, node_positions, limits = seen
     target_states, read, leaving = states
     put1(table, pass_table.TOKENS, tokens)
     put1(table, pass_table.SLOTS, slots)
     put1(table, pass_table.WANTED, wanted)
     put2(table, pass_table.PARTS, parts)
-    put2(table, pass_table.WORDS, words)
+    put2(table, pass_table.VISIBLE_BITS, visible_bits)
     put2(table, pass_table.PAGES, pages)
     put1(table, pass_table.FIRST_KEYS, first_keys)
     put1(table, pass_table.ENDS, ends)

@@ -30,13 +30,14 @@ CONSTANTS = 23  # epsilon, scale of scores, factor of cosines and sines, factor 
 WINDOWS = 24  # [L] in positions, 0 for none
 KEYS = 25  # [L, slots, H_kv, head]
 VALUES = 26
-# Working arrays of T rows (see `model_pass._work`), and [phases, `ROW`] counters.
+# Working arrays of T rows (see `model_pass._work`), and [phases, `PHASE_SIZE`] counters.
 HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, ENTERING = range(27, 37)
 COUNTERS = 37
-# Arrays of a pass over T tokens of R sequences: see `inputs.StepLayout`.
+# Arrays of a pass over T tokens of B sequences: see `inputs.StepLayout`. `VISIBLE_BITS` are its
+# `words`.
 TOKENS, SLOTS, WANTED = range(38, 41)
 PARTS = 41  # [P, 3] sequence, first row and end of rows that attend together
-WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS, NODE_POSITIONS, LIMITS, POSITIONS = range(42, 50)
+VISIBLE_BITS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS, NODE_POSITIONS, LIMITS, POSITIONS = range(42, 50)
 LOGITS = 50
 SIZES = 51  # tokens of a page, cores
 # Stored hidden states: the place of the state that enters each layer, of the state that leaves the
@@ -54,8 +55,10 @@ TARGET_NORMS = 58  # [parts, X / parts] norms of their parts
 # V of them, from their normed states. Slots and positions have T + C rows, and so has this field,
 # at the address of `NORMED`.
 NORMED_ALL = 59
-WORDS_OF = 60  # [L] the field of each layer's words: `WORDS`, or `OTHER_WORDS` if its rows see other nodes
-OTHER_WORDS = 61
+# [L] the field of each layer's visible bits: `VISIBLE_BITS`, or `OTHER_VISIBLE_BITS` if its rows
+# see other nodes.
+VISIBLE_FIELDS = 60
+OTHER_VISIBLE_BITS = 61
 CONVOLUTIONS = 62  # [2 L, 2, taps, D] kernels of a head's convolutions
 ROW_KERNELS = 63  # [T, 2 * taps * D / group] what a row adds to the kernels
 BLOCK_SIZES = 64  # rows of a block, columns of a group

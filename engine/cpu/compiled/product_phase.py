@@ -77,10 +77,10 @@ def _multiply_piece(address, place, first, last, source, target, word_type, scal
 
 
 @cache
-def multiplication(word_type, scale_type):
+def piece_function(word_type, scale_type):
     """Return the C function of a piece of a product, for numpy types of its words and scales."""
 
-    def multiply(address, place, first, last, source, target):
+    def multiply_piece(address, place, first, last, source, target):
         _multiply_piece(address, place, first, last, source, target, word_type, scale_type)
 
-    return c_function(multiply)
+    return c_function(multiply_piece)

@@ -26,8 +26,8 @@ TILE = 1024
 _SMALL_TILE = 64
 """Tokens whose largest logit decides whether top-k looks at them."""
 _DIGIT = 10
-"""Bits of an order that `edge_of` decides in a pass. The first of its three passes decides one bit
-more: 31 bits are all bits of a probability, and of a logit that is not positive.
+"""Bits of an order that `edge_of` decides in a pass. It is a radix search over 31 bits, in passes
+of 11, 10 and 10 bits. Probabilities and logits that are not positive have no further bits.
 """
 _LEAST_ORDER = 0x7F800001
 """Distance of the order of minus infinity from 0."""

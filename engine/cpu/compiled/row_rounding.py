@@ -26,12 +26,12 @@ from engine.cpu.compiled.stored_words import Bfloat, num_parts_of, offset_of
 from engine.cpu.compiler import compiled_for_cpu
 
 _LEAST = 2.0**-100
-"""Magnitudes below it are rounded to zero."""
+"""A group whose largest magnitude is below it becomes zeros."""
 _ROUND = f"llvm.lrint.v{LANES}i32.v{LANES}f32"
 
 
 @intrinsic
-def _round_group(_context, weights, scales, numbers, target, factor, starts):
+def _round_group(_context, weights, scales, numbers, target, factor, corrections):
     """Round `GROUP` float32 numbers for weights of a type.
 
     weights, scales: arrays of the weight, which are not read. All other arguments are addresses.
@@ -40,14 +40,14 @@ def _round_group(_context, weights, scales, numbers, target, factor, starts):
     kind = scales.dtype
 
     def build(context, builder, _signature, operands):
-        _, _, numbers, target, factor, starts = operands
+        _, _, numbers, target, factor, corrections = operands
         emitter = Emitter(builder)
         vectors = [emitter.load(VECTOR, numbers, 4 * place) for place in range(0, GROUP, LANES)]
         if words == types.uint32:
             _round_to_pairs(emitter, vectors, target)
         else:
             rounded = _round_to_bytes(emitter, vectors, target, factor)
-            _write_starts(emitter, rounded, starts, offset_of(words, kind), num_parts_of(kind))
+            _write_corrections(emitter, rounded, corrections, offset_of(words, kind), num_parts_of(kind))
         return context.get_dummy_value()
 
     return types.void(weights, scales, *[types.int64] * 4), build
@@ -78,17 +78,17 @@ def _round_to_bytes(emitter: Emitter, vectors: Sequence[Any], target: Any, facto
     return rounded
 
 
-def _write_starts(emitter: Emitter, rounded: Sequence[Any], starts: Any, offset: int, num_parts: int) -> None:
-    """Write the number at which the sums of each part of a group start.
+def _write_corrections(emitter: Emitter, rounded: Sequence[Any], corrections: Any, offset: int, num_parts: int) -> None:
+    """Write the number that corrects the sum of products of each part of a group.
 
-    It is minus the offset of stored weights, times the sum of the bytes; without an offset (if
-    weights have minima), it is the sum of the bytes itself.
+    If stored weights have an offset, the correction is minus the offset, times the sum of the row's
+    bytes. If they have minima, it is the sum of the bytes, which the minima multiply.
     """
     size = len(rounded) // num_parts
     for part in range(num_parts):
         total = _reduced(emitter, "add", rounded[part * size : (part + 1) * size])
         total = emitter.builder.mul(total, ir.Constant(INT, -offset)) if offset else total
-        emitter.store(total, starts, 4 * part)
+        emitter.store(total, corrections, 4 * part)
 
 
 def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
@@ -102,23 +102,23 @@ def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
 
 
 @compiled_for_cpu(error_model="numpy")
-def round_rows(rows, weights, scales, rounded, factors, starts):
+def round_rows(rows, weights, scales, rounded, factors, corrections):
     """Round rows [T, K] group by group; a last part of a group is filled up with zeros."""
     _, num_groups, size = rounded.shape
     num_whole, rest = rows.shape[1] // GROUP, rows.shape[1] % GROUP
-    bytes_of_starts = starts.shape[2] * 4
+    bytes_of_corrections = corrections.shape[2] * 4
     tail = np.zeros(GROUP, np.float32)
     for row in range(len(rows)):
         tail[:rest] = rows[row, num_whole * GROUP :]
         source = np.int64(rows[row].ctypes.data)
         target = np.int64(rounded[row].ctypes.data)
         to_factors = np.int64(factors[row].ctypes.data)
-        to_starts = np.int64(starts[row].ctypes.data)
+        to_corrections = np.int64(corrections[row].ctypes.data)
         for group in range(num_groups):
             numbers = source + group * GROUP * 4 if group < num_whole else np.int64(tail.ctypes.data)
             to_factor = to_factors + group * 4
-            to_start = to_starts + group * bytes_of_starts
-            _round_group(weights, scales, numbers, target + group * size, to_factor, to_start)
+            to_correction = to_corrections + group * bytes_of_corrections
+            _round_group(weights, scales, numbers, target + group * size, to_factor, to_correction)
 
 
 @compiled_for_cpu(**FAST)
@@ -135,10 +135,10 @@ def _error(group, scale):
 
 @compiled_for_cpu(error_model="numpy", nogil=True)
 def best_scales(groups):
-    """Return [N] scales of groups [N, `GROUP`] with the least squared error of the numbers in 4
-    bits.
+    """Return [N] scales of groups [N, `GROUP`]: of twenty scales, the one with the least squared
+    error of the numbers in 4 bits.
 
-    Twenty scales are tried. With them the largest number of a group becomes a number from -8.4 to
+    With these scales the largest number of a group becomes a number from -8.4 to
     -7.5, or from 5.8 to 7.2, before it is cut off at -8 or 7.
     """
     scales = np.zeros(len(groups), np.float32)

@@ -29,20 +29,20 @@ from engine.cpu.compiler import compiled_for_cpu
 
 CAN_SHARE = sys.platform == "linux"
 """Whether this system has the semaphores that helpers sleep on."""
-ROW = 16
-"""Words of a phase's counters: two counters, a cache line apart."""
+PHASE_SIZE = 16
+"""Numbers of a phase's counters: two counters, a cache line apart, and unused numbers."""
 _NEXT = 0
 _DONE = 8
 _MOST_HELPERS = 255
 _GATE, _CALL, _BUSY, _FUNCTION, _TABLE, _WANTED, _HELPERS = range(0, 7 * 8, 8)
-"""Places in the words that caller and helpers share, each with a cache line. The lines of helpers
+"""Places in the state that caller and helpers share, each with a cache line. The lines of helpers
 follow: whether the helper sleeps, and its semaphore.
 """
 _OPEN = 1 << 32
 """Bit in the gate, above the number of helpers inside."""
-_LOOKS = 2000
+_POLLS_BEFORE_YIELD = 2000
 """Polls, with a pause after each, before a waiting core yields: tens of microseconds."""
-_OFFERS = 5000
+_YIELDS_BEFORE_SLEEP = 5000
 """Yields before a helper sleeps: milliseconds on an idle core, so that it is awake for the next
 step.
 """
@@ -130,10 +130,10 @@ def claimed(counters, phase, num_parts):
     """Yield the parts of a phase that this thread claims; return when all threads have done their
     parts.
 
-    counters: address of [phases, `ROW`] int64, all 0 before the first phase.
+    counters: address of [phases, `PHASE_SIZE`] int64, all 0 before the first phase.
     """
-    next_part = counters + (phase * ROW + _NEXT) * 8
-    num_done = counters + (phase * ROW + _DONE) * 8
+    next_part = counters + (phase * PHASE_SIZE + _NEXT) * 8
+    num_done = counters + (phase * PHASE_SIZE + _DONE) * 8
     count = 0
     part = _add(next_part, 1)
     while part < num_parts:
@@ -149,33 +149,51 @@ def claimed(counters, phase, num_parts):
 @compiled_for_cpu()
 def _wait(looks):
     """Wait longer with every poll; return the number of polls plus one."""
-    if looks < _LOOKS:
+    if looks < _POLLS_BEFORE_YIELD:
         _pause()
     else:
         _give_way()
     return looks + 1
 
 
+@compiled_for_cpu()
+def _sleep_until_called(state, number, last_call):
+    """Sleep unless there was a call after the last one; return the number of the last call that
+    this helper has taken part in, or skips.
+
+    The helper announces its sleep and then looks for a call again, so it misses no wake-up. It
+    skips a call that does not want it. Otherwise that call would keep it from sleeping later.
+    """
+    asleep = state + (_HELPERS + 8 * number) * 8
+    _swap(asleep, 1)
+    if _look(state + _CALL * 8) == last_call:
+        _sleep(asleep + 8)
+    _swap(asleep, 0)
+    if _look(state + _WANTED * 8) <= number:
+        return _look(state + _CALL * 8)
+    return last_call
+
+
+@compiled_for_cpu()
+def _try_lock(state):
+    """Reserve the helpers for a call; return whether no other thread uses them."""
+    return _swap(state + _BUSY * 8, 1) == 0
+
+
 @compiled_for_cpu(nogil=True)
 def _help(shared, number):
-    """Take part in every call, until the process ends."""
-    words = np.int64(shared.ctypes.data)
-    gate = words + _GATE * 8
-    asleep = words + (_HELPERS + 8 * number) * 8
-    last = 0
+    """Take part in every call that wants this helper, until the process ends."""
+    state = np.int64(shared.ctypes.data)
+    gate = state + _GATE * 8
+    last_call = 0
     while True:
         looks = 0
-        while _look(words + _CALL * 8) == last or _look(words + _WANTED * 8) <= number:
+        while _look(state + _CALL * 8) == last_call or _look(state + _WANTED * 8) <= number:
             looks = _wait(looks)
-            if looks > _LOOKS + _OFFERS:
-                _swap(asleep, 1)
-                if _look(words + _CALL * 8) == last:
-                    _sleep(asleep + 8)
-                _swap(asleep, 0)
-                if _look(words + _WANTED * 8) <= number:
-                    last = _look(words + _CALL * 8)
+            if looks > _POLLS_BEFORE_YIELD + _YIELDS_BEFORE_SLEEP:
+                last_call = _sleep_until_called(state, number, last_call)
                 looks = 0
-        last = _look(words + _CALL * 8)
+        last_call = _look(state + _CALL * 8)
         if _add(gate, 1) >= _OPEN:
             call(shared[_FUNCTION], shared[_TABLE], 0, 0, 0, 0, 0)
         _add(gate, -1)
@@ -186,17 +204,17 @@ def together(shared, function, table, num_helpers):
     """Call the function at an address with a table's address, here and in helpers; return when all
     returned.
     """
-    words = np.int64(shared.ctypes.data)
-    if num_helpers <= 0 or _swap(words + _BUSY * 8, 1) == 1:  # another thread uses the helpers
+    state = np.int64(shared.ctypes.data)
+    if num_helpers <= 0 or not _try_lock(state):
         call(function, table, 0, 0, 0, 0, 0)
         return
     shared[_FUNCTION], shared[_TABLE] = function, table
-    _swap(words + _WANTED * 8, num_helpers)
-    gate = words + _GATE * 8
+    _swap(state + _WANTED * 8, num_helpers)
+    gate = state + _GATE * 8
     _add(gate, _OPEN)
-    _add(words + _CALL * 8, 1)
+    _add(state + _CALL * 8, 1)
     for number in range(num_helpers):
-        asleep = words + (_HELPERS + 8 * number) * 8
+        asleep = state + (_HELPERS + 8 * number) * 8
         if _swap(asleep, 0) == 1:
             _wake(asleep + 8)
     call(function, table, 0, 0, 0, 0, 0)
@@ -204,7 +222,7 @@ def together(shared, function, table, num_helpers):
     looks = 0
     while _look(gate) > 0:
         looks = _wait(looks)
-    _swap(words + _BUSY * 8, 0)
+    _swap(state + _BUSY * 8, 0)
 
 
 class Team:
@@ -212,7 +230,7 @@ class Team:
 
     def __init__(self) -> None:
         self.shared = np.zeros(_HELPERS + 8 * _MOST_HELPERS, dtype=np.int64)
-        """Words for `together`."""
+        """State that `together` shares with the helpers."""
         self._num_helpers = 0
 
     def grow(self, num_helpers: int) -> int:

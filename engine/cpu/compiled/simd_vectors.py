@@ -2,6 +2,10 @@
 
 `block_products.py` and `dot_products.py` write their loops as LLVM instructions, because no
 compiler keeps the sums of a loop over an array in registers.
+
+Numba compiles kernels for this machine's processor alone, at a first start
+(`compiler.cache_folder`). `LANES` and the constants below are constants of that code, so one source
+serves AVX-512, AVX2, SSE and ARM, and there are no copies of it.
 """
 
 # mypy: disable-error-code="no-any-unimported, no-untyped-call"
@@ -26,8 +30,8 @@ BLOCK = VECTORS * LANES
 """B, columns of a block."""
 _HAS_FEW_REGISTERS = LANES < 16 and any(feature.startswith(("+sse", "+avx")) for feature in FEATURES)
 MOST_ROWS = 6 if _HAS_FEW_REGISTERS else 12
-"""Rows whose sums, with a block's vectors, fit the registers: 16 of SSE and AVX2, 32 of AVX-512 and
-of ARM.
+"""Rows whose sums, with a block's vectors, fit the registers. SSE and AVX2 have 16 registers,
+AVX-512 and ARM have 32.
 """
 MOST_BLOCKS = 4
 """Blocks that few rows process at once: sums of a single block would wait for each other."""
@@ -148,11 +152,10 @@ class Emitter:
 def switch_by_size(
     builder: ir.IRBuilder, num_rows: Any, num_blocks: Any, at_once: Sequence[int], make: Callable[[int, int], Any]
 ) -> None:
-    """Emit a loop for every number of rows, with the blocks that they process at once or one, and
-    the choice of one.
+    """Emit an unrolled loop for each pair (rows, blocks), and a switch among the loops.
 
-    at_once: blocks by the number of rows less one; make: returns the loop of these numbers of rows
-    and blocks, whose `build` emits it.
+    at_once: the number of blocks that 1, 2, ... rows process at once; rows also get a loop over one
+    block. make: returns the loop of a pair, whose `build` emits it.
     """
     sizes = {(rows, blocks) for rows, most in enumerate(at_once, 1) for blocks in (1, most)}
     after = builder.append_basic_block("after")

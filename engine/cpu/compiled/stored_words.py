@@ -1,11 +1,12 @@
 """Words and scales of weights that are multiplied by dot products (`dot_products.py`), and their
 values.
 
-Weights in blocks [N / B, words, B], by the numpy type of their words:
-- int8: bytes [K / 4, B, 4], stored plus 128;
-- uint8: nibbles, stored plus 8: a byte has one of four numbers of K, and in its upper half one of
-  the next four;
-- uint32: pairs of bfloat16 numbers, [K / 2, B, 2].
+A weight is an array [N / B, words, B]; a word is one element of it. Layouts of a block, by the
+numpy type of the words:
+- int8: the shape is [K, B], but its bytes are ordered [K / 4, B, 4]. Numbers are stored plus 128;
+- uint8: the shape is [K / 2, B], but its bytes are ordered [K / 8, B, 4]. A byte has a number of K
+  in its lower half, and in its upper half the number four places on. Numbers are stored plus 8;
+- uint32: the shape is [K / 2, B], and a word is a pair of bfloat16 numbers.
 
 K is padded with zeros to whole groups of `GROUP` numbers. Bytes and nibbles stand for scale *
 number, with scales in blocks [N / B, rows, width], by the numpy type of these:
@@ -73,7 +74,7 @@ Bfloat._create_instance()
 
 
 def numbers_of_word(weights):
-    """Return how many numbers of K a word of a column has."""
+    """Return the number of numbers of K in a word."""
     raise NotImplementedError
 
 

@@ -36,9 +36,9 @@ from engine.cuda.recorded.recorder import Graphs, graphs_on
 from engine.drafting.chains import draw_levels
 from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
 from engine.drafting.drafter import DrafterKind
-from engine.drafting.numbers import noise_of
+from engine.drafting.numbers import drafting_numbers
 from engine.errors import LoadError
-from engine.kernels.protocol import Chains, Filters, ProbsTable
+from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable
 from engine.kernels.transfer import bits, fill, to_device, views
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, StepVerdict
@@ -46,7 +46,7 @@ from engine.sampling.distribution import FILTERS, DistributionParameters, distri
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.step.eager import RecordedMenu
-from engine.step.report import broken_rows
+from engine.step.results import broken_rows
 from engine.step.verify import emitted
 
 log = logging.getLogger("polydraft")
@@ -95,7 +95,9 @@ class RecordedStep:
         self._views = views(self._numbers, self._inputs.fields)
         *draft_passes, self._target_pass = map(self._pass, range(len(self._inputs.sizes)))
         self._parameters = self._distribution_parameters()
-        self._uniform_LC, self._noise = noise_of(self._views["noise"], self._layout.max_length)
+        numbers = self._views["noise"]
+        self._uniform_LC = drafting_numbers(numbers, self._layout.max_length)
+        self._noise = ChainNoise.of(numbers, self._layout.max_length)
         self._probs_NV = shared.draft_probs_NV[: self._layout.num_probs]
         self._logits_NV = shared.logits_NV[: shape.num_rows]
         sequence_N = np.arange(shape.sequences).repeat(1 + shape.num_nodes)
