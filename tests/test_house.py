@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.grid import grid
 from tests.house import (
     ROOT,
     arrows_up,
@@ -150,7 +151,11 @@ def test_long_modules_are_named() -> None:
     assert long_modules(sources) == ["engine/a.py has 401 lines, more than 400"]
 
 
-@pytest.mark.parametrize(("option", "row"), [("--rooms", "| engine/step |"), ("--places", "engine/step/eager.py")])
+ROOMS = ("--rooms", "| engine/step |")
+
+
+# The places take half a minute on two slow cores.
+@pytest.mark.parametrize(("option", "row"), grid([ROOMS, ("--places", "engine/step/eager.py")], [ROOMS]))
 def test_script_runs(option: str, row: str) -> None:
     command = [sys.executable, "-m", "tests.house", option]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

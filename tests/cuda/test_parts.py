@@ -14,6 +14,7 @@ import torch
 attention_kernel = pytest.importorskip("engine.cuda.attention_kernel")
 
 from tests.engine import tiny  # noqa: E402
+from tests.grid import grid  # noqa: E402
 
 
 class Shares(NamedTuple):
@@ -98,7 +99,7 @@ def test_long_texts_are_read_in_parts() -> None:
     assert shares_of([8192, *[1000] * 63], [512, *[1] * 63]) == (1584, 1016, 64, 7)
 
 
-@pytest.mark.parametrize("processors", [108, 142])
+@pytest.mark.parametrize("processors", grid([108, 142], [142]))
 def test_recorded_steps_have_room_for_all_parts(processors: int) -> None:
     """Whatever their texts are, for devices of several sizes."""
     of = partial(shares_of, planned_keys=131_072, processors=processors)

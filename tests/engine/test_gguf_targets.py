@@ -131,8 +131,8 @@ def test_logits_of_a_head_are_those_of_the_formulas(
     """A head reads the states of the target, and the CPU's decoder shares the file's embeddings and
     output head.
 
-    The median of nodes is compared: attention with random weights amplifies the rounding of some
-    states.
+    The median of every fourth node is compared: attention with random weights amplifies the
+    rounding of some states.
     """
     target, plain = target_of(recording.VOCABULARY), target_of(recording.VOCABULARY, "float32")
     written = head_of(target, tmp_path / "head", shares, draft_vocabulary=recording.VOCABULARY if shares else 41)
@@ -146,7 +146,8 @@ def test_logits_of_a_head_are_those_of_the_formulas(
         spread = float(expected_V[expected_V.isfinite()].std())
         return oracles.largest_error([(node.logits, expected_V)]) / spread
 
-    nodes = [(node, texts[node.sequence][: node.length]) for node in recorder.nodes]
+    nodes = [(node, texts[node.sequence][: node.length]) for node in recorder.nodes[::4]]
+    assert len(nodes) > 20
     right = [share_of_spread(node, text) for node, text in nodes]
     assert statistics.median(right) < 0.05
     other = [share_of_spread(node, [*text[:-1], text[-1] ^ 1]) for node, text in nodes]

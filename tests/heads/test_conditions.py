@@ -66,7 +66,6 @@ IN_THE_GATE = {
     ("dspark", "traversal iid", "plain"),
     ("dflash2", "bv_race 4", "penalties"),
     ("eagle3", "bv_race 4", "plain"),
-    ("dflash2", "bv_race 4", "filtered"),
 }
 
 

@@ -51,13 +51,22 @@ def strict(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     return daemons.get(*pair_arguments, "--no-calibrate", "--strict-fields")
 
 
-@pytest.mark.parametrize(("path", "name", "body"), CALLS)
+@pytest.fixture(scope="module")
+def long(daemons: Daemons, pair_arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """Prompts that leave room for few tokens, by endpoint."""
+    with daemons.get(*pair_arguments, "--no-calibrate").client() as client:
+        near = with_length(client, MAX_POSITIONS - 6)
+    return {CHAT: near, COMPLETIONS: {"prompt": NEAR}, RESPONSES: {"input": near["messages"]}, MESSAGES: near}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, name, _ in CALLS])
 def test_a_bound_beyond_the_context_is_cut_to_its_room(
-    http: httpx.Client, path: str, name: str, body: dict[str, Any]
+    http: httpx.Client, long: dict[str, dict[str, Any]], path: str, name: str
 ) -> None:
     """The header and the metrics have the bound that applies, also of a stream; without a cut there
     is neither.
     """
+    body = long[path]
     whole = ask(http, path, body, **{name: 20 * MAX_POSITIONS})
     assert whole.status_code == 200, whole.text
     usage, room = whole.json()["usage"], int(whole.headers[HEADER])
