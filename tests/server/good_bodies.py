@@ -64,3 +64,14 @@ def token_of(http: httpx.Client, text: str) -> int:
         "tokens"
     ]
     return int(token)
+
+
+LENGTHS = [
+    (CHAT, "max_tokens"),
+    (CHAT, "max_completion_tokens"),
+    (COMPLETIONS, "max_tokens"),
+    (COMPLETIONS, "max_completion_tokens"),
+    (RESPONSES, "max_output_tokens"),
+    (MESSAGES, "max_tokens"),
+]
+"""Endpoints and the names of their bound on an answer's tokens."""

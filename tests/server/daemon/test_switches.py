@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests.server.daemon_process import MODEL, Daemon, Daemons
-from tests.server.good_bodies import BODIES, CHAT, MESSAGES, error_of, post
+from tests.server.good_bodies import BODIES, CHAT, LENGTHS, MESSAGES, error_of, post
+from tests.server.tiny_models import MAX_POSITIONS
 
 SECOND = "second"
 
@@ -42,6 +43,21 @@ def test_an_operator_may_refuse_unknown_names(daemon: Daemon, http: httpx.Client
     closed = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "TokenizeRequest", "SpeculationFields")
     assert [schemas[name]["additionalProperties"] for name in closed] == [False] * 5
     assert "something secret" not in daemon.log
+
+
+@pytest.mark.parametrize(("path", "name"), LENGTHS)
+def test_an_answer_longer_than_the_context_is_refused_by_the_name_that_was_sent(
+    http: httpx.Client, path: str, name: str
+) -> None:
+    """Without --strict-fields it is cut (`openai/test_answer_length.py`)."""
+    body = {key: value for key, value in BODIES[path].items() if not key.startswith("max_")}
+    assert http.post(path, json={**body, name: 5}).status_code == 200
+    answer = http.post(path, json={**body, name: 20 * MAX_POSITIONS})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert f"{name} asks for {20 * MAX_POSITIONS} more; lower {name}" in error["message"]
+    if path != MESSAGES:
+        assert (error["param"], error["code"]) == (name, "context_length_exceeded")
 
 
 def test_the_page_can_be_turned_off(http: httpx.Client) -> None:

@@ -9,20 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.daemon_process import MODEL, Daemon, Daemons
-from tests.server.good_bodies import CHAT, COMPLETIONS, MESSAGES, RESPONSES, error_of
+from tests.server.daemon_process import MODEL, Daemons
+from tests.server.good_bodies import CHAT, COMPLETIONS, LENGTHS, MESSAGES, RESPONSES, error_of
 from tests.server.tiny_models import BOS, MAX_POSITIONS
 
 HEADER = "x-polydraft-max-tokens"
 USER = {"messages": [{"role": "user", "content": "hello"}]}
-CALLS = [
-    (CHAT, "max_tokens", USER),
-    (CHAT, "max_completion_tokens", USER),
-    (COMPLETIONS, "max_tokens", {"prompt": "hello"}),
-    (COMPLETIONS, "max_completion_tokens", {"prompt": "hello"}),
-    (RESPONSES, "max_output_tokens", {"input": "hello"}),
-    (MESSAGES, "max_tokens", USER),
-]
 NEAR = [BOS] + [9] * (MAX_POSITIONS - 4)
 """Prompt that leaves room for three tokens."""
 
@@ -46,12 +38,6 @@ def with_length(client: httpx.Client, num_tokens: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def strict(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon that refuses what it would change."""
-    return daemons.get(*pair_arguments, "--no-calibrate", "--strict-fields")
-
-
-@pytest.fixture(scope="module")
 def long(daemons: Daemons, pair_arguments: list[str]) -> dict[str, dict[str, Any]]:
     """Prompts that leave room for few tokens, by endpoint."""
     with daemons.get(*pair_arguments, "--no-calibrate").client() as client:
@@ -59,7 +45,7 @@ def long(daemons: Daemons, pair_arguments: list[str]) -> dict[str, dict[str, Any
     return {CHAT: near, COMPLETIONS: {"prompt": NEAR}, RESPONSES: {"input": near["messages"]}, MESSAGES: near}
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, name, _ in CALLS])
+@pytest.mark.parametrize(("path", "name"), LENGTHS)
 def test_a_bound_beyond_the_context_is_cut_to_its_room(
     http: httpx.Client, long: dict[str, dict[str, Any]], path: str, name: str
 ) -> None:
@@ -78,20 +64,6 @@ def test_a_bound_beyond_the_context_is_cut_to_its_room(
     fits = ask(http, path, body, **{name: room})
     assert HEADER not in fits.headers
     assert "max_tokens" not in fits.json()["metrics"]
-
-
-@pytest.mark.parametrize(("path", "name", "body"), CALLS)
-def test_a_strict_server_refuses_it_by_the_name_that_was_sent(
-    strict: Daemon, path: str, name: str, body: dict[str, Any]
-) -> None:
-    with strict.client() as client:
-        answer = ask(client, path, body, **{name: 20 * MAX_POSITIONS})
-        assert ask(client, path, body, **{name: 5}).status_code == 200
-    error = answer.json()["error"]
-    assert answer.status_code == 400
-    assert f"{name} asks for {20 * MAX_POSITIONS} more; lower {name}" in error["message"]
-    if path != MESSAGES:
-        assert (error["param"], error["code"]) == (name, "context_length_exceeded")
 
 
 def test_an_answer_that_fills_the_context_says_so(http: httpx.Client) -> None:
