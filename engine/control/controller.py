@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from engine.control.acceptance import SUREST, Acceptance
 from engine.control.step_time import StepTimes
-from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
+from engine.control.step_work import PLAIN, Shape, StepWork, draft_passes, shape_of_step
 from engine.fanout import Fanout, level_widths
 from engine.needs import needs_of_drafts
 from engine.request import Request
@@ -107,22 +107,21 @@ class _Load(NamedTuple):
     def work(self, num_drafting: int, shape: Shape) -> StepWork:
         """Return the work of a step in which `num_drafting` adaptive requests draft this shape."""
         num_drafts, length = shape
-        other_widths = tuple([level_widths(fanout) for fanout in self.others if fanout])
+        other_drafts = [fanout for fanout in self.others if fanout]
+        other_widths = tuple([level_widths(fanout) for fanout in other_drafts])
         passes = draft_passes(other_widths)
-        shape_of_step = PLAIN
+        fanouts = set(other_drafts)
         if num_drafting:
+            fanouts.add((num_drafts, *(1,) * (length - 1)))
             adaptive_passes = (num_drafting, *(num_drafting * num_drafts,) * (length - 1))
             passes = tuple(map(sum, zip_longest(passes, adaptive_passes, fillvalue=0)))
-            shape_of_step = shape
-        if other_widths:
-            shape_of_step = MIXED
         return StepWork(
             rows=len(self.adaptive) + len(self.others),
             text=self.text,
             nodes=sum(map(sum, other_widths)) + num_drafting * num_drafts * length,
             drafting=len(other_widths) + num_drafting,
             passes=passes,
-            shape=shape_of_step,
+            shape=shape_of_step(fanouts),
             is_eager=self.is_eager or (self.draws_eagerly and num_drafting > 0) or None,
         )
 
@@ -350,10 +349,13 @@ class Controller:
         return _Options(shapes, works, rates, all_tokens, drafting)
 
     def _shapes(self, adaptive: Sequence[Drafting]) -> list[Shape]:
-        """Return plain decoding and the shapes within the widest limits of the requests."""
-        limits = [sequence.request.speculation for sequence in adaptive]
-        widest = max(limits, key=lambda limit: (limit.num_drafts, limit.draft_length))
-        return [PLAIN, *menu(widest.num_drafts, widest.draft_length, self._longest)]
+        """Return plain decoding and every shape within the limits of at least one request."""
+        speculations = [sequence.request.speculation for sequence in adaptive]
+        shapes = [PLAIN]
+        limits = dict.fromkeys((limit.num_drafts, limit.draft_length) for limit in speculations)
+        for num_drafts, length in limits:
+            shapes += menu(num_drafts, length, self._longest)
+        return list(dict.fromkeys(shapes))
 
     def _paying(self, load: _Load, tokens: Numbers, prices_s: Numbers, plain_rate: float) -> Bools:
         """Return [shapes, adaptive] the requests whose drafts are worth their time.

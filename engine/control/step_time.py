@@ -131,7 +131,9 @@ def sizes_of(work: StepWork, window: int, is_eager: bool) -> Numbers:
     ).copy()
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length
-    drafted_from = len(work.passes) * work.drafting * seen
+    # The first pass has a row for each request that draws drafts; text drafts need no pass.
+    num_drawing = work.passes[0] if work.passes else 0
+    drafted_from = len(work.passes) * num_drawing * seen
     sizes[_TEXTS:_NUM_REST] = (
         work.text,
         work.text * (work.rows > 1),  # attention to a lone text uses a separate kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Protocol
 
@@ -87,13 +87,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
                 prompt += chunk
                 prompt_text += chunk * (row.first_index + chunk // 2)
         drafting = [row for row in emitting if row.fanout or row.text_drafts]
-        shape = MIXED if drafting else PLAIN
-        fanout = _common_fanout(drafting)
-        if fanout:
+        fanouts = {() if row.text_drafts else row.fanout for row in drafting}
+        if len(fanouts) == 1 and all(fanouts):
+            (fanout,) = fanouts
             widths: tuple[tuple[int, ...], ...] = (level_widths(fanout),) * len(drafting)
             nodes = sum(widths[0]) * len(drafting)
-            if set(fanout[1:]) <= {1}:
-                shape = (fanout[0], len(fanout))
         else:
             widths = tuple([row.widths for row in drafting if row.fanout])
             nodes = sum([row.num_nodes for row in drafting])
@@ -106,7 +104,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
             prompt=prompt,
             prompt_text=prompt_text,
             read=read - len(widths),
-            shape=shape,
+            shape=shape_of_step(fanouts),
         )
 
     @property
@@ -127,10 +125,15 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
         return StepWork(rows=self.rows, text=self.text, prompt=prompt, prompt_text=prompt_text)
 
 
-def _common_fanout(drafting: Sequence[WorkRow]) -> Fanout:
-    """Return the fanout of all rows; () if they differ or have text drafts."""
-    fanouts = {() if row.text_drafts else row.fanout for row in drafting}
-    return fanouts.pop() if len(fanouts) == 1 else ()
+def shape_of_step(fanouts: Collection[Fanout]) -> Shape:
+    """Return the shape of a step. fanouts: the distinct fanouts of the requests that draft; () of a
+    request with text drafts.
+    """
+    if not fanouts:
+        return PLAIN
+    fanout = next(iter(fanouts))
+    are_equal_chains = len(fanouts) == 1 and fanout and set(fanout[1:]) <= {1}
+    return (fanout[0], len(fanout)) if are_equal_chains else MIXED
 
 
 @lru_cache(maxsize=1024)

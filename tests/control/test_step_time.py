@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.control import step_time
-from engine.control.step_time import Point, StepTimes
+from engine.control.step_time import Point, StepTimes, sizes_of
 from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
@@ -114,6 +114,19 @@ def test_nodes_of_the_last_depth_are_in_no_pass_of_the_draft_model() -> None:
     assert draft_passes(()) == ()
     assert draft_passes(((3, 3),)) == (1, 3)
     assert draft_passes(((1,), (4, 4, 4), (2, 2))) == (3, 6, 4)
+
+
+def test_only_requests_that_draw_drafts_take_the_draft_model_time_for_their_texts() -> None:
+    """The wrong variant counts requests with text drafts, too."""
+    drawing = ({"fanout": (1, 1, 1)},)
+    with_text_drafts = ({"text_drafts": (TEXT_DRAFT,)},) * 3
+    plain: tuple[dict[str, Any], ...] = ({},) * 3
+    sizes = []
+    for others in (plain, with_text_drafts):
+        rows = [row(number, **fields) for number, fields in enumerate((*drawing, *others))]
+        sizes.append(sizes_of(StepWork.of(Plan(tuple(rows))), 0, False)[-2:])
+    assert sizes[0][0] == 3 * 11, "three passes over a text"
+    assert sizes[1].tolist() == sizes[0].tolist()
 
 
 # -- fitting ---------------------------------------------------------------------------------------
