@@ -6,8 +6,9 @@ from the acceptance so far, by position over all requests and by request. Its du
 by the model of step times, which `step/telemetry.py` updates after every step. A request whose
 drafts are not worth their time decodes plainly, in the same step as the requests that draft.
 
-A few steps are trials, if the model of step times is uncertain: plain steps, needed to report the
-speedup, and steps of the shape that is best in a sample of the possible step times.
+A few steps are trials. Some are plain steps, which are needed to report the speedup, while their
+time is uncertain. The other trials have the shape that is best in a sample of the possible step
+times and acceptances.
 
 Non-anticipating: a choice depends on sizes, times and tokens of the past, never on tokens that are
 drafted or drawn next, so the output keeps the target's distribution. Not for requests that fix
@@ -58,10 +59,12 @@ _FEW = 4
 _TRIAL_STEPS = 4
 """Steps of a trial."""
 _PLAIN_TRIAL_STEPS = 8
-"""Steps of a plain trial after the first, less informative steps (`StepTimes.num_cold`)."""
+"""Informative steps of a plain trial. The cold steps before them (`StepTimes.num_cold`) come on
+top, except in the first trial.
+"""
 _TRIAL_SHARE = 1 / 32
-"""Largest share of all steps for trials. Early the share is larger: the square root of the number
-of steps for samples, and twice that for plain decoding after its first trial.
+"""Share of all steps for trials in the long run. Early there are more trials: the square root of
+the number of steps for samples, and twice that for plain decoding after its first trial.
 """
 _PLAIN_STD = 0.03
 """Plain trials end once the ratio of plain steps to the shape in use is known to this accuracy."""
@@ -155,16 +158,18 @@ class Controller:
         self.acceptance = Acceptance(longest)
         self.choice = ShapeChoice()
         self.reads = True
-        """Whether the draft model also reads texts without drafts; False if no request drafts."""
+        """Whether the draft model also reads the texts of requests that do not draft, to stay
+        current: whether the best shape drafts, whatever a trial does.
+        """
         self.spent_s = 0.0
-        """Time spent on choices since the start."""
+        """Time spent in `choose` since the start."""
         self._longest = longest
         self._random = np.random.default_rng(0)
         self._step = 0
         self._next_choice = 0
         """Step of the next choice if the requests stay the same."""
         self._interval = _CHOOSE_EVERY
-        self._last_fade = 0
+        self._last_update = 0
         """Step at which the acceptance was last updated."""
         self._best_shape = PLAIN
         """Shape that was chosen as the best; a trial may replace it."""
@@ -179,7 +184,7 @@ class Controller:
         self._chosen_others: tuple[Fanout, ...] = ()
         """Drafts of the other requests at the last choice."""
         self._not_drafting: frozenset[int] = frozenset()
-        """Adaptive requests that do not draft at present."""
+        """Adaptive requests that do not draft in the best shape; a trial may replace it."""
         self._drafting_now: tuple[_Options, int] | None = None
         """Options of the last choice and the number of the chosen option; None if it is plain."""
 
@@ -206,8 +211,8 @@ class Controller:
         ids = frozenset(sequence.sequence_id for sequence in adaptive)
         fanouts = tuple(others)
         if adaptive and (self._step >= self._next_choice or self._has_changed(ids, fanouts)):
-            self.acceptance.fade(self._step - self._last_fade)
-            self._last_fade = self._step
+            self.acceptance.apply(self._step - self._last_update)
+            self._last_update = self._step
             text = other_text + sum(len(sequence.tokens) for sequence in adaptive)
             limits = [sequence.request.speculation for sequence in adaptive]
             draws_eagerly = any(needs_of_drafts(limit, (1,)) for limit in limits)
@@ -222,12 +227,14 @@ class Controller:
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
-        """Whether the requests differ from the requests of the last choice."""
+        """Whether the requests differ from the requests of the last choice. A change of the other
+        requests' drafts ends plain trials, too.
+        """
         if others != self._chosen_others:
             return True
         num_chosen = len(self._chosen_ids)
-        # A plain trial continues until the caches are warm; requests that arrive meanwhile decode
-        # plainly, too.
+        # A plain trial continues until the caches are warm; adaptive requests that arrive meanwhile
+        # decode plainly, too.
         if self._trial == PLAIN:
             return len(ids) > 2 * num_chosen
         most_changed = min(len(ids), num_chosen) // _FEW
@@ -394,7 +401,9 @@ class Controller:
         return is_worthwhile
 
     def fanout(self, sequence: Drafting) -> Fanout:
-        """Return a sequence's drafts in the planned step; sequences new since the choice draft."""
+        """Return a sequence's drafts in the planned step. A sequence that is new since the choice
+        drafts the chosen shape, if that is not plain.
+        """
         num_drafts, length = self.choice.shape
         sequence_id = sequence.sequence_id
         drafts = sequence_id in self.choice.drafting or sequence_id not in self._chosen_ids
@@ -420,7 +429,9 @@ class Controller:
         return np.array([by_chains[num_drafts][length] for num_drafts, length in shapes])
 
     def _tokens_of_other(self, fanout: Fanout) -> float:
-        """Return the expected tokens per step of a request that is not adaptive."""
+        """Return the expected tokens per step of a request that is not adaptive. The chains of a
+        tree are counted at its root.
+        """
         if not fanout:
             return 1.0
         length = len(fanout)
@@ -439,7 +450,9 @@ class Controller:
         return expected
 
     def reached(self, sequence: Drafting, fanout: Fanout) -> Numbers:
-        """Return [depths] the probability that a sequence's drafts are accepted to each depth."""
+        """Return [depths] the probability that a sequence's drafts are accepted to each depth. The
+        chains of a tree are counted at its root.
+        """
         by_position = self.acceptance.by_position(fanout[0])[: len(fanout)]
         result: Numbers = np.minimum(SUREST, sequence.acceptance_ratio * by_position).cumprod()
         return result

@@ -308,7 +308,6 @@ class StepTimes:
     def scale(self, factor: float) -> None:
         """Record that the machine takes `factor` times as long as at calibration."""
         self._state[_MACHINE] = math.log(factor)
-        self._fitted[_MACHINE] = math.log(factor)
         self._rates_now = None
 
     def widen(self, factor: float) -> None:
@@ -337,7 +336,7 @@ class StepTimes:
         is_switch = is_first and PLAIN in (work.shape, self._last_shape)
         self._num_since = 0 if is_switch else self._num_since + 1
         self._last_shape = work.shape
-        if is_first or not work.rows:
+        if is_first:
             return
         cold_s = self._cold_s(work)
         if host_s is not None and not cold_s:
@@ -397,8 +396,8 @@ class StepTimes:
         """Apply an observation: a part of a step took `ratio` times the prediction."""
         covariance = self._variance @ slopes
         error_variance = float(slopes @ covariance) + std**2
-        # Another process may have caused a slow step, so it moves the state by at most one standard
-        # deviation.
+        # Another process may have caused a slow step, so a slow step moves the state by at most one
+        # standard deviation. Nothing makes a step fast, so a fast step may move it further.
         state_std = math.sqrt(max(error_variance - std**2, 1e-12))
         most = min(1.0, error_variance / state_std)
         error = min(most, max(-0.5, ratio - 1.0))

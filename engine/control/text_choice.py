@@ -64,9 +64,9 @@ class TextChoice:
         self._num_idle = 0
         """Choices of nothing in a row."""
         self._num_skipped = 0
-        """Steps since the last choice."""
+        """Such steps since the last choice."""
         self._num_requests = 0
-        """Requests of the last step."""
+        """Requests of the last step in which any request weighed text drafts."""
 
     def acceptance(self, is_greedy: bool) -> TextAcceptance:
         """Return the acceptance of text drafts at temperature 0, or at others."""
