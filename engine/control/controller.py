@@ -70,7 +70,7 @@ _PLAIN_STD = 0.03
 """Plain trials end once the ratio of plain steps to the shape in use is known to this accuracy."""
 
 
-class Drafting(Protocol):
+class AdaptiveSequence(Protocol):
     """Facts of a sequence on which choices depend (`engine.scheduling.sequence`)."""
 
     sequence_id: int
@@ -88,14 +88,14 @@ class ShapeChoice(NamedTuple):
     """Drafts of the next steps."""
 
     shape: Shape = PLAIN
-    drafting: frozenset[int] = frozenset()
+    drafting_ids: frozenset[int] = frozenset()
     """Sequences that draft; the other adaptive sequences decode plainly."""
 
 
 class _Load(NamedTuple):
     """Inputs of a choice."""
 
-    adaptive: Sequence[Drafting]
+    adaptive: Sequence[AdaptiveSequence]
     others: tuple[Fanout, ...]
     """Drafts of the other requests."""
     text: int
@@ -122,7 +122,7 @@ class _Load(NamedTuple):
             rows=len(self.adaptive) + len(self.others),
             text=self.text,
             nodes=sum(map(sum, other_widths)) + num_drafting * num_drafts * length,
-            drafting=len(other_widths) + num_drafting,
+            num_drafting=len(other_widths) + num_drafting,
             passes=passes,
             shape=shape_of_step(fanouts),
             is_eager=self.is_eager or (self.draws_eagerly and num_drafting > 0) or None,
@@ -139,13 +139,13 @@ class _Options:
     """[shapes] tokens per second."""
     tokens: Numbers
     """[shapes] tokens of a step."""
-    drafting: Bools
+    drafts: Bools
     """[shapes, adaptive] requests that would draft."""
 
-    def choice(self, number: int, adaptive: Sequence[Drafting]) -> ShapeChoice:
+    def choice(self, number: int, adaptive: Sequence[AdaptiveSequence]) -> ShapeChoice:
         """Return the choice of an option, by its number."""
-        drafting = zip(adaptive, self.drafting[number], strict=True)
-        ids = frozenset(sequence.sequence_id for sequence, drafts in drafting if drafts)
+        requests = zip(adaptive, self.drafts[number], strict=True)
+        ids = frozenset(sequence.sequence_id for sequence, drafts in requests if drafts)
         return ShapeChoice(self.shapes[number], ids)
 
 
@@ -183,16 +183,16 @@ class Controller:
         """Adaptive requests of the last choice."""
         self._chosen_others: tuple[Fanout, ...] = ()
         """Drafts of the other requests at the last choice."""
-        self._not_drafting: frozenset[int] = frozenset()
+        self._declined: frozenset[int] = frozenset()
         """Adaptive requests that do not draft in the best shape; a trial may replace it."""
-        self._drafting_now: tuple[_Options, int] | None = None
+        self._chosen_drafts: tuple[_Options, int] | None = None
         """Options of the last choice and the number of the chosen option; None if it is plain."""
 
     # -- choosing ---------------------------------------------------------------------------------
 
     def choose(
         self,
-        adaptive: Sequence[Drafting],
+        adaptive: Sequence[AdaptiveSequence],
         others: Sequence[Fanout] = (),
         lags: Sequence[int] | None = None,
         other_text: int = 0,
@@ -249,7 +249,7 @@ class Controller:
         self._interval = self._next_interval(options, best)
         self._best_shape = options.shapes[best]
         self.choice = options.choice(best, load.adaptive)
-        self._not_drafting = ids - self.choice.drafting
+        self._declined = ids - self.choice.drafting_ids
         has_room = any(sequence.num_remaining > 1 for sequence in load.adaptive)
         if has_room:
             self.reads = self.choice.shape != PLAIN
@@ -261,7 +261,7 @@ class Controller:
         else:
             self._trial = None
             self._next_choice = self._step + self._interval
-        self._drafting_now = (options, tried) if tried else None
+        self._chosen_drafts = (options, tried) if tried else None
 
     def _best_option(self, options: _Options, ids: frozenset[int]) -> int:
         """Return the number of the best option. While a request of the last choice is left, another
@@ -296,7 +296,7 @@ class Controller:
         covariance = self.times.log_covariance(options.works)
         # Variance of the logarithm of the ratio of plain steps to the best shape.
         doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
-        if best and doubt > _PLAIN_STD**2 and not options.works[0].drafting:
+        if best and doubt > _PLAIN_STD**2 and not options.works[0].num_drafting:
             num_steps = _PLAIN_TRIAL_STEPS
             # The first trial only detects plain steps that are much faster than measured.
             if self._num_plain_tried:
@@ -340,22 +340,22 @@ class Controller:
         drafts_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive
         catch_up_s = tokens * load.catch_up_s
         prices_s = drafts_s + catch_up_s
-        drafting = self._paying(load, tokens, prices_s, plain_rate)
-        num_drafting = drafting.sum(1)
+        drafts = self._paying(load, tokens, prices_s, plain_rate)
+        num_drafting = drafts.sum(1)
         if (num_drafting[1:] < num_adaptive).any():
             counts = zip(num_drafting, shapes, strict=True)
             works = [load.work(int(count), shape) for count, shape in counts]
             seconds = self.times.step_s(works)
 
-        emitted = np.where(drafting, tokens, 1.0).sum(1)
+        emitted = np.where(drafts, tokens, 1.0).sum(1)
         # Drafting also costs the draft model's reading, of lagging texts or of prompts to come.
         prompt_s = self.times.read_s(1) * self.acceptance.prompt_share
-        reading_s = np.maximum((catch_up_s * drafting).sum(1), emitted * prompt_s)
+        reading_s = np.maximum((catch_up_s * drafts).sum(1), emitted * prompt_s)
         all_tokens = emitted + other_tokens
         rates = all_tokens / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
-        return _Options(shapes, works, rates, all_tokens, drafting)
+        return _Options(shapes, works, rates, all_tokens, drafts)
 
-    def _shapes(self, adaptive: Sequence[Drafting]) -> list[Shape]:
+    def _shapes(self, adaptive: Sequence[AdaptiveSequence]) -> list[Shape]:
         """Return plain decoding and every shape within the limits of at least one request."""
         speculations = [sequence.request.speculation for sequence in adaptive]
         shapes = [PLAIN]
@@ -371,12 +371,12 @@ class Controller:
         plain_rate: tokens per second of plain decoding.
         """
         ids = [sequence.sequence_id for sequence in load.adaptive]
-        least_gain = np.array([1.0 if number in self._not_drafting else _HOLD for number in ids])
-        drafting: Bools = tokens - 1 > least_gain * prices_s * plain_rate
+        least_gain = np.array([1.0 if number in self._declined else _HOLD for number in ids])
+        drafts: Bools = tokens - 1 > least_gain * prices_s * plain_rate
         # A shape that is worth its time for no request may still be tried, with all requests.
-        drafting[~drafting.any(1)] = True
-        drafting[0] = False
-        return drafting
+        drafts[~drafts.any(1)] = True
+        drafts[0] = False
+        return drafts
 
     def drafts_with_prompt(self, prompt: int) -> bool:
         """Whether the chosen drafts are worth their time in a step that also reads `prompt` tokens.
@@ -386,9 +386,9 @@ class Controller:
         prompt changes nothing. A step of a trial that does not draft returns to the budget, because
         it shows nothing about the drafts.
         """
-        if not prompt or self._drafting_now is None:
+        if not prompt or self._chosen_drafts is None:
             return True
-        options, number = self._drafting_now
+        options, number = self._chosen_drafts
         plain = replace(options.works[0], prompt=prompt, read=prompt)
         drafting = replace(options.works[number], prompt=prompt, read=prompt)
         if self.times.is_eager(options.works[number]) or not self.times.is_eager(drafting):
@@ -400,13 +400,13 @@ class Controller:
             self._num_tried -= 1
         return is_worthwhile
 
-    def fanout(self, sequence: Drafting) -> Fanout:
+    def fanout(self, sequence: AdaptiveSequence) -> Fanout:
         """Return a sequence's drafts in the planned step. A sequence that is new since the choice
         drafts the chosen shape, if that is not plain.
         """
         num_drafts, length = self.choice.shape
         sequence_id = sequence.sequence_id
-        drafts = sequence_id in self.choice.drafting or sequence_id not in self._chosen_ids
+        drafts = sequence_id in self.choice.drafting_ids or sequence_id not in self._chosen_ids
         if not length or not drafts:
             return ()
         # The common choice may exceed this request's limits.
@@ -418,7 +418,7 @@ class Controller:
 
     # -- expected tokens and costs ----------------------------------------------------------------
 
-    def _tokens(self, adaptive: Sequence[Drafting], shapes: Sequence[Shape]) -> Numbers:
+    def _tokens(self, adaptive: Sequence[AdaptiveSequence], shapes: Sequence[Shape]) -> Numbers:
         """Return [shapes, adaptive] the expected tokens of each request in a step of each shape."""
         acceptance_ratio = np.array([sequence.acceptance_ratio for sequence in adaptive])
         room = np.array([sequence.num_remaining - 1 for sequence in adaptive])
@@ -449,7 +449,7 @@ class Controller:
         expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
         return expected
 
-    def reached(self, sequence: Drafting, fanout: Fanout) -> Numbers:
+    def reached(self, sequence: AdaptiveSequence, fanout: Fanout) -> Numbers:
         """Return [depths] the probability that a sequence's drafts are accepted to each depth. The
         chains of a tree are counted at its root.
         """
@@ -457,7 +457,7 @@ class Controller:
         result: Numbers = np.minimum(SUREST, sequence.acceptance_ratio * by_position).cumprod()
         return result
 
-    def _catch_up_s(self, adaptive: Sequence[Drafting], lags: Sequence[int] | None) -> Numbers:
+    def _catch_up_s(self, adaptive: Sequence[AdaptiveSequence], lags: Sequence[int] | None) -> Numbers:
         """Return [adaptive] the cost of catching up per token that the answer may still get."""
         usual_answer = self.acceptance.usual_answer
         lags = lags or [0] * len(adaptive)
@@ -468,7 +468,7 @@ class Controller:
 
     # -- learning ---------------------------------------------------------------------------------
 
-    def observe(self, sequence: Drafting, num_drafts: int, length: int, num_accepted: int) -> None:
+    def observe(self, sequence: AdaptiveSequence, num_drafts: int, length: int, num_accepted: int) -> None:
         """Record the verification of a row's drafts. length: tokens of each chain."""
         num_tried = min(num_accepted + 1, length)
         num_taken = min(num_accepted, length)

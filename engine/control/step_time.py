@@ -101,12 +101,12 @@ def _is_shared(passes: Passes) -> bool:
 
 @lru_cache(maxsize=4096)
 def _sizes_without_texts(
-    rows: int, nodes: int, drafting: int, passes: Passes, prompt: int, read: int, is_eager: bool
+    rows: int, nodes: int, num_drafting: int, passes: Passes, prompt: int, read: int, is_eager: bool
 ) -> Numbers:
     sizes = np.zeros(NUM_TERMS)
     sizes[0] = 1.0
     sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
-    counts = (rows, rows > 1, bool(nodes), drafting, nodes, bool(prompt), is_eager)
+    counts = (rows, rows > 1, bool(nodes), num_drafting, nodes, bool(prompt), is_eager)
     sizes[1 + _NUM_RAMPS : _TEXTS] = counts
     if not passes and not read:
         return sizes
@@ -127,7 +127,7 @@ def sizes_of(work: StepWork, window: int, is_eager: bool) -> Numbers:
     window: tokens that the draft model sees; 0 is all. is_eager: see `StepTimes`.
     """
     sizes = _sizes_without_texts(
-        work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read, is_eager
+        work.rows, work.nodes, work.num_drafting, work.passes, work.prompt, work.read, is_eager
     ).copy()
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length

@@ -54,7 +54,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of their texts together."""
     nodes: int = 0
     """Drafted tokens that the target verifies."""
-    drafting: int = 0
+    num_drafting: int = 0
     """Requests that have drafted tokens, drawn tokens or text drafts."""
     passes: tuple[int, ...] = ()
     """Rows of each pass of the draft model, as if one-pass heads ran level by level, too."""
@@ -99,7 +99,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
             rows=len(emitting),
             text=sum([row.first_index + row.num_known for row in emitting]),
             nodes=nodes,
-            drafting=len(drafting),
+            num_drafting=len(drafting),
             passes=draft_passes(widths),
             prompt=prompt,
             prompt_text=prompt_text,
@@ -115,7 +115,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def without_prompts(self) -> StepWork:
         """Return the same work without prompts; the draft model does not read them either."""
-        read = min(self.read, self.drafting)
+        read = min(self.read, self.num_drafting)
         return msgspec.structs.replace(self, prompt=0, prompt_text=0, read=read, is_eager=None)
 
     @property

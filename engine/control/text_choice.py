@@ -135,6 +135,6 @@ def _with_nodes(
     """Return the work of the step with these nodes."""
     if not nodes:
         return base
-    drafting = {option for _, option, _ in nodes if not options[option].drafts_already}
-    num_drafting = base.drafting + len(drafting)
-    return replace(base, nodes=base.nodes + len(nodes), drafting=num_drafting, shape=MIXED)
+    newly_drafting = {option for _, option, _ in nodes if not options[option].drafts_already}
+    num_drafting = base.num_drafting + len(newly_drafting)
+    return replace(base, nodes=base.nodes + len(nodes), num_drafting=num_drafting, shape=MIXED)

@@ -114,7 +114,7 @@ def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
 def test_requests_far_behind_decode_plainly_next_to_drafting_requests() -> None:
     controller = controller_of(read_s=0.0005, **FREE)
     controller.choose([sequence(1), sequence(2), sequence(3)], (), [0, 9000, 1])
-    assert controller.choice.drafting == {1, 3}
+    assert controller.choice.drafting_ids == {1, 3}
 
 
 def test_longer_texts_make_drafts_worth_more() -> None:
@@ -175,7 +175,7 @@ def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it() -> Non
     """Drafts worth a little less than they take are kept: who stops, and starts again, must be
     caught up with.
     """
-    drafting: Callable[[Controller], set[int]] = lambda controller: controller.choice.drafting & {2, 3}  # noqa: E731
+    drafting: Callable[[Controller], set[int]] = lambda controller: controller.choice.drafting_ids & {2, 3}  # noqa: E731
     good, weak, bad = sequence(1, 1, 1), sequence(2, 1, 1), sequence(3, 1, 1)
     for request, num_taken in ((good, 400), (weak, 150), (bad, 20)):
         request.note_drafts(num_taken, 300.0)

@@ -69,7 +69,7 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
         rows=4,
         text=11 + 11 + 41 + 5,
         nodes=18,
-        drafting=3,
+        num_drafting=3,
         passes=(3, 6, 6),
         prompt=30 + 4,
         prompt_text=30 * (100 + 15) + 4 * 2,
@@ -107,7 +107,7 @@ def test_only_rows_that_draw_the_same_chains_have_a_shape(
     """Trees are no shapes of the menu, nor are text drafts."""
     work = StepWork.of(Plan(tuple(row(number, **fields) for number, fields in enumerate(drafting))))
     num_drafting = sum(bool(fields) for fields in drafting)
-    assert (work.nodes, work.drafting, work.passes, work.shape) == (nodes, num_drafting, passes, shape)
+    assert (work.nodes, work.num_drafting, work.passes, work.shape) == (nodes, num_drafting, passes, shape)
 
 
 def test_nodes_of_the_last_depth_are_in_no_pass_of_the_draft_model() -> None:
