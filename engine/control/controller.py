@@ -1,5 +1,5 @@
-"""Choose the drafts of each adaptive request: the shape with the most expected tokens per second,
-or plain decoding.
+"""Choose one shape for all adaptive requests of a step, and which of them draft it: the shape with
+the most expected tokens per second, or plain decoding.
 
 The menu has shapes (K chains of L tokens) and plain decoding. The tokens of a step are predicted
 from the acceptance so far, by position over all requests and by request. Its duration is predicted
@@ -42,10 +42,10 @@ Ints = npt.NDArray[np.int64]
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 _CLEAR_GAIN = 1.03
 """Ratio by which another shape must be better than the current shape."""
-_HOLD = 0.7
-"""A request stops drafting if its drafts are worth less than this share of their time. The share is
-below 1 because the worth is an estimate, and because the draft model must catch up on a request
-that has stopped.
+_LEAST_GAIN_TO_STAY = 0.7
+"""A request stops drafting if its drafts are worth less than this share of their time. A new
+request begins to draft by the same share. The share is below 1 because the worth is an estimate,
+and because the draft model must catch up on a request that has stopped.
 """
 _CHOOSE_EVERY = 8
 """Usual number of steps between choices for the same requests."""
@@ -93,7 +93,7 @@ class ShapeChoice(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """Inputs of a choice."""
+    """Inputs of a choice, and the work of steps under this load."""
 
     adaptive: Sequence[AdaptiveSequence]
     others: tuple[Fanout, ...]
@@ -104,7 +104,7 @@ class _Load(NamedTuple):
     """[adaptive] time of the draft model to catch up, per remaining token of the answer."""
     is_eager: bool
     """Whether the step is launched eagerly, whatever the adaptive requests draft."""
-    draws_eagerly: bool
+    is_eager_if_drafting: bool
     """Whether steps in which adaptive requests draft are launched eagerly."""
 
     def work(self, num_drafting: int, shape: Shape) -> StepWork:
@@ -125,8 +125,14 @@ class _Load(NamedTuple):
             num_drafting=len(other_widths) + num_drafting,
             passes=passes,
             shape=shape_of_step(fanouts),
-            is_eager=self.is_eager or (self.draws_eagerly and num_drafting > 0) or None,
+            is_eager=self._eagerness(num_drafting),
         )
+
+    def _eagerness(self, num_drafting: int) -> bool | None:
+        """Return `StepWork.is_eager`. None: the menu of recorded steps decides."""
+        if self.is_eager or (self.is_eager_if_drafting and num_drafting):
+            return True
+        return None
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ class _Options:
 
 
 class Controller:
-    """Chooses the shape of every adaptive row."""
+    """Chooses one shape for all adaptive requests, and which of them draft it."""
 
     def __init__(self, times: StepTimes, longest: int) -> None:
         """longest: most tokens of a chain."""
@@ -214,10 +220,11 @@ class Controller:
             self.acceptance.apply(self._step - self._last_update)
             self._last_update = self._step
             text = other_text + sum(len(sequence.tokens) for sequence in adaptive)
-            limits = [sequence.request.speculation for sequence in adaptive]
-            draws_eagerly = any(needs_of_drafts(limit, (1,)) for limit in limits)
+            speculations = [sequence.request.speculation for sequence in adaptive]
+            # No fanout of the menu needs more of a step than a single chain does.
+            is_eager_if_drafting = any(needs_of_drafts(limits, (1,)) for limits in speculations)
             catch_up_s = self._catch_up_s(adaptive, lags)
-            load = _Load(adaptive, fanouts, text, catch_up_s, is_eager, draws_eagerly)
+            load = _Load(adaptive, fanouts, text, catch_up_s, is_eager, is_eager_if_drafting)
             self._choose(load, ids)
             self._chosen_ids = ids
             self._chosen_others = fanouts
@@ -246,22 +253,26 @@ class Controller:
     def _choose(self, load: _Load, ids: frozenset[int]) -> None:
         options = self._options(load)
         best = self._best_option(options, ids)
-        self._interval = self._next_interval(options, best)
+        stays_plain = not best and self._best_shape == PLAIN
+        self._interval = self._next_plain_interval(options) if stays_plain else _CHOOSE_EVERY
         self._best_shape = options.shapes[best]
         self.choice = options.choice(best, load.adaptive)
         self._declined = ids - self.choice.drafting_ids
-        has_room = any(sequence.num_remaining > 1 for sequence in load.adaptive)
-        if has_room:
+        # A choice for answers that are ending says nothing about prompts.
+        are_all_ending = all(sequence.num_remaining <= 1 for sequence in load.adaptive)
+        if not are_all_ending:
             self.reads = self.choice.shape != PLAIN
-        tried, num_steps = self._next_trial(options, best)
-        if num_steps:
-            self._trial = options.shapes[tried]
-            self.choice = options.choice(tried, load.adaptive)
-            self._next_choice = self._step + num_steps
-        else:
+        chosen = best
+        trial = self._next_trial(options, best)
+        if trial is None:
             self._trial = None
             self._next_choice = self._step + self._interval
-        self._chosen_drafts = (options, tried) if tried else None
+        else:
+            chosen, num_steps = trial
+            self._trial = options.shapes[chosen]
+            self.choice = options.choice(chosen, load.adaptive)
+            self._next_choice = self._step + num_steps
+        self._chosen_drafts = (options, chosen) if chosen else None
 
     def _best_option(self, options: _Options, ids: frozenset[int]) -> int:
         """Return the number of the best option. While a request of the last choice is left, another
@@ -272,47 +283,65 @@ class Controller:
             handicap[options.shapes.index(self._best_shape)] = 1.0
         return int((options.rates * handicap).argmax())
 
-    def _next_interval(self, options: _Options, best: int) -> int:
-        """Return the number of steps until the next choice for the same requests."""
-        stays_plain = not best and self._best_shape == PLAIN
-        if not stays_plain:
-            return _CHOOSE_EVERY
+    def _next_plain_interval(self, options: _Options) -> int:
+        """Return the number of steps until the next choice while plain decoding stays the best."""
         plain_s = float(self.times.step_s(options.works[:1])[0])
         return max(_CHOOSE_EVERY, min(2 * self._interval, int(_SELDOM_S / plain_s)))
 
-    def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
-        """Return (option to try because its duration is uncertain, number of steps or 0).
+    def _next_trial(self, options: _Options, best: int) -> tuple[int, int] | None:
+        """Return (number of the option to try, number of steps); None if there is no trial.
 
-        Plain steps, needed to report the speedup, have half of the budget while they are uncertain;
-        samples have the rest (Thompson sampling).
+        Plain steps, needed to report the speedup, have half of the budget while their time is
+        uncertain; samples have the rest (Thompson sampling).
         """
-        early = math.sqrt(self._step)
-        plain_early = 2 * early if self._num_plain_tried else early
-        budget = self._step * _TRIAL_SHARE
-        plain_room = max(plain_early, budget / 2) - self._num_plain_tried
-        room = max(early, budget - min(self._num_plain_tried, budget / 2)) - self._num_tried
-        if max(room, plain_room) < _TRIAL_STEPS:
-            return best, 0
+        most_steps = max(self._plain_room(), self._sample_room(is_plain_uncertain=False))
+        if most_steps < _TRIAL_STEPS:
+            return None
         covariance = self.times.log_covariance(options.works)
         # Variance of the logarithm of the ratio of plain steps to the best shape.
         doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
-        if best and doubt > _PLAIN_STD**2 and not options.works[0].num_drafting:
-            num_steps = _PLAIN_TRIAL_STEPS
-            # The first trial only detects plain steps that are much faster than measured.
-            if self._num_plain_tried:
-                num_steps += self.times.num_cold(float(self.times.step_s(options.works[:1])[0]))
-            if num_steps <= plain_room:
+        # Steps in which other requests draft show little about plain steps.
+        can_be_plain = best and not options.works[0].num_drafting
+        is_plain_uncertain = bool(can_be_plain and doubt > _PLAIN_STD**2)
+        if is_plain_uncertain:
+            num_steps = self._plain_trial_steps(options)
+            if num_steps <= self._plain_room():
                 return 0, num_steps
-            room = max(early, budget / 2) - self._num_tried
-        if room < _TRIAL_STEPS:
-            return best, 0
+        if self._sample_room(is_plain_uncertain) < _TRIAL_STEPS:
+            return None
         sampled = self._sampled(options, covariance, best)
-        return sampled, _TRIAL_STEPS if sampled != best else 0
+        return None if sampled == best else (sampled, _TRIAL_STEPS)
+
+    def _plain_trial_steps(self, options: _Options) -> int:
+        """Return the number of steps of a plain trial."""
+        # The first trial only detects plain steps that are much faster than measured.
+        if not self._num_plain_tried:
+            return _PLAIN_TRIAL_STEPS
+        plain_s = float(self.times.step_s(options.works[:1])[0])
+        return _PLAIN_TRIAL_STEPS + self.times.num_cold(plain_s)
+
+    def _plain_room(self) -> float:
+        """Return the number of steps left for plain trials. All steps add to it, also steps
+        without adaptive requests.
+        """
+        early = math.sqrt(self._step) * (2 if self._num_plain_tried else 1)
+        return max(early, self._step * _TRIAL_SHARE / 2) - self._num_plain_tried
+
+    def _sample_room(self, is_plain_uncertain: bool) -> float:
+        """Return the number of steps left for samples. Plain trials have half of the budget while
+        plain steps are uncertain, otherwise only what they have taken of that half.
+        """
+        budget = self._step * _TRIAL_SHARE
+        for_plain = budget / 2
+        if not is_plain_uncertain:
+            for_plain = min(self._num_plain_tried, for_plain)
+        return max(math.sqrt(self._step), budget - for_plain) - self._num_tried
 
     def _sampled(self, options: _Options, covariance: Numbers, best: int) -> int:
         """Return the best option in a sample of the possible durations and worths of drafts."""
         variances, directions = np.linalg.eigh(covariance)
         stds = np.sqrt(variances.clip(min=0.0))
+        # Logarithms of rates. Samples of durations and worths are symmetric, so no sign matters.
         logs = directions @ (stds * self._random.standard_normal(len(variances)))
         # The worth of a number of chains is uncertain too, equally for all lengths.
         worth_by_chains = {0: 0.0}
@@ -348,7 +377,9 @@ class Controller:
             seconds = self.times.step_s(works)
 
         emitted = np.where(drafts, tokens, 1.0).sum(1)
-        # Drafting also costs the draft model's reading, of lagging texts or of prompts to come.
+        # Drafting also costs the draft model's reading. The lags of these requests and the prompts
+        # of requests to come estimate the same cost, so the larger one counts. The prompts are
+        # charged to every token: while a shape drafts, the draft model reads all texts (`reads`).
         prompt_s = self.times.read_s(1) * self.acceptance.prompt_share
         reading_s = np.maximum((catch_up_s * drafts).sum(1), emitted * prompt_s)
         all_tokens = emitted + other_tokens
@@ -367,38 +398,49 @@ class Controller:
     def _paying(self, load: _Load, tokens: Numbers, prices_s: Numbers, plain_rate: float) -> Bools:
         """Return [shapes, adaptive] the requests whose drafts are worth their time.
 
-        tokens, prices_s: [shapes, adaptive] expected tokens, and seconds that the drafts take;
-        plain_rate: tokens per second of plain decoding.
+        tokens, prices_s: [shapes, adaptive] expected tokens, and seconds that the drafts take.
+        Prices are equal shares of the step's extra time, and each request's time to catch up.
+        plain_rate: tokens that plain decoding would emit in a second, for the whole batch.
         """
-        ids = [sequence.sequence_id for sequence in load.adaptive]
-        least_gain = np.array([1.0 if number in self._declined else _HOLD for number in ids])
+        has_declined = [sequence.sequence_id in self._declined for sequence in load.adaptive]
+        least_gain = np.where(has_declined, 1.0, _LEAST_GAIN_TO_STAY)
         drafts: Bools = tokens - 1 > least_gain * prices_s * plain_rate
         # A shape that is worth its time for no request may still be tried, with all requests.
         drafts[~drafts.any(1)] = True
         drafts[0] = False
         return drafts
 
-    def drafts_with_prompt(self, prompt: int) -> bool:
-        """Whether the chosen drafts are worth their time in a step that also reads `prompt` tokens.
+    def drafts_in_step(self, num_prompt: int) -> bool:
+        """Whether the adaptive requests draw the chosen drafts in the planned step, which also
+        reads `num_prompt` tokens of prompts.
+
+        A step of a trial that does not draft returns to the budget, because it shows nothing about
+        the drafts.
+        """
+        if not num_prompt or self._chosen_drafts is None:
+            return True
+        if self._drafts_pay(num_prompt, *self._chosen_drafts):
+            return True
+        self._num_tried -= self._is_sampling
+        return False
+
+    def _drafts_pay(self, prompt: int, options: _Options, number: int) -> bool:
+        """Whether the drafts of an option are worth their time in a step that reads a prompt.
 
         If steps without a prompt are recorded, this step launches the draft model's passes eagerly.
         The tokens that the drafts add may then take longer here than in recorded steps. Otherwise a
-        prompt changes nothing. A step of a trial that does not draft returns to the budget, because
-        it shows nothing about the drafts.
+        prompt changes nothing.
         """
-        if not prompt or self._chosen_drafts is None:
+        # The draft model reads the prompt in a step without drafts, too.
+        plain_work = replace(options.works[0], prompt=prompt, read=prompt)
+        drafting_work = replace(options.works[number], prompt=prompt, read=prompt)
+        is_recorded_alone = not self.times.is_eager(options.works[number])
+        prompt_prevents_recording = is_recorded_alone and self.times.is_eager(drafting_work)
+        if not prompt_prevents_recording:
             return True
-        options, number = self._chosen_drafts
-        plain = replace(options.works[0], prompt=prompt, read=prompt)
-        drafting = replace(options.works[number], prompt=prompt, read=prompt)
-        if self.times.is_eager(options.works[number]) or not self.times.is_eager(drafting):
-            return True
-        plain_s, drafting_s = self.times.step_s([plain, drafting])
+        plain_s, drafting_s = self.times.step_s([plain_work, drafting_work])
         gain = options.tokens[number] - options.tokens[0]
-        is_worthwhile = bool(gain > options.rates[number] * (drafting_s - plain_s))
-        if self._is_sampling and not is_worthwhile:
-            self._num_tried -= 1
-        return is_worthwhile
+        return bool(gain > options.rates[number] * (drafting_s - plain_s))
 
     def fanout(self, sequence: AdaptiveSequence) -> Fanout:
         """Return a sequence's drafts in the planned step. A sequence that is new since the choice

@@ -115,6 +115,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def without_prompts(self) -> StepWork:
         """Return the same work without prompts; the draft model does not read them either."""
+        # Its K/V lacks one more token of a request whose whole chain was accepted.
         read = min(self.read, self.num_drafting)
         return msgspec.structs.replace(self, prompt=0, prompt_text=0, read=read, is_eager=None)
 

@@ -155,7 +155,7 @@ def test_adaptive_requests_with_prompts_are_as_fast_as_the_best_shape(device: De
     long; or draft in steps with prompts, whose passes are not recorded.
     """
     points, options = device.measured(), {"is_eager": device.recorded.is_eager}
-    always = instead(Controller, "drafts_with_prompt", lambda *_: True)
+    always = instead(Controller, "drafts_in_step", lambda *_: True)
     with always if wrong == "drafts with prompts" else nullcontext():
         times = StepTimes(points, **({} if wrong == "all steps are recorded" else options))
         rate, _ = served(device, times, LIMITS)
@@ -287,9 +287,9 @@ def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str
 def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, returns: bool) -> None:
     """Prompts arrive steadily. The wrong variant spends the trials on plain steps."""
 
-    def spent(drafts_with_prompt: Any, controller: Controller, prompt: int) -> bool:
+    def spent(drafts_in_step: Any, controller: Controller, prompt: int) -> bool:
         before = controller._num_tried
-        drafts: bool = drafts_with_prompt(controller, prompt)
+        drafts: bool = drafts_in_step(controller, prompt)
         controller._num_tried = before
         return drafts
 
@@ -297,7 +297,7 @@ def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, retu
     load, controller = Load(device, 16, 60, 20, LIMITS), device.scheduler.controller
     assert controller is not None
     num_drafted = num_plain = 0
-    with nullcontext() if returns else instead(Controller, "drafts_with_prompt", spent):
+    with nullcontext() if returns else instead(Controller, "drafts_in_step", spent):
         for _ in range(600):
             load.step()
             if controller._trial not in (None, PLAIN):
@@ -323,7 +323,7 @@ def test_drafts_wait_for_prompts_if_their_passes_take_longer_than_their_tokens(
     assert (np.mean([work.num_drafting > 0 for work in with_prompts]) > 0.8) == drafts
     controller = device.scheduler.controller
     assert controller is not None
-    assert controller.drafts_with_prompt(0)
+    assert controller.drafts_in_step(0)
     # The draft model has read the others' texts meanwhile, so the next step is a recorded one.
     if not drafts:
         after = [later for work, later in zip(load.works, load.works[1:], strict=False) if work.prompt > later.prompt]

@@ -64,7 +64,7 @@ class Whims(Controller):
     def choose(self, *_: object) -> None:
         """Decide nothing."""
 
-    def drafts_with_prompt(self, prompt: int) -> bool:
+    def drafts_in_step(self, prompt: int) -> bool:
         return self.beside or not prompt
 
 
