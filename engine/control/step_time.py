@@ -50,7 +50,7 @@ other weights. On processors with 480 MB of cache such plain steps took up to 9 
 """
 _COLD_STEPS = (4, 32)
 """Fewest and most plain steps that count as cold after a stop of drafting. After a start of
-drafting the fewest do.
+drafting only the fewest steps are cold.
 """
 _COLD_S = 0.2
 """Seconds of plain steps that count as cold, within these limits."""

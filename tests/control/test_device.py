@@ -287,9 +287,9 @@ def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str
 def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, returns: bool) -> None:
     """Prompts arrive steadily. The wrong variant spends the trials on plain steps."""
 
-    def spent(drafts_in_step: Any, controller: Controller, prompt: int) -> bool:
+    def spent(drafts_in_step: Any, controller: Controller, num_prompt: int) -> bool:
         before = controller._num_tried
-        drafts: bool = drafts_in_step(controller, prompt)
+        drafts: bool = drafts_in_step(controller, num_prompt)
         controller._num_tried = before
         return drafts
 
