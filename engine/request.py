@@ -124,7 +124,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """
     adaptive: bool = False
     """Whether the engine chooses the shape, and how much of text drafts, by load and acceptance
-    (`engine.control`). The two counts above are then maxima.
+    (`engine.control`). `num_drafts` is then the maximum of chains, and `num_drafts * draft_length`
+    the maximum of drafted tokens, so fewer chains may be longer.
     """
     over_acceptance: float = 0.0
     """Lossy: drafts are accepted as if the target probabilities were larger by this amount; 0 is

@@ -1,1 +1,1 @@
-"""Choice of draft shapes from measured times and acceptance."""
+"""Choice of draft shapes and text drafts from measured times and acceptance."""

@@ -42,7 +42,7 @@ class Acceptance:
         """[2, longest] accepted and tried tokens of each position, by number of chains."""
         self._longest = longest
         self._new: dict[tuple[int, int, int], int] = {}
-        """Number of observations since the last `fade`, by the arguments of `observe`."""
+        """Number of observations since the last `apply`, by the arguments of `observe`."""
         self._known: dict[int, tuple[Numbers, list[float]]] = {}
         """Cached results of `_estimates` until the counts change, by number of chains."""
         self._answers = np.array([0.0, _ANSWER, 1.0])
@@ -57,7 +57,7 @@ class Acceptance:
 
     @property
     def prompt_share(self) -> float:
-        """Return the mean prompt tokens for each token of an answer."""
+        """Return the mean prompt tokens that a draft model must read, per token of an answer."""
         return float(self._answers[0] / self._answers[1])
 
     def note_answer(self, num_prompt: int, num_emitted: int) -> None:
@@ -68,8 +68,11 @@ class Acceptance:
         answer = np.array([num_prompt, num_emitted, 1.0])
         self._answers = _KEEP_ANSWERS * self._answers + answer
 
-    def fade(self, num_steps: int = 1) -> None:
-        """Apply the observations of the last steps, and reduce the weight of older observations."""
+    def apply(self, num_steps: int) -> None:
+        """Apply the observations since the last call, and reduce the weight of older observations.
+
+        num_steps: steps since the last call.
+        """
         for counts in self._counts.values():
             counts *= _KEEP**num_steps
         for (num_drafts, num_tried, num_taken), count in self._new.items():
@@ -80,7 +83,7 @@ class Acceptance:
         self._known.clear()
 
     def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
-        """Record that the first `num_taken` of `num_tried` positions were accepted (see `fade`)."""
+        """Record that the first `num_taken` of `num_tried` positions were accepted, for `apply`."""
         seen = (num_drafts, num_tried, num_taken)
         self._new[seen] = self._new.get(seen, 0) + 1
 

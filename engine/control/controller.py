@@ -1,13 +1,14 @@
-"""Choose the drafts of each adaptive request: the shape with the most expected tokens per second,
-or plain decoding.
+"""Choose one shape for all adaptive requests of a step, and which of them draft it: the shape with
+the most expected tokens per second, or plain decoding.
 
 The menu has shapes (K chains of L tokens) and plain decoding. The tokens of a step are predicted
 from the acceptance so far, by position over all requests and by request. Its duration is predicted
 by the model of step times, which `step/telemetry.py` updates after every step. A request whose
 drafts are not worth their time decodes plainly, in the same step as the requests that draft.
 
-A few steps are trials, if the model of step times is uncertain: plain steps, needed to report the
-speedup, and steps of the shape that is best in a sample of the possible step times.
+A few steps are trials. Some are plain steps, which are needed to report the speedup, while their
+time is uncertain. The other trials have the shape that is best in a sample of the possible step
+times and acceptances.
 
 Non-anticipating: a choice depends on sizes, times and tokens of the past, never on tokens that are
 drafted or drawn next, so the output keeps the target's distribution. Not for requests that fix
@@ -29,7 +30,7 @@ from msgspec.structs import replace
 
 from engine.control.acceptance import SUREST, Acceptance
 from engine.control.step_time import StepTimes
-from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
+from engine.control.step_work import PLAIN, Shape, StepWork, draft_passes, shape_of_step
 from engine.fanout import Fanout, level_widths
 from engine.needs import needs_of_drafts
 from engine.request import Request
@@ -41,10 +42,10 @@ Ints = npt.NDArray[np.int64]
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 _CLEAR_GAIN = 1.03
 """Ratio by which another shape must be better than the current shape."""
-_HOLD = 0.7
-"""A request stops drafting if its drafts are worth less than this share of their time. The share is
-below 1 because the worth is an estimate, and because the draft model must catch up on a request
-that has stopped.
+_LEAST_GAIN_TO_STAY = 0.7
+"""A request stops drafting if its drafts are worth less than this share of their time. A new
+request begins to draft by the same share. The share is below 1 because the worth is an estimate,
+and because the draft model must catch up on a request that has stopped.
 """
 _CHOOSE_EVERY = 8
 """Usual number of steps between choices for the same requests."""
@@ -58,16 +59,18 @@ _FEW = 4
 _TRIAL_STEPS = 4
 """Steps of a trial."""
 _PLAIN_TRIAL_STEPS = 8
-"""Steps of a plain trial after the first, less informative steps (`StepTimes.num_cold`)."""
+"""Informative steps of a plain trial. The cold steps before them (`StepTimes.num_cold`) come on
+top, except in the first trial.
+"""
 _TRIAL_SHARE = 1 / 32
-"""Largest share of all steps for trials. Early the share is larger: the square root of the number
-of steps for samples, and twice that for plain decoding after its first trial.
+"""Share of all steps for trials in the long run. Early there are more trials: the square root of
+the number of steps for samples, and twice that for plain decoding after its first trial.
 """
 _PLAIN_STD = 0.03
 """Plain trials end once the ratio of plain steps to the shape in use is known to this accuracy."""
 
 
-class Drafting(Protocol):
+class AdaptiveSequence(Protocol):
     """Facts of a sequence on which choices depend (`engine.scheduling.sequence`)."""
 
     sequence_id: int
@@ -85,14 +88,14 @@ class ShapeChoice(NamedTuple):
     """Drafts of the next steps."""
 
     shape: Shape = PLAIN
-    drafting: frozenset[int] = frozenset()
+    drafting_ids: frozenset[int] = frozenset()
     """Sequences that draft; the other adaptive sequences decode plainly."""
 
 
 class _Load(NamedTuple):
-    """Inputs of a choice."""
+    """Inputs of a choice, and the work of steps under this load."""
 
-    adaptive: Sequence[Drafting]
+    adaptive: Sequence[AdaptiveSequence]
     others: tuple[Fanout, ...]
     """Drafts of the other requests."""
     text: int
@@ -101,30 +104,35 @@ class _Load(NamedTuple):
     """[adaptive] time of the draft model to catch up, per remaining token of the answer."""
     is_eager: bool
     """Whether the step is launched eagerly, whatever the adaptive requests draft."""
-    draws_eagerly: bool
+    is_eager_if_drafting: bool
     """Whether steps in which adaptive requests draft are launched eagerly."""
 
     def work(self, num_drafting: int, shape: Shape) -> StepWork:
         """Return the work of a step in which `num_drafting` adaptive requests draft this shape."""
         num_drafts, length = shape
-        other_widths = tuple([level_widths(fanout) for fanout in self.others if fanout])
+        other_drafts = [fanout for fanout in self.others if fanout]
+        other_widths = tuple([level_widths(fanout) for fanout in other_drafts])
         passes = draft_passes(other_widths)
-        shape_of_step = PLAIN
+        fanouts = set(other_drafts)
         if num_drafting:
+            fanouts.add((num_drafts, *(1,) * (length - 1)))
             adaptive_passes = (num_drafting, *(num_drafting * num_drafts,) * (length - 1))
             passes = tuple(map(sum, zip_longest(passes, adaptive_passes, fillvalue=0)))
-            shape_of_step = shape
-        if other_widths:
-            shape_of_step = MIXED
         return StepWork(
             rows=len(self.adaptive) + len(self.others),
             text=self.text,
             nodes=sum(map(sum, other_widths)) + num_drafting * num_drafts * length,
-            drafting=len(other_widths) + num_drafting,
+            num_drafting=len(other_widths) + num_drafting,
             passes=passes,
-            shape=shape_of_step,
-            is_eager=self.is_eager or (self.draws_eagerly and num_drafting > 0) or None,
+            shape=shape_of_step(fanouts),
+            is_eager=self._eagerness(num_drafting),
         )
+
+    def _eagerness(self, num_drafting: int) -> bool | None:
+        """Return `StepWork.is_eager`. None: the menu of recorded steps decides."""
+        if self.is_eager or (self.is_eager_if_drafting and num_drafting):
+            return True
+        return None
 
 
 @dataclass(frozen=True)
@@ -137,18 +145,18 @@ class _Options:
     """[shapes] tokens per second."""
     tokens: Numbers
     """[shapes] tokens of a step."""
-    drafting: Bools
+    drafts: Bools
     """[shapes, adaptive] requests that would draft."""
 
-    def choice(self, number: int, adaptive: Sequence[Drafting]) -> ShapeChoice:
+    def choice(self, number: int, adaptive: Sequence[AdaptiveSequence]) -> ShapeChoice:
         """Return the choice of an option, by its number."""
-        drafting = zip(adaptive, self.drafting[number], strict=True)
-        ids = frozenset(sequence.sequence_id for sequence, drafts in drafting if drafts)
+        requests = zip(adaptive, self.drafts[number], strict=True)
+        ids = frozenset(sequence.sequence_id for sequence, drafts in requests if drafts)
         return ShapeChoice(self.shapes[number], ids)
 
 
 class Controller:
-    """Chooses the shape of every adaptive row."""
+    """Chooses one shape for all adaptive requests, and which of them draft it."""
 
     def __init__(self, times: StepTimes, longest: int) -> None:
         """longest: most tokens of a chain."""
@@ -156,16 +164,18 @@ class Controller:
         self.acceptance = Acceptance(longest)
         self.choice = ShapeChoice()
         self.reads = True
-        """Whether the draft model also reads texts without drafts; False if no request drafts."""
+        """Whether the draft model also reads the texts of requests that do not draft, to stay
+        current: whether the best shape drafts, whatever a trial does.
+        """
         self.spent_s = 0.0
-        """Time spent on choices since the start."""
+        """Time spent in `choose` since the start."""
         self._longest = longest
         self._random = np.random.default_rng(0)
         self._step = 0
         self._next_choice = 0
         """Step of the next choice if the requests stay the same."""
         self._interval = _CHOOSE_EVERY
-        self._last_fade = 0
+        self._last_update = 0
         """Step at which the acceptance was last updated."""
         self._best_shape = PLAIN
         """Shape that was chosen as the best; a trial may replace it."""
@@ -179,16 +189,16 @@ class Controller:
         """Adaptive requests of the last choice."""
         self._chosen_others: tuple[Fanout, ...] = ()
         """Drafts of the other requests at the last choice."""
-        self._not_drafting: frozenset[int] = frozenset()
-        """Adaptive requests that do not draft at present."""
-        self._drafting_now: tuple[_Options, int] | None = None
+        self._declined: frozenset[int] = frozenset()
+        """Adaptive requests that do not draft in the best shape; a trial may replace it."""
+        self._chosen_drafts: tuple[_Options, int] | None = None
         """Options of the last choice and the number of the chosen option; None if it is plain."""
 
     # -- choosing ---------------------------------------------------------------------------------
 
     def choose(
         self,
-        adaptive: Sequence[Drafting],
+        adaptive: Sequence[AdaptiveSequence],
         others: Sequence[Fanout] = (),
         lags: Sequence[int] | None = None,
         other_text: int = 0,
@@ -207,13 +217,14 @@ class Controller:
         ids = frozenset(sequence.sequence_id for sequence in adaptive)
         fanouts = tuple(others)
         if adaptive and (self._step >= self._next_choice or self._has_changed(ids, fanouts)):
-            self.acceptance.fade(self._step - self._last_fade)
-            self._last_fade = self._step
+            self.acceptance.apply(self._step - self._last_update)
+            self._last_update = self._step
             text = other_text + sum(len(sequence.tokens) for sequence in adaptive)
-            limits = [sequence.request.speculation for sequence in adaptive]
-            draws_eagerly = any(needs_of_drafts(limit, (1,)) for limit in limits)
+            speculations = [sequence.request.speculation for sequence in adaptive]
+            # No fanout of the menu needs more of a step than a single chain does.
+            is_eager_if_drafting = any(needs_of_drafts(limits, (1,)) for limits in speculations)
             catch_up_s = self._catch_up_s(adaptive, lags)
-            load = _Load(adaptive, fanouts, text, catch_up_s, is_eager, draws_eagerly)
+            load = _Load(adaptive, fanouts, text, catch_up_s, is_eager, is_eager_if_drafting)
             self._choose(load, ids)
             self._chosen_ids = ids
             self._chosen_others = fanouts
@@ -223,12 +234,14 @@ class Controller:
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
-        """Whether the requests differ from the requests of the last choice."""
+        """Whether the requests differ from the requests of the last choice. A change of the other
+        requests' drafts ends plain trials, too.
+        """
         if others != self._chosen_others:
             return True
         num_chosen = len(self._chosen_ids)
-        # A plain trial continues until the caches are warm; requests that arrive meanwhile decode
-        # plainly, too.
+        # A plain trial continues until the caches are warm; adaptive requests that arrive meanwhile
+        # decode plainly, too.
         if self._trial == PLAIN:
             return len(ids) > 2 * num_chosen
         most_changed = min(len(ids), num_chosen) // _FEW
@@ -240,22 +253,26 @@ class Controller:
     def _choose(self, load: _Load, ids: frozenset[int]) -> None:
         options = self._options(load)
         best = self._best_option(options, ids)
-        self._interval = self._next_interval(options, best)
+        stays_plain = not best and self._best_shape == PLAIN
+        self._interval = self._next_plain_interval(options) if stays_plain else _CHOOSE_EVERY
         self._best_shape = options.shapes[best]
         self.choice = options.choice(best, load.adaptive)
-        self._not_drafting = ids - self.choice.drafting
-        has_room = any(sequence.num_remaining > 1 for sequence in load.adaptive)
-        if has_room:
+        self._declined = ids - self.choice.drafting_ids
+        # A choice for answers that are ending says nothing about prompts.
+        are_all_ending = all(sequence.num_remaining <= 1 for sequence in load.adaptive)
+        if not are_all_ending:
             self.reads = self.choice.shape != PLAIN
-        tried, num_steps = self._next_trial(options, best)
-        if num_steps:
-            self._trial = options.shapes[tried]
-            self.choice = options.choice(tried, load.adaptive)
-            self._next_choice = self._step + num_steps
-        else:
+        chosen = best
+        trial = self._next_trial(options, best)
+        if trial is None:
             self._trial = None
             self._next_choice = self._step + self._interval
-        self._drafting_now = (options, tried) if tried else None
+        else:
+            chosen, num_steps = trial
+            self._trial = options.shapes[chosen]
+            self.choice = options.choice(chosen, load.adaptive)
+            self._next_choice = self._step + num_steps
+        self._chosen_drafts = (options, chosen) if chosen else None
 
     def _best_option(self, options: _Options, ids: frozenset[int]) -> int:
         """Return the number of the best option. While a request of the last choice is left, another
@@ -266,47 +283,65 @@ class Controller:
             handicap[options.shapes.index(self._best_shape)] = 1.0
         return int((options.rates * handicap).argmax())
 
-    def _next_interval(self, options: _Options, best: int) -> int:
-        """Return the number of steps until the next choice for the same requests."""
-        stays_plain = not best and self._best_shape == PLAIN
-        if not stays_plain:
-            return _CHOOSE_EVERY
+    def _next_plain_interval(self, options: _Options) -> int:
+        """Return the number of steps until the next choice while plain decoding stays the best."""
         plain_s = float(self.times.step_s(options.works[:1])[0])
         return max(_CHOOSE_EVERY, min(2 * self._interval, int(_SELDOM_S / plain_s)))
 
-    def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
-        """Return (option to try because its duration is uncertain, number of steps or 0).
+    def _next_trial(self, options: _Options, best: int) -> tuple[int, int] | None:
+        """Return (number of the option to try, number of steps); None if there is no trial.
 
-        Plain steps, needed to report the speedup, have half of the budget while they are uncertain;
-        samples have the rest (Thompson sampling).
+        Plain steps, needed to report the speedup, have half of the budget while their time is
+        uncertain; samples have the rest (Thompson sampling).
         """
-        early = math.sqrt(self._step)
-        plain_early = 2 * early if self._num_plain_tried else early
-        budget = self._step * _TRIAL_SHARE
-        plain_room = max(plain_early, budget / 2) - self._num_plain_tried
-        room = max(early, budget - min(self._num_plain_tried, budget / 2)) - self._num_tried
-        if max(room, plain_room) < _TRIAL_STEPS:
-            return best, 0
+        most_steps = max(self._plain_room(), self._sample_room(is_plain_uncertain=False))
+        if most_steps < _TRIAL_STEPS:
+            return None
         covariance = self.times.log_covariance(options.works)
         # Variance of the logarithm of the ratio of plain steps to the best shape.
         doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
-        if best and doubt > _PLAIN_STD**2 and not options.works[0].drafting:
-            num_steps = _PLAIN_TRIAL_STEPS
-            # The first trial only detects plain steps that are much faster than measured.
-            if self._num_plain_tried:
-                num_steps += self.times.num_cold(float(self.times.step_s(options.works[:1])[0]))
-            if num_steps <= plain_room:
+        # Steps in which other requests draft show little about plain steps.
+        can_be_plain = best and not options.works[0].num_drafting
+        is_plain_uncertain = bool(can_be_plain and doubt > _PLAIN_STD**2)
+        if is_plain_uncertain:
+            num_steps = self._plain_trial_steps(options)
+            if num_steps <= self._plain_room():
                 return 0, num_steps
-            room = max(early, budget / 2) - self._num_tried
-        if room < _TRIAL_STEPS:
-            return best, 0
+        if self._sample_room(is_plain_uncertain) < _TRIAL_STEPS:
+            return None
         sampled = self._sampled(options, covariance, best)
-        return sampled, _TRIAL_STEPS if sampled != best else 0
+        return None if sampled == best else (sampled, _TRIAL_STEPS)
+
+    def _plain_trial_steps(self, options: _Options) -> int:
+        """Return the number of steps of a plain trial."""
+        # The first trial only detects plain steps that are much faster than measured.
+        if not self._num_plain_tried:
+            return _PLAIN_TRIAL_STEPS
+        plain_s = float(self.times.step_s(options.works[:1])[0])
+        return _PLAIN_TRIAL_STEPS + self.times.num_cold(plain_s)
+
+    def _plain_room(self) -> float:
+        """Return the number of steps left for plain trials. All steps add to it, also steps
+        without adaptive requests.
+        """
+        early = math.sqrt(self._step) * (2 if self._num_plain_tried else 1)
+        return max(early, self._step * _TRIAL_SHARE / 2) - self._num_plain_tried
+
+    def _sample_room(self, is_plain_uncertain: bool) -> float:
+        """Return the number of steps left for samples. Plain trials have half of the budget while
+        plain steps are uncertain, otherwise only what they have taken of that half.
+        """
+        budget = self._step * _TRIAL_SHARE
+        for_plain = budget / 2
+        if not is_plain_uncertain:
+            for_plain = min(self._num_plain_tried, for_plain)
+        return max(math.sqrt(self._step), budget - for_plain) - self._num_tried
 
     def _sampled(self, options: _Options, covariance: Numbers, best: int) -> int:
         """Return the best option in a sample of the possible durations and worths of drafts."""
         variances, directions = np.linalg.eigh(covariance)
         stds = np.sqrt(variances.clip(min=0.0))
+        # Logarithms of rates. Samples of durations and worths are symmetric, so no sign matters.
         logs = directions @ (stds * self._random.standard_normal(len(variances)))
         # The worth of a number of chains is uncertain too, equally for all lengths.
         worth_by_chains = {0: 0.0}
@@ -334,68 +369,86 @@ class Controller:
         drafts_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive
         catch_up_s = tokens * load.catch_up_s
         prices_s = drafts_s + catch_up_s
-        drafting = self._paying(load, tokens, prices_s, plain_rate)
-        num_drafting = drafting.sum(1)
+        drafts = self._paying(load, tokens, prices_s, plain_rate)
+        num_drafting = drafts.sum(1)
         if (num_drafting[1:] < num_adaptive).any():
             counts = zip(num_drafting, shapes, strict=True)
             works = [load.work(int(count), shape) for count, shape in counts]
             seconds = self.times.step_s(works)
 
-        emitted = np.where(drafting, tokens, 1.0).sum(1)
-        # Drafting also costs the draft model's reading, of lagging texts or of prompts to come.
+        emitted = np.where(drafts, tokens, 1.0).sum(1)
+        # Drafting also costs the draft model's reading. The lags of these requests and the prompts
+        # of requests to come estimate the same cost, so the larger one counts. The prompts are
+        # charged to every token: while a shape drafts, the draft model reads all texts (`reads`).
         prompt_s = self.times.read_s(1) * self.acceptance.prompt_share
-        reading_s = np.maximum((catch_up_s * drafting).sum(1), emitted * prompt_s)
+        reading_s = np.maximum((catch_up_s * drafts).sum(1), emitted * prompt_s)
         all_tokens = emitted + other_tokens
         rates = all_tokens / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
-        return _Options(shapes, works, rates, all_tokens, drafting)
+        return _Options(shapes, works, rates, all_tokens, drafts)
 
-    def _shapes(self, adaptive: Sequence[Drafting]) -> list[Shape]:
-        """Return plain decoding and the shapes within the widest limits of the requests."""
-        limits = [sequence.request.speculation for sequence in adaptive]
-        widest = max(limits, key=lambda limit: (limit.num_drafts, limit.draft_length))
-        return [PLAIN, *menu(widest.num_drafts, widest.draft_length, self._longest)]
+    def _shapes(self, adaptive: Sequence[AdaptiveSequence]) -> list[Shape]:
+        """Return plain decoding and every shape within the limits of at least one request."""
+        speculations = [sequence.request.speculation for sequence in adaptive]
+        shapes = [PLAIN]
+        limits = dict.fromkeys((limit.num_drafts, limit.draft_length) for limit in speculations)
+        for num_drafts, length in limits:
+            shapes += menu(num_drafts, length, self._longest)
+        return list(dict.fromkeys(shapes))
 
     def _paying(self, load: _Load, tokens: Numbers, prices_s: Numbers, plain_rate: float) -> Bools:
         """Return [shapes, adaptive] the requests whose drafts are worth their time.
 
-        tokens, prices_s: [shapes, adaptive] expected tokens, and seconds that the drafts take;
-        plain_rate: tokens per second of plain decoding.
+        tokens, prices_s: [shapes, adaptive] expected tokens, and seconds that the drafts take.
+        Prices are equal shares of the step's extra time, and each request's time to catch up.
+        plain_rate: tokens that plain decoding would emit in a second, for the whole batch.
         """
-        ids = [sequence.sequence_id for sequence in load.adaptive]
-        least_gain = np.array([1.0 if number in self._not_drafting else _HOLD for number in ids])
-        drafting: Bools = tokens - 1 > least_gain * prices_s * plain_rate
+        has_declined = [sequence.sequence_id in self._declined for sequence in load.adaptive]
+        least_gain = np.where(has_declined, 1.0, _LEAST_GAIN_TO_STAY)
+        drafts: Bools = tokens - 1 > least_gain * prices_s * plain_rate
         # A shape that is worth its time for no request may still be tried, with all requests.
-        drafting[~drafting.any(1)] = True
-        drafting[0] = False
-        return drafting
+        drafts[~drafts.any(1)] = True
+        drafts[0] = False
+        return drafts
 
-    def drafts_with_prompt(self, prompt: int) -> bool:
-        """Whether the chosen drafts are worth their time in a step that also reads `prompt` tokens.
+    def drafts_in_step(self, num_prompt: int) -> bool:
+        """Whether the adaptive requests draw the chosen drafts in the planned step, which also
+        reads `num_prompt` tokens of prompts.
+
+        A step of a trial that does not draft returns to the budget, because it shows nothing about
+        the drafts.
+        """
+        if not num_prompt or self._chosen_drafts is None:
+            return True
+        if self._drafts_pay(num_prompt, *self._chosen_drafts):
+            return True
+        self._num_tried -= self._is_sampling
+        return False
+
+    def _drafts_pay(self, prompt: int, options: _Options, number: int) -> bool:
+        """Whether the drafts of an option are worth their time in a step that reads a prompt.
 
         If steps without a prompt are recorded, this step launches the draft model's passes eagerly.
         The tokens that the drafts add may then take longer here than in recorded steps. Otherwise a
-        prompt changes nothing. A step of a trial that does not draft returns to the budget, because
-        it shows nothing about the drafts.
+        prompt changes nothing.
         """
-        if not prompt or self._drafting_now is None:
+        # The draft model reads the prompt in a step without drafts, too.
+        plain_work = replace(options.works[0], prompt=prompt, read=prompt)
+        drafting_work = replace(options.works[number], prompt=prompt, read=prompt)
+        is_recorded_alone = not self.times.is_eager(options.works[number])
+        prompt_prevents_recording = is_recorded_alone and self.times.is_eager(drafting_work)
+        if not prompt_prevents_recording:
             return True
-        options, number = self._drafting_now
-        plain = replace(options.works[0], prompt=prompt, read=prompt)
-        drafting = replace(options.works[number], prompt=prompt, read=prompt)
-        if self.times.is_eager(options.works[number]) or not self.times.is_eager(drafting):
-            return True
-        plain_s, drafting_s = self.times.step_s([plain, drafting])
+        plain_s, drafting_s = self.times.step_s([plain_work, drafting_work])
         gain = options.tokens[number] - options.tokens[0]
-        is_worthwhile = bool(gain > options.rates[number] * (drafting_s - plain_s))
-        if self._is_sampling and not is_worthwhile:
-            self._num_tried -= 1
-        return is_worthwhile
+        return bool(gain > options.rates[number] * (drafting_s - plain_s))
 
-    def fanout(self, sequence: Drafting) -> Fanout:
-        """Return a sequence's drafts in the planned step; sequences new since the choice draft."""
+    def fanout(self, sequence: AdaptiveSequence) -> Fanout:
+        """Return a sequence's drafts in the planned step. A sequence that is new since the choice
+        drafts the chosen shape, if that is not plain.
+        """
         num_drafts, length = self.choice.shape
         sequence_id = sequence.sequence_id
-        drafts = sequence_id in self.choice.drafting or sequence_id not in self._chosen_ids
+        drafts = sequence_id in self.choice.drafting_ids or sequence_id not in self._chosen_ids
         if not length or not drafts:
             return ()
         # The common choice may exceed this request's limits.
@@ -407,7 +460,7 @@ class Controller:
 
     # -- expected tokens and costs ----------------------------------------------------------------
 
-    def _tokens(self, adaptive: Sequence[Drafting], shapes: Sequence[Shape]) -> Numbers:
+    def _tokens(self, adaptive: Sequence[AdaptiveSequence], shapes: Sequence[Shape]) -> Numbers:
         """Return [shapes, adaptive] the expected tokens of each request in a step of each shape."""
         acceptance_ratio = np.array([sequence.acceptance_ratio for sequence in adaptive])
         room = np.array([sequence.num_remaining - 1 for sequence in adaptive])
@@ -418,7 +471,9 @@ class Controller:
         return np.array([by_chains[num_drafts][length] for num_drafts, length in shapes])
 
     def _tokens_of_other(self, fanout: Fanout) -> float:
-        """Return the expected tokens per step of a request that is not adaptive."""
+        """Return the expected tokens per step of a request that is not adaptive. The chains of a
+        tree are counted at its root.
+        """
         if not fanout:
             return 1.0
         length = len(fanout)
@@ -436,13 +491,15 @@ class Controller:
         expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
         return expected
 
-    def reached(self, sequence: Drafting, fanout: Fanout) -> Numbers:
-        """Return [depths] the probability that a sequence's drafts are accepted to each depth."""
+    def reached(self, sequence: AdaptiveSequence, fanout: Fanout) -> Numbers:
+        """Return [depths] the probability that a sequence's drafts are accepted to each depth. The
+        chains of a tree are counted at its root.
+        """
         by_position = self.acceptance.by_position(fanout[0])[: len(fanout)]
         result: Numbers = np.minimum(SUREST, sequence.acceptance_ratio * by_position).cumprod()
         return result
 
-    def _catch_up_s(self, adaptive: Sequence[Drafting], lags: Sequence[int] | None) -> Numbers:
+    def _catch_up_s(self, adaptive: Sequence[AdaptiveSequence], lags: Sequence[int] | None) -> Numbers:
         """Return [adaptive] the cost of catching up per token that the answer may still get."""
         usual_answer = self.acceptance.usual_answer
         lags = lags or [0] * len(adaptive)
@@ -453,7 +510,7 @@ class Controller:
 
     # -- learning ---------------------------------------------------------------------------------
 
-    def observe(self, sequence: Drafting, num_drafts: int, length: int, num_accepted: int) -> None:
+    def observe(self, sequence: AdaptiveSequence, num_drafts: int, length: int, num_accepted: int) -> None:
         """Record the verification of a row's drafts. length: tokens of each chain."""
         num_tried = min(num_accepted + 1, length)
         num_taken = min(num_accepted, length)

@@ -71,4 +71,4 @@ class HostTime:
 
 
 def _slopes(work: StepWork) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.array([1.0, work.drafting / max(1, work.rows)])
+    return np.array([1.0, work.num_drafting / max(1, work.rows)])

@@ -7,11 +7,13 @@ draft = machine * sum of (rate * size)             drawing the drafts
 The time outside both parts is predicted by `host_time.py`; `step_s` is the sum of all three.
 
 Sizes are numbers of tokens, rows and passes. A pass grows with its rows piecewise linearly.
-Calibration fits the rates (non-negative least squares). From then on the state of an extended
-Kalman filter is the logarithms of the rates, of the machine's factor and of a factor for each
-shape. The machine's factor drifts, so that steps of a single shape show how fast steps of all other
-shapes are now; the rest of the state returns slowly to the calibrated values. A plain step is the
-same model without nodes: choices and reports use the same numbers.
+Calibration fits the rates (non-negative least squares). From then on an extended Kalman filter
+corrects them. Its state is the logarithms of factors, at first 0: a factor on each calibrated rate,
+the machine's factor and a factor for each shape. The points of calibration pass through the filter
+too, which reduces the variance of the rates that they determine. The machine's factor drifts, so
+that steps of a single shape show how fast steps of all other shapes are now; the rest of the state
+returns slowly to the calibrated values. A plain step is the same model without nodes: choices and
+reports use the same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from engine.control.step_work import MIXED, PLAIN, Shape, StepWork
 Numbers = npt.NDArray[np.float64]
 _KNOTS = 2.0 ** np.arange(11)
 """Rows of a pass between which its duration grows linearly."""
-# Standard deviations of logarithms.
+# The standard deviations from here to `_COLD_STD` are of logarithms.
 _MACHINE_STD = 0.1
 """Initial standard deviation of the machine's factor."""
 _MACHINE_DRIFT = 0.03
@@ -47,7 +49,9 @@ _COLD_STD = 1.0
 other weights. On processors with 480 MB of cache such plain steps took up to 9 % longer.
 """
 _COLD_STEPS = (4, 32)
-"""Fewest and most plain steps that count as cold; of drafting steps the fewest do."""
+"""Fewest and most plain steps that count as cold after a stop of drafting. After a start of
+drafting only the fewest steps are cold.
+"""
 _COLD_S = 0.2
 """Seconds of plain steps that count as cold, within these limits."""
 _MUCH_FASTER = 0.75
@@ -81,9 +85,10 @@ def _ramps(rows: float) -> Numbers:
 
 _NUM_RAMPS = len(_KNOTS) - 1
 # Places of the terms: first the terms of the rest, then the terms of drafting. `sizes_of` fills in
-# the terms of texts.
+# the terms of texts. `_DRAFT_RAMPS` counts from the first term of drafting.
 _TEXTS = _NUM_RAMPS + 8
 _NUM_REST = _TEXTS + 5
+_READ = _NUM_REST + 1
 _DRAFT_RAMPS = 5
 _DRAFT_TEXTS = _NUM_REST + _DRAFT_RAMPS + _NUM_RAMPS
 NUM_TERMS = _DRAFT_TEXTS + 2
@@ -101,12 +106,12 @@ def _is_shared(passes: Passes) -> bool:
 
 @lru_cache(maxsize=4096)
 def _sizes_without_texts(
-    rows: int, nodes: int, drafting: int, passes: Passes, prompt: int, read: int, is_eager: bool
+    rows: int, nodes: int, num_drafting: int, passes: Passes, prompt: int, read: int, is_eager: bool
 ) -> Numbers:
     sizes = np.zeros(NUM_TERMS)
     sizes[0] = 1.0
     sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
-    counts = (rows, rows > 1, bool(nodes), drafting, nodes, bool(prompt), is_eager)
+    counts = (rows, rows > 1, bool(nodes), num_drafting, nodes, bool(prompt), is_eager)
     sizes[1 + _NUM_RAMPS : _TEXTS] = counts
     if not passes and not read:
         return sizes
@@ -127,11 +132,13 @@ def sizes_of(work: StepWork, window: int, is_eager: bool) -> Numbers:
     window: tokens that the draft model sees; 0 is all. is_eager: see `StepTimes`.
     """
     sizes = _sizes_without_texts(
-        work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read, is_eager
+        work.rows, work.nodes, work.num_drafting, work.passes, work.prompt, work.read, is_eager
     ).copy()
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length
-    drafted_from = len(work.passes) * work.drafting * seen
+    # The first pass has a row for each request that draws drafts; text drafts need no pass.
+    num_drawing = work.passes[0] if work.passes else 0
+    drafted_from = len(work.passes) * num_drawing * seen
     sizes[_TEXTS:_NUM_REST] = (
         work.text,
         work.text * (work.rows > 1),  # attention to a lone text uses a separate kernel
@@ -251,7 +258,7 @@ class StepTimes:
 
     def read_s(self, tokens: int) -> float:
         """Return the seconds that this many more tokens add to a pass of the draft model."""
-        return tokens * float(self._current_rates()[_NUM_REST + 1])
+        return tokens * float(self._current_rates()[_READ])
 
     def step_s(self, works: Sequence[StepWork]) -> Numbers:
         """Return [steps] seconds of whole steps, including the time between two of them."""
@@ -306,7 +313,6 @@ class StepTimes:
     def scale(self, factor: float) -> None:
         """Record that the machine takes `factor` times as long as at calibration."""
         self._state[_MACHINE] = math.log(factor)
-        self._fitted[_MACHINE] = math.log(factor)
         self._rates_now = None
 
     def widen(self, factor: float) -> None:
@@ -335,25 +341,25 @@ class StepTimes:
         is_switch = is_first and PLAIN in (work.shape, self._last_shape)
         self._num_since = 0 if is_switch else self._num_since + 1
         self._last_shape = work.shape
-        if is_first or not work.rows:
+        if is_first:
             return
         cold_s = self._cold_s(work)
-        if host_s is not None and not cold_s:
+        if host_s is not None and cold_s is None:
             self.host.observe(work, host_s)
         # A fast cold step is informative, because nothing makes a cold step fast.
-        is_uncertain = cold_s and draft_s + rest_s >= _MUCH_FASTER * cold_s
+        is_uncertain = cold_s is not None and draft_s + rest_s >= _MUCH_FASTER * cold_s
         self._learn(work, draft_s, rest_s, _COLD_STD if is_uncertain else _STEP_STD)
 
-    def _cold_s(self, work: StepWork) -> float:
-        """Return the predicted seconds of a step with cold caches; 0 if the caches are warm."""
+    def _cold_s(self, work: StepWork) -> float | None:
+        """Return the predicted seconds of a step with cold caches; None if the caches are warm."""
         fewest, most = _COLD_STEPS
         num_cold = most if work.shape == PLAIN else fewest
         if self._num_since >= num_cold:
-            return 0.0
+            return None
         drafts_s, rests_s, _ = self._seconds([work])
         predicted_s = float(drafts_s[0] + rests_s[0])
         is_cold = work.shape != PLAIN or self._num_since < self.num_cold(predicted_s)
-        return predicted_s if is_cold else 0.0
+        return predicted_s if is_cold else None
 
     def _pass_time(self, seconds: float) -> None:
         """Let the machine's factor drift, and the rest of the state return towards calibration."""
@@ -395,8 +401,8 @@ class StepTimes:
         """Apply an observation: a part of a step took `ratio` times the prediction."""
         covariance = self._variance @ slopes
         error_variance = float(slopes @ covariance) + std**2
-        # Another process may have caused a slow step, so it moves the state by at most one standard
-        # deviation.
+        # Another process may have caused a slow step, so a slow step moves the state by at most one
+        # standard deviation. Nothing makes a step fast, so a fast step may move it further.
         state_std = math.sqrt(max(error_variance - std**2, 1e-12))
         most = min(1.0, error_variance / state_std)
         error = min(most, max(-0.5, ratio - 1.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Protocol
 
@@ -54,7 +54,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of their texts together."""
     nodes: int = 0
     """Drafted tokens that the target verifies."""
-    drafting: int = 0
+    num_drafting: int = 0
     """Requests that have drafted tokens, drawn tokens or text drafts."""
     passes: tuple[int, ...] = ()
     """Rows of each pass of the draft model, as if one-pass heads ran level by level, too."""
@@ -87,13 +87,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
                 prompt += chunk
                 prompt_text += chunk * (row.first_index + chunk // 2)
         drafting = [row for row in emitting if row.fanout or row.text_drafts]
-        shape = MIXED if drafting else PLAIN
-        fanout = _common_fanout(drafting)
-        if fanout:
+        fanouts = {() if row.text_drafts else row.fanout for row in drafting}
+        if len(fanouts) == 1 and all(fanouts):
+            (fanout,) = fanouts
             widths: tuple[tuple[int, ...], ...] = (level_widths(fanout),) * len(drafting)
             nodes = sum(widths[0]) * len(drafting)
-            if set(fanout[1:]) <= {1}:
-                shape = (fanout[0], len(fanout))
         else:
             widths = tuple([row.widths for row in drafting if row.fanout])
             nodes = sum([row.num_nodes for row in drafting])
@@ -101,12 +99,12 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
             rows=len(emitting),
             text=sum([row.first_index + row.num_known for row in emitting]),
             nodes=nodes,
-            drafting=len(drafting),
+            num_drafting=len(drafting),
             passes=draft_passes(widths),
             prompt=prompt,
             prompt_text=prompt_text,
             read=read - len(widths),
-            shape=shape,
+            shape=shape_of_step(fanouts),
         )
 
     @property
@@ -117,7 +115,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def without_prompts(self) -> StepWork:
         """Return the same work without prompts; the draft model does not read them either."""
-        read = min(self.read, self.drafting)
+        # Its K/V lacks one more token of a request whose whole chain was accepted.
+        read = min(self.read, self.num_drafting)
         return msgspec.structs.replace(self, prompt=0, prompt_text=0, read=read, is_eager=None)
 
     @property
@@ -127,10 +126,15 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
         return StepWork(rows=self.rows, text=self.text, prompt=prompt, prompt_text=prompt_text)
 
 
-def _common_fanout(drafting: Sequence[WorkRow]) -> Fanout:
-    """Return the fanout of all rows; () if they differ or have text drafts."""
-    fanouts = {() if row.text_drafts else row.fanout for row in drafting}
-    return fanouts.pop() if len(fanouts) == 1 else ()
+def shape_of_step(fanouts: Collection[Fanout]) -> Shape:
+    """Return the shape of a step. fanouts: the distinct fanouts of the requests that draft; () of a
+    request with text drafts.
+    """
+    if not fanouts:
+        return PLAIN
+    fanout = next(iter(fanouts))
+    are_equal_chains = len(fanouts) == 1 and fanout and set(fanout[1:]) <= {1}
+    return (fanout[0], len(fanout)) if are_equal_chains else MIXED
 
 
 @lru_cache(maxsize=1024)

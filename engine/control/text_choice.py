@@ -64,9 +64,9 @@ class TextChoice:
         self._num_idle = 0
         """Choices of nothing in a row."""
         self._num_skipped = 0
-        """Steps since the last choice."""
+        """Such steps since the last choice."""
         self._num_requests = 0
-        """Requests of the last step."""
+        """Requests of the last step in which any request weighed text drafts."""
 
     def acceptance(self, is_greedy: bool) -> TextAcceptance:
         """Return the acceptance of text drafts at temperature 0, or at others."""
@@ -135,6 +135,6 @@ def _with_nodes(
     """Return the work of the step with these nodes."""
     if not nodes:
         return base
-    drafting = {option for _, option, _ in nodes if not options[option].drafts_already}
-    num_drafting = base.drafting + len(drafting)
-    return replace(base, nodes=base.nodes + len(nodes), drafting=num_drafting, shape=MIXED)
+    newly_drafting = {option for _, option, _ in nodes if not options[option].drafts_already}
+    num_drafting = base.num_drafting + len(newly_drafting)
+    return replace(base, nodes=base.nodes + len(nodes), num_drafting=num_drafting, shape=MIXED)

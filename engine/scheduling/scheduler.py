@@ -323,7 +323,7 @@ class Scheduler:
         is_eager = any(row.needs for row in emitting)
         controller.choose(sequences, other_fanouts, lags, other_text, is_eager)
         num_prompt = sum(row.num_known - row.emits for row in planned.values())
-        drafts_now = controller.drafts_with_prompt(num_prompt)
+        drafts_now = controller.drafts_in_step(num_prompt)
         for row in adaptive:
             sequence = row.sequence
             # The last token of an answer is not drafted, so nothing of the shape may remain.

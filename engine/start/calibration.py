@@ -62,7 +62,7 @@ different sizes differ by at most the first factor, the measurements are used as
 most the second factor, with a wider uncertainty, because other work on the machine slows some steps
 more. No step may have changed by more than the third.
 """
-_FORMAT = 20
+_FORMAT = 21
 """Version of the file; increased if the engine's steps, or their measurements, have changed."""
 _PLAIN = Speculation()
 

@@ -52,7 +52,7 @@ def parts_s(work: StepWork, is_eager: bool, num_weights: float = 8.2e9) -> tuple
     rest_s += 3e-6 * (work.rows + work.nodes) + 0.001 * is_eager  # distributions and verdicts
     passes = work.passes or (0,) * bool(work.read)
     counts = [rows + work.read * (not depth) for depth, rows in enumerate(passes)]
-    drafted_bytes = 114688 * work.text / max(1, work.rows) * work.drafting
+    drafted_bytes = 114688 * work.text / max(1, work.rows) * work.num_drafting
     return sum(_pass_s(0.6e9, count, drafted_bytes, 0.0042 * is_eager) for count in counts), rest_s
 
 

@@ -16,7 +16,7 @@ def observed(*seen: tuple[int, int, int], longest: int = 3) -> Acceptance:
     acceptance = Acceptance(longest)
     for observation in seen:
         acceptance.observe(*observation)
-    acceptance.fade()
+    acceptance.apply(1)
     return acceptance
 
 
@@ -38,9 +38,9 @@ def test_estimates_move_from_the_prior_to_what_was_seen() -> None:
     acceptance = Acceptance(3)
     for observation in ((16, 3, 1), (16, 3, 1), (16, 2, 2)):
         acceptance.observe(*observation)
-        assert acceptance.by_position(16) == pytest.approx([0.91] * 3), "until the next fade nothing changes"
+        assert acceptance.by_position(16) == pytest.approx([0.91] * 3), "until `apply` nothing changes"
     assert acceptance.expected(16, 3) == pytest.approx(3 * 0.91)
-    acceptance.fade()
+    acceptance.apply(1)
     # 8 observations with mean 1/2 and 6 of the prior; 16 chains accept as one does twice.
     single = (6 * 0.7 + 8 * (1 - 0.5**0.5)) / 14
     first = (3 + 6 * (1 - (1 - single) ** 2)) / 9
@@ -56,18 +56,18 @@ def test_estimates_move_from_the_prior_to_what_was_seen() -> None:
 def test_older_observations_count_less() -> None:
     acceptance = observed((1, 1, 1))
     acceptance.observe(1, 2, 0)
-    acceptance.fade(500)
+    acceptance.apply(500)
     old = 0.998**500
     assert 0.3 < old < 0.4
     mean = old / (old + 2)
     single = (4.2 + (old + 2) * mean) / (6 + old + 2)
     first = (old + 6 * single) / (old + 1 + 6)
     assert acceptance.by_position(1) == pytest.approx([first, 6 * first / 7, 6 * first / 7])
-    acceptance.fade(10**4)
+    acceptance.apply(10**4)
     assert acceptance.by_position(1) == pytest.approx([0.7] * 3)
     # One observation that has almost faded still counts by its weight.
     faded = observed((1, 1, 0))
-    faded.fade(500)
+    faded.apply(500)
     assert faded.by_position(16)[0] == pytest.approx(1 - (1 - 4.2 / (6 + old)) ** 2)
 
 
@@ -86,11 +86,11 @@ def test_acceptance_is_learned_by_position_and_spreads_to_other_numbers_of_chain
     before = acceptance.by_position(4)[0]
     for _ in range(300):
         acceptance.observe(1, 2, 1)
-        acceptance.fade()
+        acceptance.apply(1)
     eight = copy.deepcopy(acceptance)
-    eight.fade(8)
+    eight.apply(8)
     for _ in range(8):
-        acceptance.fade()
+        acceptance.apply(1)
     assert eight.by_position(1) == pytest.approx(acceptance.by_position(1))
     assert acceptance.by_position(1)[0] > 0.9
     assert acceptance.by_position(1)[1] < 0.2

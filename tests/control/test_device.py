@@ -40,7 +40,7 @@ def times_of(device: Device, knows_eager: bool = True) -> StepTimes:
 def reading(work: StepWork, prompt: int, first: int = 0) -> StepWork:
     """The same work with tokens of a prompt, which the draft model reads if others draft."""
     text = prompt * (first + prompt // 2)
-    return replace(work, prompt=prompt, prompt_text=text, read=prompt if work.drafting else 0)
+    return replace(work, prompt=prompt, prompt_text=text, read=prompt if work.num_drafting else 0)
 
 
 def errors(times: StepTimes, device: Device, works: list[StepWork]) -> np.ndarray:  # type: ignore[type-arg]
@@ -155,7 +155,7 @@ def test_adaptive_requests_with_prompts_are_as_fast_as_the_best_shape(device: De
     long; or draft in steps with prompts, whose passes are not recorded.
     """
     points, options = device.measured(), {"is_eager": device.recorded.is_eager}
-    always = instead(Controller, "drafts_with_prompt", lambda *_: True)
+    always = instead(Controller, "drafts_in_step", lambda *_: True)
     with always if wrong == "drafts with prompts" else nullcontext():
         times = StepTimes(points, **({} if wrong == "all steps are recorded" else options))
         rate, _ = served(device, times, LIMITS)
@@ -275,7 +275,7 @@ def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str
             load.step()
             taken = load.works[-1]
             # Which the controller does not know yet.
-            reads = taken.prompt > 0 or taken.read > taken.drafting
+            reads = taken.prompt > 0 or taken.read > taken.num_drafting
             for work in options[-1].works if options and not reads else ():
                 if (work.shape, work.rows, work.nodes) == (taken.shape, taken.rows, taken.nodes):
                     num_compared += 1
@@ -287,9 +287,9 @@ def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str
 def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, returns: bool) -> None:
     """Prompts arrive steadily. The wrong variant spends the trials on plain steps."""
 
-    def spent(drafts_with_prompt: Any, controller: Controller, prompt: int) -> bool:
+    def spent(drafts_in_step: Any, controller: Controller, num_prompt: int) -> bool:
         before = controller._num_tried
-        drafts: bool = drafts_with_prompt(controller, prompt)
+        drafts: bool = drafts_in_step(controller, num_prompt)
         controller._num_tried = before
         return drafts
 
@@ -297,12 +297,12 @@ def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, retu
     load, controller = Load(device, 16, 60, 20, LIMITS), device.scheduler.controller
     assert controller is not None
     num_drafted = num_plain = 0
-    with nullcontext() if returns else instead(Controller, "drafts_with_prompt", spent):
+    with nullcontext() if returns else instead(Controller, "drafts_in_step", spent):
         for _ in range(600):
             load.step()
             if controller._trial not in (None, PLAIN):
-                num_drafted += load.works[-1].drafting > 0
-                num_plain += not load.works[-1].drafting
+                num_drafted += load.works[-1].num_drafting > 0
+                num_plain += not load.works[-1].num_drafting
     assert min(num_drafted, num_plain) > 3
     assert controller._num_tried == num_drafted + num_plain * (not returns)
 
@@ -320,10 +320,10 @@ def test_drafts_wait_for_prompts_if_their_passes_take_longer_than_their_tokens(
     load.rate(200, warm=100)
     with_prompts = [work for work in load.works if work.prompt]
     assert len(with_prompts) > 9
-    assert (np.mean([work.drafting > 0 for work in with_prompts]) > 0.8) == drafts
+    assert (np.mean([work.num_drafting > 0 for work in with_prompts]) > 0.8) == drafts
     controller = device.scheduler.controller
     assert controller is not None
-    assert controller.drafts_with_prompt(0)
+    assert controller.drafts_in_step(0)
     # The draft model has read the others' texts meanwhile, so the next step is a recorded one.
     if not drafts:
         after = [later for work, later in zip(load.works, load.works[1:], strict=False) if work.prompt > later.prompt]

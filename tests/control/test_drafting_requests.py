@@ -5,11 +5,18 @@ is worth.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from engine.control.controller import Controller
-from engine.control.step_work import PLAIN
+from engine.control.step_work import PLAIN, StepWork
+from engine.fanout import Fanout
+from engine.plan import Plan
 from tests.control.test_controller import DEAR, FREE, controller_of
+from tests.control.test_step_time import row
 from tests.scheduling.machine import sequence
+from tests.wrong import instead
 
 
 def test_free_nodes_are_drafted_and_dear_ones_are_not() -> None:
@@ -41,6 +48,27 @@ def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
         controller.choose([sequence(1, 1, 5)], others)
         chosen.append(controller.choice.shape != PLAIN)
     assert chosen == [True, False, True]
+
+
+@pytest.mark.parametrize("others", [[], [()], [(4, 1, 1)], [(2, 1), (2, 1), ()], [(1, 1), (3,)], [(2, 2)]])
+def test_a_step_is_predicted_as_the_work_from_which_the_model_learns(others: list[Fanout]) -> None:
+    """Shapes are parts of works: what is learned of one shape says nothing of others."""
+    options: list[Any] = []
+
+    def noted(options_of: Any, *asked: Any) -> Any:
+        options.append(options_of(*asked))
+        return options[-1]
+
+    with instead(Controller, "_options", noted):
+        controller_of(**FREE).choose([sequence(1)], others, other_text=len(others))
+    (chosen,) = options
+    for (num_drafts, length), work in zip(chosen.shapes, chosen.works, strict=True):
+        adaptive = (num_drafts, *(1,) * (length - 1)) if length else ()
+        rows = [
+            row(number, first_index=0, fanout=fanout, draft_input_ids=bool(fanout))
+            for number, fanout in enumerate([adaptive, *others])
+        ]
+        assert work == StepWork.of(Plan(tuple(rows)))
 
 
 def test_gains_of_neighbours_by_their_drafts_count() -> None:
@@ -86,7 +114,7 @@ def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
 def test_requests_far_behind_decode_plainly_next_to_drafting_requests() -> None:
     controller = controller_of(read_s=0.0005, **FREE)
     controller.choose([sequence(1), sequence(2), sequence(3)], (), [0, 9000, 1])
-    assert controller.choice.drafting == {1, 3}
+    assert controller.choice.drafting_ids == {1, 3}
 
 
 def test_longer_texts_make_drafts_worth_more() -> None:
@@ -111,6 +139,15 @@ def test_shapes_stay_within_the_requests_own_limits() -> None:
     # Eight tokens, which the other's limits allow, are more than this one asked for.
     assert controller.choice.shape[1] * controller.choice.shape[0] > 5 >= len(controller.fanout(one_chain))
     assert controller.fanout(many)[0] > 1
+
+
+def test_every_shape_that_a_request_allows_is_offered() -> None:
+    """Long chains are the best here; only the request that may draft one chain allows them."""
+    controller = with_acceptance(controller_of(**FREE), {1: 1.0, 4: 1.0})
+    short, long = sequence(1, 4, 3), sequence(2, 1, 16)
+    controller.choose([short, long])
+    assert len(controller.fanout(long)) == 16
+    assert len(controller.fanout(short)) == 12, "as many tokens as its own limits allow"
 
 
 def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
@@ -138,7 +175,7 @@ def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it() -> Non
     """Drafts worth a little less than they take are kept: who stops, and starts again, must be
     caught up with.
     """
-    drafting: Callable[[Controller], set[int]] = lambda controller: controller.choice.drafting & {2, 3}  # noqa: E731
+    drafting: Callable[[Controller], set[int]] = lambda controller: controller.choice.drafting_ids & {2, 3}  # noqa: E731
     good, weak, bad = sequence(1, 1, 1), sequence(2, 1, 1), sequence(3, 1, 1)
     for request, num_taken in ((good, 400), (weak, 150), (bad, 20)):
         request.note_drafts(num_taken, 300.0)

@@ -21,7 +21,7 @@ def plain(rows: int) -> StepWork:
 
 
 def true_s(work: StepWork) -> float:
-    return (0.00015 + 0.00002 * work.rows) * DRAFTING ** (work.drafting / work.rows)
+    return (0.00015 + 0.00002 * work.rows) * DRAFTING ** (work.num_drafting / work.rows)
 
 
 def serve(host: HostTime, work: StepWork, num_steps: int, seed: int = 0) -> None:
@@ -52,7 +52,7 @@ def test_one_time_for_all_steps_is_found_wrong() -> None:
 
 def test_steps_in_which_some_requests_draft_lie_between() -> None:
     host = after_a_start(HostTime())
-    partly_drafting = StepWork(rows=16, text=16, nodes=12, drafting=4, passes=(4, 4, 4))
+    partly_drafting = StepWork(rows=16, text=16, nodes=12, num_drafting=4, passes=(4, 4, 4))
     assert host.usual_s(plain(16)) < host.usual_s(partly_drafting) < host.usual_s(chains(16, (1, 3)))
     assert host.usual_s(partly_drafting) == pytest.approx(true_s(partly_drafting), rel=0.1)
 

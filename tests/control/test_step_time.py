@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.control import step_time
-from engine.control.step_time import Point, StepTimes
+from engine.control.step_time import Point, StepTimes, sizes_of
 from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
@@ -69,7 +69,7 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
         rows=4,
         text=11 + 11 + 41 + 5,
         nodes=18,
-        drafting=3,
+        num_drafting=3,
         passes=(3, 6, 6),
         prompt=30 + 4,
         prompt_text=30 * (100 + 15) + 4 * 2,
@@ -107,13 +107,26 @@ def test_only_rows_that_draw_the_same_chains_have_a_shape(
     """Trees are no shapes of the menu, nor are text drafts."""
     work = StepWork.of(Plan(tuple(row(number, **fields) for number, fields in enumerate(drafting))))
     num_drafting = sum(bool(fields) for fields in drafting)
-    assert (work.nodes, work.drafting, work.passes, work.shape) == (nodes, num_drafting, passes, shape)
+    assert (work.nodes, work.num_drafting, work.passes, work.shape) == (nodes, num_drafting, passes, shape)
 
 
 def test_nodes_of_the_last_depth_are_in_no_pass_of_the_draft_model() -> None:
     assert draft_passes(()) == ()
     assert draft_passes(((3, 3),)) == (1, 3)
     assert draft_passes(((1,), (4, 4, 4), (2, 2))) == (3, 6, 4)
+
+
+def test_only_requests_that_draw_drafts_take_the_draft_model_time_for_their_texts() -> None:
+    """The wrong variant counts requests with text drafts, too."""
+    drawing = ({"fanout": (1, 1, 1)},)
+    with_text_drafts = ({"text_drafts": (TEXT_DRAFT,)},) * 3
+    plain: tuple[dict[str, Any], ...] = ({},) * 3
+    sizes = []
+    for others in (plain, with_text_drafts):
+        rows = [row(number, **fields) for number, fields in enumerate((*drawing, *others))]
+        sizes.append(sizes_of(StepWork.of(Plan(tuple(rows))), 0, False)[-2:])
+    assert sizes[0][0] == 3 * 11, "three passes over a text"
+    assert sizes[1].tolist() == sizes[0].tolist()
 
 
 # -- fitting ---------------------------------------------------------------------------------------

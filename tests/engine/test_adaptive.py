@@ -59,8 +59,8 @@ class Restless(Controller):
         self.num_steps, self.num_emitting = self.num_steps + 1, len(asked[0])
         self.reads = self.num_steps % 3 > 0
 
-    def drafts_with_prompt(self, prompt: int) -> bool:
-        return not prompt or self.num_steps % 2 > 0
+    def drafts_in_step(self, num_prompt: int) -> bool:
+        return not num_prompt or self.num_steps % 2 > 0
 
     def fanout(self, sequence: Sequence) -> tuple[int, ...]:
         most = sequence.request.speculation.num_drafts

@@ -76,7 +76,7 @@ def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
     assert engine.facts.memory_plan["draft_weights"] == others + of_rotation + backend.weight_bytes
     speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
     points = measure_points(engine, speculation)
-    assert all(draft_s > 0 for work, draft_s, _ in points if work.drafting)
+    assert all(draft_s > 0 for work, draft_s, _ in points if work.num_drafting)
     engine.scheduler.controller = controller = Controller(StepTimes(Machine().points()), 16)
     with instead(controller, "fanout", lambda *_: (4, 1, 1)):
         run = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0)])

@@ -70,7 +70,7 @@ def chains(rows: int, shape: Shape, text: int = 1) -> StepWork:
     num_drafts, length = shape
     passes = (rows, *(rows * num_drafts,) * (length - 1))
     nodes = rows * num_drafts * length
-    return StepWork(rows=rows, text=rows * text, nodes=nodes, drafting=rows, passes=passes, shape=shape)
+    return StepWork(rows=rows, text=rows * text, nodes=nodes, num_drafting=rows, passes=passes, shape=shape)
 
 
 def sequence(number: int, num_drafts: int = 4, draft_length: int = 5, max_tokens: int = 10**6) -> Sequence:

@@ -64,8 +64,8 @@ class Whims(Controller):
     def choose(self, *_: object) -> None:
         """Decide nothing."""
 
-    def drafts_with_prompt(self, prompt: int) -> bool:
-        return self.beside or not prompt
+    def drafts_in_step(self, num_prompt: int) -> bool:
+        return self.beside or not num_prompt
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:

@@ -215,7 +215,7 @@ def test_prompts_in_the_step_change_nothing(node_s: float) -> None:
     beside = replace(base, prompt=2000, prompt_text=2_000_000)
     chosen = TextChoice().choose(times, base, 2.0, options)
     assert TextChoice().choose(times, beside, 2.0, options) == chosen
-    all_nodes = StepWork(rows=2, text=2, nodes=sum(map(len, TREES)), drafting=2, shape=MIXED)
+    all_nodes = StepWork(rows=2, text=2, nodes=sum(map(len, TREES)), num_drafting=2, shape=MIXED)
     if node_s > 0.001:
         assert sum(map(len, chosen)) < all_nodes.nodes
         with_all = replace(all_nodes, prompt=2000, prompt_text=2_000_000)

@@ -48,7 +48,7 @@ def test_a_rehearsal_serves_plain_steps_too(engine: Engine) -> None:
     with calls_of(HostTime, "observe") as calls:
         rehearse(engine, ADAPTIVE)
     assert all(seconds > 0 for (_, _, seconds), _ in calls)
-    assert {(work.drafting > 0, work.prompt > 0) for (_, work, _), _ in calls} >= {(True, False), (False, False)}
+    assert {(work.num_drafting > 0, work.prompt > 0) for (_, work, _), _ in calls} >= {(True, False), (False, False)}
 
 
 def test_a_rehearsal_takes_the_steps_that_serve(engine: Engine) -> None:

@@ -79,7 +79,7 @@ class Served:
         self.scheduler.last_plan = plan = Plan(tuple(rows))
         work = StepWork.of(plan)
         draft_s, rest_s = self.machine.parts_s(work)
-        host_s = DRAFTING_HOST_S if work.drafting else HOST_S
+        host_s = DRAFTING_HOST_S if work.num_drafting else HOST_S
         began = self.now
         self.telemetry.stopwatch.start()
         self.now += host_s / 4  # planning

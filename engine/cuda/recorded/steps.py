@@ -353,10 +353,10 @@ class RecordedSteps(RecordedMenu):
         """
         if not self.steps or not self.serves:
             return False
-        reads_much = not self._is_head and work.read > (NUM_TEXT - 1) * work.drafting
+        reads_much = not self._is_head and work.read > (NUM_TEXT - 1) * work.num_drafting
         if work.prompt or reads_much:
             return True
-        drafts = work.shape, -(-work.nodes // max(1, work.drafting))
+        drafts = work.shape, -(-work.nodes // max(1, work.num_drafting))
         if drafts not in self._most_sequences:
             sequences = [shape.sequences for shape in self.steps if _has_room(shape, *drafts)]
             self._most_sequences[drafts] = max(sequences, default=0)
