@@ -62,7 +62,7 @@ class DraftPrefill:
 
     def to_read(self, sequence: Sequence) -> int:
         """Return the number of prompt tokens that the draft model must read to draft."""
-        missing = len(sequence.request.prompt_token_ids) - sequence.num_cached
+        missing = sequence.num_prompt - sequence.num_draft_cached
         return min(missing, sequence.draft_window) if sequence.draft_window else missing
 
     def most_cached(self, sequence: Sequence, num_drafted: int) -> int:

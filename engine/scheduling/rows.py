@@ -142,7 +142,7 @@ def plan_row(
     num_missing = total - first
     finder = sequence.text_draft_finder if most_text_nodes else None
     # The usual row, planned in a third of the time.
-    if num_missing == 1 and budget and not (fanout or finder or draft_chunk):
+    if num_missing == 1 and budget > 0 and not (fanout or finder or draft_chunk):
         draft_end = sequence.num_draft_computed
         return PlannedRow(sequence, total, True, (), (), draft_end, draft_end, 0)
     # One token must remain to be emitted after the drafts.

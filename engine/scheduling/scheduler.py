@@ -217,9 +217,9 @@ class Scheduler:
         held = self._held_for_drafts(planned, decoding, budget)
         budget -= held
         limit = None
-        if prompts_wait and planned and self.times is not None:
-            num_text = sum(row.end for row in planned.values())
-            limit = PromptLimit(self.times, len(planned), num_text)
+        rows = self._in_place(planned)
+        if prompts_wait and rows and self.times is not None:
+            limit = PromptLimit(self.times, len(rows), sum(row.end for row in rows))
         if prompts_wait:
             budget = self._plan_prompts(planned, budget, limit)
         # Requests admitted now can share the blocks of this step, because a pass writes all K/V
@@ -265,10 +265,14 @@ class Scheduler:
         num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
         shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._lag)
         for sequence in prompts:
+            if sequence.sequence_id not in self._running:  # preempted for a prompt before it
+                continue
             row = self._plan_row(sequence, min(budget, shares[sequence.sequence_id]), limit)
             if row.num_known and self._reserve(row):
                 planned[sequence.sequence_id] = row
                 budget -= row.num_tokens
+                if limit is not None:
+                    limit.take(row.first_index, row.num_known)
         return budget
 
     def _plan_new(self, planned: Planned, budget: int, limit: PromptLimit | None) -> int:
@@ -279,6 +283,8 @@ class Scheduler:
                 break
             planned[row.sequence.sequence_id] = row
             budget -= row.num_tokens
+            if limit is not None and row.sequence.num_missing > 1:
+                limit.take(row.first_index, row.num_known)
             self._publish(row)
         return budget
 
@@ -289,10 +295,10 @@ class Scheduler:
         limit: PromptLimit | None = None,
     ) -> PlannedRow:
         """Return the row that fits the budget and the prompts' time, but no controller's drafts."""
-        first = sequence.num_target_computed
         is_prompt = sequence.num_missing > 1
         if is_prompt and limit is not None:
-            fitting = limit.most(first, min(budget, sequence.num_missing))
+            most = min(budget, sequence.num_missing)
+            fitting = limit.most(sequence.num_target_computed, most)
             # The drafts after a whole prompt are not limited.
             if fitting < sequence.num_missing:
                 budget = min(budget, self._lag(sequence) + fitting)
@@ -302,10 +308,7 @@ class Scheduler:
             fanout = fanout_within(sequence.request.speculation, self._adaptive_nodes)
         elif is_prompt:
             draft_chunk = self._prompt_draft_chunk
-        row = plan_row(sequence, fanout, budget, self._most_unweighed(sequence), draft_chunk)
-        if is_prompt and limit is not None:
-            limit.take(first, row.num_known)
-        return row
+        return plan_row(sequence, fanout, budget, self._most_unweighed(sequence), draft_chunk)
 
     # -- planning drafts --------------------------------------------------------------------------
 
@@ -322,7 +325,7 @@ class Scheduler:
         other_text = sum(row.end for row in others)
         is_eager = any(row.needs for row in emitting)
         controller.choose(sequences, other_fanouts, lags, other_text, is_eager)
-        num_prompt = sum(row.num_known - row.emits for row in planned.values())
+        num_prompt = sum(row.num_known - row.emits for row in self._in_place(planned))
         drafts_now = controller.drafts_with_prompt(num_prompt)
         for row in adaptive:
             sequence = row.sequence

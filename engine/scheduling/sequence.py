@@ -63,6 +63,8 @@ class Sequence:
     """Number of its blocks whose draft K/V other requests may use."""
     num_cached: int = 0
     """Prompt tokens with cached K/V at the first admission."""
+    num_draft_cached: int = 0
+    """Prompt tokens that the draft model need not compute, at the first admission."""
     last_step: int = -1
     prompt_logprobs: list[msgspec.Raw] = field(default_factory=list)
     shifts: tuple[TargetShift, ...] = ()
@@ -216,6 +218,7 @@ class Sequence:
             self._was_admitted = True
             self.queue_s = now_s - self.arrived_s
             self.num_cached = self.num_target_computed
+            self.num_draft_cached = self.num_draft_computed
 
     def forget_computed(self) -> None:
         """Forget which tokens have K/V, after its blocks were released (preemption)."""
