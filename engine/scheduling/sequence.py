@@ -34,8 +34,8 @@ class Sequence:
     arrived_s: float
     grammar: Grammar | None = None
     draft_window: int = 0
-    """Tokens before its drafts that the draft model sees, at first the server's window; 0 is
-    all.
+    """Tokens before its drafts that the draft model sees: the server's window, or 0 (all tokens) if
+    the draft distribution must be fixed.
     """
     fixed_draft_distribution: InitVar[bool] = False
     """Whether the draft distribution after a text must be the same in all steps. With a window it
@@ -49,7 +49,7 @@ class Sequence:
     """Whether a head drafts, which reads the target's states of the text before the last token."""
     num_target_computed: int = 0
     num_draft_computed: int = 0
-    draft_start: int = 0
+    draft_kv_first: int = 0
     """Index from which the computed draft K/V has no gap."""
     block_ids: tuple[int, ...] = ()
     """Block table of the target: a tuple, so that steps recognise a table that has not changed."""
@@ -59,7 +59,7 @@ class Sequence:
     """Number of leading draft blocks already released."""
     num_published_blocks: int = 0
     """Number of its blocks whose target K/V other requests may use."""
-    num_drafted_blocks: int = 0
+    num_blocks_with_draft_kv: int = 0
     """Number of its blocks whose draft K/V other requests may use."""
     num_cached: int = 0
     """Prompt tokens with cached K/V at the first admission."""
@@ -224,9 +224,9 @@ class Sequence:
         """Forget which tokens have K/V, after its blocks were released (preemption)."""
         self.num_target_computed = 0
         self.num_draft_computed = 0
-        self.draft_start = 0
+        self.draft_kv_first = 0
         self.num_published_blocks = 0
-        self.num_drafted_blocks = 0
+        self.num_blocks_with_draft_kv = 0
         self.prompt_logprobs = []
 
 
