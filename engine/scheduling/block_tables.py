@@ -58,7 +58,7 @@ class BlockTables:
         """
         if not sequence.shares_blocks:
             return
-        # Only leading blocks of a text are published with draft K/V, and these have none.
+        # Blocks are published with draft K/V from the text's beginning on, without a gap.
         if self.draft is None and draft_kv_first:
             num_draft = 0
         num_full = num_target // self._size
@@ -83,7 +83,9 @@ class BlockTables:
         sequence.num_blocks_with_draft_kv = max(num_with_draft_kv, sequence.num_blocks_with_draft_kv)
 
     def try_allocate(self, row: PlannedRow) -> bool:
-        """Allocate the blocks of a row; return False if too few are free."""
+        """Allocate the blocks of a row. Return False if too few are free; blocks of the draft model
+        may have been allocated then.
+        """
         if self.draft is not None and not self._try_allocate_draft(row, self.draft):
             return False
         return self._extend_target(row.sequence, row.end + row.num_nodes)

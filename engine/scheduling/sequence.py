@@ -56,7 +56,9 @@ class Sequence:
     draft_block_ids: tuple[int, ...] = ()
     """Block table of the draft model, if it has separate blocks."""
     first_draft_block: int = 0
-    """Number of leading draft blocks already released."""
+    """Index in its block table of the first draft block that it holds; earlier blocks were released
+    or never allocated.
+    """
     num_published_blocks: int = 0
     """Number of its blocks whose target K/V other requests may use."""
     num_blocks_with_draft_kv: int = 0
