@@ -18,6 +18,7 @@ import msgspec
 
 from engine.config import (
     DRAFTERS,
+    EARLIER_ANSWERS,
     MODEL,
     MTP,
     PREDICTION,

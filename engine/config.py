@@ -12,7 +12,9 @@ import msgspec
 
 DRAFTERS = ("model", "prompt_lookup", "prediction", "earlier_answers")
 MODEL, PROMPT_LOOKUP, PREDICTION, EARLIER_ANSWERS = DRAFTERS
-"""Drafters: the draft model, the text itself, and the answer that the request predicts."""
+"""Drafters: the draft model, the text itself, the answer that the request predicts, and earlier
+answers to the same client.
+"""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -138,8 +140,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     the step's budget elsewhere.
     """
     max_drafted_nodes: int = 0
-    """Most nodes that a step drafts without measured step times. Adaptive requests draft smaller
-    shapes, and requests with fixed shapes take turns. 0 is 128 on a CPU, and no limit elsewhere.
+    """Most nodes that decoding rows draft in a step, unless the controller chooses them: requests
+    with fixed shapes take turns, and adaptive requests without measured step times draft smaller
+    shapes. Rows that end their prompts draft in addition. 0 is 128 on a CPU, and no limit
+    elsewhere.
     """
     max_model_len: int = 0
     """Longest prompt plus answer in tokens; 0 is the model's own limit, or less if the K/V pool is
@@ -175,7 +179,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     is all.
     """
     drafters: tuple[str, ...] = (MODEL,)
-    """Sources of drafts: `model`, `prompt_lookup`, or both."""
+    """Sources of drafts by default: `model`, `prompt_lookup`, `earlier_answers`."""
     max_over_acceptance: float = 0.0
     """Largest lossy over-acceptance that a request may ask for; 0 allows exact verification
     only.

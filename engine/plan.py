@@ -34,15 +34,15 @@ def num_text_nodes(drafts: Sequence[TextDraft]) -> int:
     return len({draft.tokens[:length] for draft in drafts for length in range(1, len(draft.tokens) + 1)})
 
 
-def first_draft_key(draft_start: int, draft_first: int, end: int, window: int) -> int:
-    """Return the index of the first token that the draft model sees: at most the first that it
-    computes now.
+def first_draft_key(draft_kv_first: int, draft_read_first: int, end: int, window: int) -> int:
+    """Return the index of the first token that the draft model sees: it sees all tokens that it
+    computes now and its window before `end`, as far as they have draft K/V.
 
-    draft_start, draft_first, window: as in `Row`; end: index after the last known token of the
-    pass.
+    draft_kv_first, window: as in `Row`; draft_read_first: index of the first token that it computes
+    now; end: index after the last known token of the pass.
     """
-    nearest = min(draft_first, end - window) if window else 0
-    return max(draft_start, nearest)
+    nearest = min(draft_read_first, end - window) if window else 0
+    return max(draft_kv_first, nearest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     end if the row draws.
     """
     draft_first_index: int
-    draft_start: int = 0
+    draft_kv_first: int = 0
     """Index of the first token with draft K/V, now or later; the draft model sees no token before
     it.
     """
@@ -115,7 +115,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: tuple[int, ...]
     draft_block_ids: tuple[int, ...] | None = None
     """Blocks of the draft model's K/V, valid from `first_draft_key` on; None if they are
-    `block_ids`.
+    `block_ids`, or if the sequence has none yet.
     """
     emits: bool
     sampling: Sampling
@@ -175,7 +175,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def first_draft_key(self) -> int:
         """Return the index of the first token that the draft model sees."""
-        return first_draft_key(self.draft_start, self.draft_first_index, self.end, self.draft_window)
+        return first_draft_key(self.draft_kv_first, self.draft_first_index, self.end, self.draft_window)
 
     @property
     def num_drafts(self) -> int:

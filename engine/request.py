@@ -212,7 +212,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """K/V is shared among requests of the same salt only."""
     client: str = ""
-    """Opaque name of the client: clients take turns when they wait for grammars."""
+    """Opaque name of the client: clients take turns in steps and when they wait for grammars."""
     num_prompt_logprobs: int | None = None
     """Number of likeliest tokens to report for each prompt token except the first; None reports
     nothing.

@@ -3,7 +3,8 @@ release.
 
 Target and draft model share a table, and their storage has the same blocks. With a draft window the
 draft model has a separate table and pool. It never reads a token again once the window has passed
-it, so a sequence holds the draft blocks of its window only, and none if it drafts nothing.
+it, so a sequence holds the draft blocks of its window only, and none if it drafts nothing. (A
+request that must draft without the window holds the draft blocks of its whole text.)
 
 Not for: when sequences take and release blocks (`scheduler.py`), or what is in them (`store.py`).
 """
@@ -28,67 +29,75 @@ class BlockTables:
         self.draft = draft
         self._size = target.block_size
 
-    def take_known(self, sequence: Sequence) -> int:
+    def take_cached(self, sequence: Sequence) -> int:
         """Hold the cached blocks of a text. Return the number of leading blocks that the draft
-        model need not compute: their K/V is cached, or before its window.
+        model need not compute: their K/V is cached, or before its window; 0 if no block in its
+        window is cached.
         """
         keys = sequence.block_keys(sequence.num_shared // self._size, self._size)
-        blocks, num_drafted = self.target.take_known(keys)
+        blocks, num_with_draft_kv = self.target.take_cached(keys)
         sequence.block_ids = tuple(blocks)
         if self.draft is None:
-            return num_drafted
+            return num_with_draft_kv
         if not sequence.request.speculation.num_drafts:
             return 0
         first = self._first_in_window(sequence)
-        draft_blocks, _ = self.draft.take_known(keys[first : len(blocks)])
+        draft_blocks, _ = self.draft.take_cached(keys[first : len(blocks)])
         if not draft_blocks:
             return 0
         sequence.draft_block_ids = (0,) * first + tuple(draft_blocks)
         sequence.first_draft_block = first
-        sequence.draft_start = first * self._size
+        sequence.draft_kv_first = first * self._size
         return first + len(draft_blocks)
 
-    def publish(self, sequence: Sequence, num_target: int, draft_start: int, num_draft: int) -> None:
+    def publish(self, sequence: Sequence, num_target: int, draft_kv_first: int, num_draft: int) -> None:
         """Let other requests use the full blocks of a text.
 
-        num_target: tokens with target K/V. Tokens from index `draft_start` up to `num_draft` have
-        draft K/V.
+        num_target: tokens with target K/V. Tokens from index `draft_kv_first` up to `num_draft`
+        have draft K/V.
         """
         if not sequence.shares_blocks:
             return
-        if self.draft is None and draft_start:
+        # Blocks are published with draft K/V from the text's beginning on, without a gap.
+        if self.draft is None and draft_kv_first:
             num_draft = 0
         num_full = num_target // self._size
-        num_drafted = min(num_target, num_draft) // self._size
+        num_with_draft_kv = min(num_target, num_draft) // self._size
         num_published = sequence.num_published_blocks
-        if num_full <= num_published and num_drafted <= sequence.num_drafted_blocks:
+        if num_full <= num_published and num_with_draft_kv <= sequence.num_blocks_with_draft_kv:
             return
         keys = sequence.block_keys(num_full, self._size)
         new_target = range(num_published, num_full)
-        new_draft = range(sequence.num_drafted_blocks, num_drafted)
+        new_draft = range(sequence.num_blocks_with_draft_kv, num_with_draft_kv)
         if self.draft is None:
             for number in {*new_target, *new_draft}:
-                is_drafted = number < num_drafted
-                self.target.publish(sequence.block_ids[number], keys[number], is_drafted)
+                has_draft_kv = number < num_with_draft_kv
+                self.target.publish(sequence.block_ids[number], keys[number], has_draft_kv)
         else:
             for number in new_target:
                 self.target.publish(sequence.block_ids[number], keys[number], False)
-            first = max(-(-draft_start // self._size), sequence.first_draft_block)
-            for number in range(max(new_draft.start, first), num_drafted):
+            first = max(-(-draft_kv_first // self._size), sequence.first_draft_block)
+            for number in range(max(new_draft.start, first), num_with_draft_kv):
                 self.draft.publish(sequence.draft_block_ids[number], keys[number], True)
         sequence.num_published_blocks = max(num_full, num_published)
-        sequence.num_drafted_blocks = max(num_drafted, sequence.num_drafted_blocks)
+        sequence.num_blocks_with_draft_kv = max(num_with_draft_kv, sequence.num_blocks_with_draft_kv)
 
-    def find(self, row: PlannedRow) -> bool:
-        """Allocate the blocks of a row; return False if too few are free."""
-        if self.draft is not None and not self._find_draft(row, self.draft):
+    def try_allocate(self, row: PlannedRow) -> bool:
+        """Allocate the blocks of a row. Return False if too few are free; blocks of the draft model
+        may have been allocated then.
+        """
+        if self.draft is not None and not self._try_allocate_draft(row, self.draft):
             return False
         return self._extend_target(row.sequence, row.end + row.num_nodes)
 
-    def frees(self, sequence: Sequence, row: PlannedRow) -> bool:
-        """Whether a sequence holds blocks of the pool in which a row finds too few."""
-        if self.draft is not None and not self._find_draft(row, self.draft):
-            return bool(sequence.held_draft_blocks)
+    def holds_lacking_blocks(self, sequence: Sequence, row: PlannedRow) -> bool:
+        """Whether a sequence holds blocks of the pool in which `try_allocate` found too few for a
+        row.
+        """
+        if self.draft is not None:
+            num_missing = -(-row.draft_kv_stop // self._size) - len(row.sequence.draft_block_ids)
+            if num_missing > self.draft.num_free:
+                return bool(sequence.held_draft_blocks)
         return bool(sequence.block_ids)
 
     def admit(self, row: PlannedRow, stop: int) -> bool:
@@ -99,7 +108,7 @@ class BlockTables:
         if self.draft is not None and sequence.request.speculation.num_drafts:
             first = max(self._first_in_window(sequence), len(sequence.draft_block_ids))
             num_missing = -(-stop // self._size) - first
-            if num_missing > self.draft.num_free or not self._find_draft(row, self.draft):
+            if num_missing > self.draft.num_free or not self._try_allocate_draft(row, self.draft):
                 return False
         return self._extend_target(sequence, stop)
 
@@ -146,9 +155,9 @@ class BlockTables:
         if self.draft is not None:
             self.draft.check_invariants(block for s in running for block in s.held_draft_blocks)
 
-    def _find_draft(self, row: PlannedRow, store: BlockStore) -> bool:
+    def _try_allocate_draft(self, row: PlannedRow, store: BlockStore) -> bool:
         """Release draft blocks before the window, and allocate the row's draft blocks."""
-        if not row.draft_stop:
+        if not row.draft_kv_stop:
             return True
         sequence = row.sequence
         first = row.first_draft_key // self._size
@@ -157,7 +166,7 @@ class BlockTables:
         sequence.first_draft_block = first
         if first > len(table):
             table += (0,) * (first - len(table))
-        extended = self._extended(store, table, row.draft_stop)
+        extended = self._extended(store, table, row.draft_kv_stop)
         sequence.draft_block_ids = table if extended is None else extended
         return extended is not None
 

@@ -28,7 +28,7 @@ class DraftPrefill:
     """Number of tokens that the draft model reads of texts from which nothing is drafted yet."""
 
     def __init__(self, config: SchedulerConfig, draft_window: int, by_head: bool = False) -> None:
-        """by_head: whether a head drafts, whose lag never matters."""
+        """by_head: whether a head drafts, which catches up with any lag in one step."""
         budget = config.max_num_batched_tokens
         guaranteed = min(budget // 4, config.max_prompt_tokens or budget)
         self.draft_window = draft_window
@@ -48,7 +48,7 @@ class DraftPrefill:
         """Return how many tokens the draft model is behind the target; 0 if nothing is drafted."""
         if not sequence.request.speculation.num_drafts:
             return 0
-        return max(0, sequence.num_target_computed - draft_from(sequence))
+        return max(0, sequence.num_target_computed - next_draft_read(sequence))
 
     def is_far(self, sequence: Sequence) -> bool:
         """Whether the lag is too large for one step that drafts."""
@@ -62,17 +62,18 @@ class DraftPrefill:
 
     def to_read(self, sequence: Sequence) -> int:
         """Return the number of prompt tokens that the draft model must read to draft."""
-        missing = len(sequence.request.prompt_token_ids) - sequence.num_cached
+        missing = sequence.num_prompt - sequence.num_draft_cached
         return min(missing, sequence.draft_window) if sequence.draft_window else missing
 
-    def most_cached(self, sequence: Sequence, num_drafted: int) -> int:
+    def most_cached(self, sequence: Sequence, num_with_draft_kv: int) -> int:
         """Return the most tokens of a cached prefix that a request may use if it is to draft in its
-        first step. num_drafted: cached tokens with the draft model's K/V.
+        first step. num_with_draft_kv: leading tokens that the draft model need not compute
+        (`BlockTables.take_cached`).
         """
         num_text = len(sequence.tokens)
         if self.by_head:
             return num_text
-        num_read = num_drafted
+        num_read = num_with_draft_kv
         if sequence.draft_window:
             num_read = max(num_read, num_text - sequence.draft_window)
         return num_read + self.most_lag
@@ -83,7 +84,7 @@ class DraftPrefill:
         self._share = self.most_lag // max(1, num_lagging)
 
 
-def draft_from(sequence: Sequence) -> int:
+def next_draft_read(sequence: Sequence) -> int:
     """Return the index of the first token that the draft model would compute, inside its window."""
     num_computed = sequence.num_draft_computed
     window = sequence.draft_window

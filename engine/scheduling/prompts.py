@@ -21,7 +21,7 @@ MOST_SHARING = 8
 _LEAST_S = 0.1
 """Seconds that prompts may add to a step if decoding itself takes less."""
 _LEAST_TOKENS = 8
-"""Prompt tokens that a step always reads, so that every prompt is completed."""
+"""Tokens of each prompt that the time limit always allows, so that every prompt is completed."""
 
 
 class PromptLimit:
@@ -55,20 +55,20 @@ class PromptLimit:
         self._work = self._with(first, count)
 
 
-def shares_of(prompts: Iterable[Sequence], budget: int, lag: Callable[[Sequence], int]) -> dict[int, int]:
+def shares_of(prompts: Iterable[Sequence], budget: int, prompt_lag: Callable[[Sequence], int]) -> dict[int, int]:
     """Return the most tokens of a step for each prompt, by the sequence's id.
 
     Within a priority all prompts get an equal share, plus the tokens that shorter prompts leave.
     Waiting requests with a free seat are included, so that a short prompt is computed together with
-    a long prompt and not after it. lag: tokens that the draft model computes of a text beyond the
-    target's.
+    a long prompt and not after it. prompt_lag: extra tokens that the draft model must read
+    for the row's chunk.
     """
     sharing = sorted(prompts, key=lambda s: (s.request.priority, s.num_missing))
     shares = {}
     for number, sequence in enumerate(sharing):
         priority = sequence.request.priority
         rivals = sum(other.request.priority == priority for other in sharing[number:])
-        share = max(1 + lag(sequence), budget // rivals)
+        share = max(1 + prompt_lag(sequence), budget // rivals)
         shares[sequence.sequence_id] = share
         budget -= min(sequence.num_missing, share)
     return shares

@@ -13,7 +13,7 @@ from engine.fanout import Fanout, level_widths, num_nodes
 from engine.needs import needs_of_drafts
 from engine.plan import LogitContext, Row, first_draft_key, num_text_nodes
 from engine.request import Speculation, TextDraft
-from engine.scheduling.draft_prefill import draft_from
+from engine.scheduling.draft_prefill import next_draft_read
 from engine.scheduling.sequence import Sequence
 
 # Prompt tokens that a step computes of a row that reports their logprobs.
@@ -21,7 +21,16 @@ _PROMPT_LOGPROBS = 64
 
 
 class PlannedRow(NamedTuple):
-    """Planned row of a sequence in a step, before its blocks are allocated."""
+    """Planned row of a sequence in a step, before its blocks are allocated.
+
+    Indices of the draft model in the text and its drafts; parts may be empty:
+
+        0 ... draft_kv_first ... draft_read_first ... draft_read_end   end ... draft_kv_stop
+              has K/V            computes now         computes later   drafts
+
+    Tokens before `draft_kv_first` may have no draft K/V. If the row draws drafts,
+    `draft_read_end` is `end`.
+    """
 
     sequence: Sequence
     end: int
@@ -29,12 +38,12 @@ class PlannedRow(NamedTuple):
     emits: bool
     fanout: Fanout
     text_drafts: tuple[TextDraft, ...]
-    draft_first: int
+    draft_read_first: int
     """Index of the first token that the draft model computes."""
-    draft_end: int
+    draft_read_end: int
     """Index after the last token that the draft model computes."""
     num_nodes: int
-    """Nodes of all its drafts, before equal prefixes are merged."""
+    """Nodes of all its drafts, before equal prefixes of drawn chains are merged."""
 
     @property
     def num_known(self) -> int:
@@ -44,7 +53,7 @@ class PlannedRow(NamedTuple):
     @property
     def num_draft_known(self) -> int:
         """Return the number of tokens that the draft model computes."""
-        return self.draft_end - self.draft_first
+        return self.draft_read_end - self.draft_read_first
 
     @property
     def first_index(self) -> int:
@@ -57,21 +66,23 @@ class PlannedRow(NamedTuple):
         return level_widths(self.fanout)
 
     @property
-    def draft_start(self) -> int:
+    def draft_kv_first(self) -> int:
         """Return the index from which the draft model's K/V has no gap after this step."""
-        is_moved = self.draft_first != self.sequence.num_draft_computed
-        return self.draft_first if is_moved else self.sequence.draft_start
+        is_moved = self.draft_read_first != self.sequence.num_draft_computed
+        return self.draft_read_first if is_moved else self.sequence.draft_kv_first
 
     @property
     def first_draft_key(self) -> int:
         """Return the index of the first token that the draft model sees, if it computes any."""
         window = self.sequence.draft_window
-        return first_draft_key(self.draft_start, self.draft_first, self.end, window)
+        return first_draft_key(self.draft_kv_first, self.draft_read_first, self.end, window)
 
     @property
-    def draft_stop(self) -> int:
-        """Return the index after its last draft K/V; 0 if the draft model computes nothing."""
-        if self.draft_end <= self.draft_first:
+    def draft_kv_stop(self) -> int:
+        """Return the index after its draft K/V, nodes included; 0 if the draft model computes
+        nothing.
+        """
+        if self.draft_read_end <= self.draft_read_first:
             return 0
         return self.end + num_nodes(self.fanout)
 
@@ -107,7 +118,9 @@ def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
 
 
 def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
-    """Return the drafts of a request without a controller; `most_nodes` holds if it is adaptive."""
+    """Return drafts that the controller does not choose; `most_nodes` holds for adaptive requests
+    only.
+    """
     most_nodes = max(1, most_nodes)
     if not speculation.adaptive or num_nodes(speculation.fanout) <= most_nodes:
         return speculation.fanout
@@ -128,21 +141,20 @@ def plan_row(
     fanout: Fanout,
     budget: int,
     most_text_nodes: int,
-    draft_chunk: int,
+    draft_chunk: int | None,
 ) -> PlannedRow:
     """Plan the row of a sequence that fits `budget`: all of its text with drafts, or a chunk of its
     prompt.
 
     most_text_nodes: of text drafts that are a function of the text alone. draft_chunk: for a row
-    without drafts, number of tokens beyond the target's that the draft model may compute; 0: it
+    without drafts, number of tokens beyond the target's that the draft model may compute; None: it
     computes none.
     """
     total = len(sequence.tokens)
-    first = sequence.num_target_computed
-    num_missing = total - first
     finder = sequence.text_draft_finder if most_text_nodes else None
+    may_read = bool(fanout) or draft_chunk is not None
     # The usual row, planned in a third of the time.
-    if num_missing == 1 and budget and not (fanout or finder or draft_chunk):
+    if sequence.num_missing == 1 and budget > 0 and not (may_read or finder):
         draft_end = sequence.num_draft_computed
         return PlannedRow(sequence, total, True, (), (), draft_end, draft_end, 0)
     # One token must remain to be emitted after the drafts.
@@ -151,7 +163,7 @@ def plan_row(
     # The draft model computes the target's tokens, to draft now or after the prompt.
     reads_with_target = bool(fanout)
     # A recomputed text resumes drafting where it stopped: its last token waits for a separate step.
-    is_held = reads_with_target and not sequence.may_draft and sequence.num_emitted > 0
+    head_must_wait = reads_with_target and not sequence.may_draft and sequence.num_emitted > 0
     if not sequence.may_draft:
         fanout = ()
     text_drafts: tuple[TextDraft, ...] = ()
@@ -159,28 +171,40 @@ def plan_row(
         text_drafts = finder.find(sequence.tokens, most_text_nodes, deepest)
     nodes = num_nodes(fanout) + num_text_nodes(text_drafts)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
-    draft_first = draft_from(sequence)
-    # The draft model computes `lag` tokens more than the target, and both fit the chunk.
-    lag = 0
+    # The draft model computes this many tokens more than the target, and both fit the chunk.
+    num_extra = 0
     if fanout and not sequence.by_head:
-        lag = max(0, first - draft_first)
-    if not is_held and num_missing + max(nodes, lag) <= chunk:
-        emits = True
-        end = total
-    else:
-        emits = False
-        end = first + max(0, min(num_missing - 1, chunk - lag))
+        num_extra = max(0, sequence.num_target_computed - next_draft_read(sequence))
+    emits = not head_must_wait and sequence.num_missing + max(nodes, num_extra) <= chunk
+    end = total
+    if not emits:
+        end = _chunk_end(sequence, chunk - num_extra)
         fanout = ()
         text_drafts = ()
         nodes = 0
-    draft_end = draft_first
+    most_read = 0
     if reads_with_target:
-        draft_end = end
-    elif draft_chunk:
-        draft_end = min(end, draft_first + min(end - first + draft_chunk, budget))
-    if draft_first >= draft_end:
-        draft_first = draft_end = sequence.num_draft_computed
-    return PlannedRow(sequence, end, emits, fanout, text_drafts, draft_first, draft_end, nodes)
+        most_read = total
+    elif draft_chunk is not None:
+        most_read = min(end - sequence.num_target_computed + draft_chunk, budget)
+    read_first, read_end = _draft_range(sequence, end, most_read)
+    return PlannedRow(sequence, end, emits, fanout, text_drafts, read_first, read_end, nodes)
+
+
+def _chunk_end(sequence: Sequence, most: int) -> int:
+    """Return the index after a chunk of at most this many tokens of its text."""
+    # A row that reaches the end of the text emits, so a chunk leaves at least one token.
+    num_known = max(0, min(sequence.num_missing - 1, most))
+    return sequence.num_target_computed + num_known
+
+
+def _draft_range(sequence: Sequence, end: int, most: int) -> tuple[int, int]:
+    """Return the range of at most this many tokens before `end` that the draft model computes."""
+    first = next_draft_read(sequence)
+    stop = min(end, first + most)
+    if first >= stop:
+        return sequence.num_draft_computed, sequence.num_draft_computed
+    return first, stop
 
 
 def text_of(sequence: Sequence) -> LogitContext | None:
@@ -211,9 +235,9 @@ def row_of(planned: PlannedRow) -> Row:
         request_id=request.request_id,
         input_ids=tuple(sequence.tokens[first:end]),
         first_index=first,
-        draft_input_ids=tuple(sequence.tokens[planned.draft_first : planned.draft_end]),
-        draft_first_index=planned.draft_first,
-        draft_start=planned.draft_start,
+        draft_input_ids=tuple(sequence.tokens[planned.draft_read_first : planned.draft_read_end]),
+        draft_first_index=planned.draft_read_first,
+        draft_kv_first=planned.draft_kv_first,
         draft_window=sequence.draft_window,
         block_ids=sequence.block_ids,
         draft_block_ids=sequence.draft_block_ids or None,

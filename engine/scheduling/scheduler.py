@@ -9,10 +9,13 @@ A step has a budget of tokens, which these rows take in this order:
 3. new requests from the queue, as far as the shared budget, seats and blocks suffice;
 4. drafts that the controller chooses once the rows that emit are known, then text drafts.
 
-Decoding rows and prompts go by priority, then by the time since their last row; the queue goes by
-priority and arrival. If the pool has no free block for a row, the sequence of the lowest priority
-that loses least is preempted: it returns to the queue and is recomputed later, with the same output
-(its noise depends on positions only).
+Decoding rows and prompts go by priority, then by turns of clients, then by the time since their
+last row. The queue goes by priority and arrival.
+
+If the pool has no free block for a row, the sequence of the lowest priority that loses least is
+preempted: it returns to the queue and is recomputed later. Its noise depends on positions only, so
+the output stays the same if the request fixes its drafts. The output of an adaptive request keeps
+its distribution.
 
 The number of tokens that a row drafts never depends on the drafted tokens, which keeps the output
 exact. If the request fixes it, the answer does not depend on the load.
@@ -39,7 +42,7 @@ from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
 from engine.scheduling.rows import PlannedRow, fanout_within, in_turn, plan_row, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore
-from engine.scheduling.text_plan import TextPlanner, weighs_text_drafts
+from engine.scheduling.text_plan import TextPlanner, text_drafts_depend_on_load
 
 Planned = dict[int, PlannedRow]
 """Rows of a step, by sequence, before they are built."""
@@ -57,7 +60,9 @@ class Scheduler:
         by_head: bool = False,
         draft_blocks: BlockStore | None = None,
     ) -> None:
-        """draft_blocks: separate blocks of the draft model's K/V, if a draft window bounds it."""
+        """by_head: whether a head drafts. draft_blocks: separate blocks of the draft model's K/V,
+        if a draft window bounds it.
+        """
         self.config = config
         self.draft_prefill = DraftPrefill(config, draft_window, by_head)
         self.tables = BlockTables(blocks, draft_blocks)
@@ -81,12 +86,11 @@ class Scheduler:
         self._edits = SharedEdits()
         self._next_id = 0
         self._step = 0
-        self._prompt_draft_chunk = 0
-        """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is set before the
-        controller chooses, because by then `_publish` has promised other requests the draft K/V of
-        these blocks.
+        self._prompt_draft_chunk: int | None = None
+        """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is fixed before
+        blocks are published: a row may later read more with the draft model, but never less.
         """
-        self._adaptive_nodes = config.max_drafted_nodes or config.max_num_batched_tokens
+        self._adaptive_nodes = 0
         """Nodes that each adaptive request may draft in this step without a controller."""
 
     def portion(self, number: int = 0, count: int = 1) -> Scheduler:
@@ -182,7 +186,7 @@ class Scheduler:
                 sequence.prompt_logprobs.append(write_logprobs(prompt_logprobs))
             sequence.num_target_computed = row.end
             sequence.num_draft_computed = row.draft_first_index + len(row.draft_input_ids)
-            sequence.draft_start = row.draft_start
+            sequence.draft_kv_first = row.draft_kv_first
             if row.emits:
                 emission = next(emissions)
                 if row.sequence_id not in verdict.broken:
@@ -207,36 +211,37 @@ class Scheduler:
         adaptive = (s for s in self._running.values() if s.request.speculation.adapts_shape)
         self.draft_prefill.share_among(adaptive)
         reads = self.controller is not None and self.controller.reads
-        self._prompt_draft_chunk = self.draft_prefill.chunk if reads else 0
+        self._prompt_draft_chunk = self.draft_prefill.chunk if reads else None
 
     def _plan_texts(self, planned: Planned) -> int:
         """Plan all known tokens. Return the tokens that are left for the controller's drafts."""
         decoding = in_turn(s for s in self._running.values() if s.num_missing == 1)
-        prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
-        budget = self._plan_decoding(planned, decoding, prompts_wait)
-        held = self._held_for_drafts(planned, decoding, budget)
-        budget -= held
+        has_prompts = bool(self._waiting) or len(decoding) < len(self._running)
+        budget = self._plan_decoding(planned, decoding, has_prompts)
+        prompt_budget = budget - self._held_for_drafts(decoding, budget)
+        if planned and self.config.max_prompt_tokens:
+            prompt_budget = min(prompt_budget, self.config.max_prompt_tokens)
+        held = budget - prompt_budget
         limit = None
-        if prompts_wait and planned and self.times is not None:
-            num_text = sum(row.end for row in planned.values())
-            limit = PromptLimit(self.times, len(planned), num_text)
-        if prompts_wait:
-            budget = self._plan_prompts(planned, budget, limit)
+        rows = self._in_place(planned)
+        if has_prompts and rows and self.times is not None:
+            limit = PromptLimit(self.times, len(rows), sum(row.end for row in rows))
+        if has_prompts:
+            prompt_budget = self._plan_prompts(planned, prompt_budget, limit)
         # Requests admitted now can share the blocks of this step, because a pass writes all K/V
         # before it reads any.
         for row in planned.values():
             self._publish(row)
-        budget = self._plan_new(planned, budget, limit)
-        return budget + held
+        return held + self._plan_new(planned, prompt_budget, limit)
 
-    def _plan_decoding(self, planned: Planned, decoding: list[Sequence], prompts_wait: bool) -> int:
+    def _plan_decoding(self, planned: Planned, decoding: list[Sequence], has_prompts: bool) -> int:
         """Add the rows that decode, with drafts of fixed shapes; return the tokens left."""
         budget = total = self.config.max_num_batched_tokens
         nodes_left = self.config.max_drafted_nodes or total
         num_adaptive = sum(s.request.speculation.adapts_shape for s in decoding)
         self._adaptive_nodes = nodes_left // max(1, num_adaptive)
         for sequence in decoding:
-            reserved = total // 4 if prompts_wait and planned else 0
+            reserved = total // 4 if has_prompts and planned else 0
             row = self._plan_row(sequence, budget - reserved)
             is_in_turn = row.num_nodes <= nodes_left or not planned
             if row.emits and is_in_turn and self._reserve(row):
@@ -245,30 +250,31 @@ class Scheduler:
                 budget -= row.num_tokens
         return budget
 
-    def _held_for_drafts(self, planned: Planned, decoding: list[Sequence], budget: int) -> int:
+    def _held_for_drafts(self, decoding: list[Sequence], budget: int) -> int:
         """Return the tokens that prompts leave for the controller's present drafts; a quarter of
-        the step stays for prompts. If requests decode, prompts get at most `max_prompt_tokens`.
+        the step stays for prompts.
         """
-        held = 0
-        if self.controller is not None:
-            num_drafts, length = self.controller.choice.shape
-            num_adaptive = sum(s.request.speculation.adapts_shape for s in decoding)
-            most_held = max(0, budget - self.config.max_num_batched_tokens // 4)
-            held = min(num_drafts * length * num_adaptive, most_held)
-        if planned and self.config.max_prompt_tokens:
-            held = max(held, budget - self.config.max_prompt_tokens)
-        return held
+        if self.controller is None:
+            return 0
+        num_drafts, length = self.controller.choice.shape
+        num_adaptive = sum(s.request.speculation.adapts_shape for s in decoding)
+        most_held = max(0, budget - self.config.max_num_batched_tokens // 4)
+        return min(num_drafts * length * num_adaptive, most_held)
 
     def _plan_prompts(self, planned: Planned, budget: int, limit: PromptLimit | None) -> int:
         """Add chunks of the running prompts; return the tokens left for waiting requests."""
         prompts = in_turn(s for s in self._running.values() if s.num_missing > 1)
         num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
-        shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._lag)
+        shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._prompt_lag)
         for sequence in prompts:
+            if sequence.sequence_id not in self._running:  # preempted for a prompt before it
+                continue
             row = self._plan_row(sequence, min(budget, shares[sequence.sequence_id]), limit)
             if row.num_known and self._reserve(row):
                 planned[sequence.sequence_id] = row
                 budget -= row.num_tokens
+                if limit is not None:
+                    limit.take(row.first_index, row.num_known)
         return budget
 
     def _plan_new(self, planned: Planned, budget: int, limit: PromptLimit | None) -> int:
@@ -279,6 +285,8 @@ class Scheduler:
                 break
             planned[row.sequence.sequence_id] = row
             budget -= row.num_tokens
+            if limit is not None and row.sequence.num_missing > 1:
+                limit.take(row.first_index, row.num_known)
             self._publish(row)
         return budget
 
@@ -289,23 +297,20 @@ class Scheduler:
         limit: PromptLimit | None = None,
     ) -> PlannedRow:
         """Return the row that fits the budget and the prompts' time, but no controller's drafts."""
-        first = sequence.num_target_computed
         is_prompt = sequence.num_missing > 1
         if is_prompt and limit is not None:
-            fitting = limit.most(first, min(budget, sequence.num_missing))
+            most = min(budget, sequence.num_missing)
+            fitting = limit.most(sequence.num_target_computed, most)
             # The drafts after a whole prompt are not limited.
             if fitting < sequence.num_missing:
-                budget = min(budget, self._lag(sequence) + fitting)
+                budget = min(budget, self._prompt_lag(sequence) + fitting)
         fanout: Fanout = ()
-        draft_chunk = 0
+        draft_chunk = None
         if not self._is_adaptive(sequence):
             fanout = fanout_within(sequence.request.speculation, self._adaptive_nodes)
         elif is_prompt:
             draft_chunk = self._prompt_draft_chunk
-        row = plan_row(sequence, fanout, budget, self._most_unweighed(sequence), draft_chunk)
-        if is_prompt and limit is not None:
-            limit.take(first, row.num_known)
-        return row
+        return plan_row(sequence, fanout, budget, self._most_fixed_text_nodes(sequence), draft_chunk)
 
     # -- planning drafts --------------------------------------------------------------------------
 
@@ -322,25 +327,23 @@ class Scheduler:
         other_text = sum(row.end for row in others)
         is_eager = any(row.needs for row in emitting)
         controller.choose(sequences, other_fanouts, lags, other_text, is_eager)
-        num_prompt = sum(row.num_known - row.emits for row in planned.values())
+        num_prompt = sum(row.num_known - row.emits for row in self._in_place(planned))
         drafts_now = controller.drafts_in_step(num_prompt)
         for row in adaptive:
             sequence = row.sequence
             # The last token of an answer is not drafted, so nothing of the shape may remain.
             fanout = controller.fanout(sequence)[: max(0, sequence.num_remaining - 1)]
-            draft_chunk = 0
-            if fanout and (not drafts_now or self.draft_prefill.is_far(sequence)):
+            if not fanout:  # the row stays as planned
+                continue
+            draft_chunk = None
+            if not drafts_now or self.draft_prefill.is_far(sequence):
                 # It decodes plainly while the draft model catches up.
                 fanout = ()
                 draft_chunk = self.draft_prefill.chunk
-            elif not fanout and row.num_known > 1:
-                draft_chunk = self._prompt_draft_chunk
-            if not fanout and not draft_chunk:  # the row stays as planned
-                continue
             room = budget + row.num_tokens
-            most_text_nodes = self._most_unweighed(sequence)
+            most_text_nodes = self._most_fixed_text_nodes(sequence)
             drafting = plan_row(sequence, fanout, room, most_text_nodes, draft_chunk)
-            if drafting.emits and drafting.num_tokens <= room and self.tables.find(drafting):
+            if drafting.emits and drafting.num_tokens <= room and self.tables.try_allocate(drafting):
                 planned[sequence.sequence_id] = drafting
                 budget = room - drafting.num_tokens
         return budget
@@ -351,7 +354,7 @@ class Scheduler:
         for drafting in self.text_planner.planned(rows, times, self._reached):
             sequence_id = drafting.sequence.sequence_id
             room = budget + planned[sequence_id].num_tokens
-            if drafting.num_tokens <= room and self.tables.find(drafting):
+            if drafting.num_tokens <= room and self.tables.try_allocate(drafting):
                 planned[sequence_id] = drafting
                 budget = room - drafting.num_tokens
 
@@ -365,13 +368,15 @@ class Scheduler:
         """Whether the controller chooses the drawn drafts of a sequence."""
         return self.controller is not None and sequence.request.speculation.adapts_shape
 
-    def _most_unweighed(self, sequence: Sequence) -> int:
+    def _most_fixed_text_nodes(self, sequence: Sequence) -> int:
         """Return the most nodes of its text drafts that do not depend on the load."""
-        is_weighed = self.times is not None and weighs_text_drafts(sequence)
-        return 0 if is_weighed else self.config.max_copied_tokens
+        depends_on_load = self.times is not None and text_drafts_depend_on_load(sequence)
+        return 0 if depends_on_load else self.config.max_copied_tokens
 
-    def _lag(self, sequence: Sequence) -> int:
-        """Return the lag that a row makes up; 0 for heads, or if the controller chooses drafts."""
+    def _prompt_lag(self, sequence: Sequence) -> int:
+        """Return the extra tokens that the draft model must read for the row's chunk; 0 for heads,
+        or if the controller chooses drafts.
+        """
         if sequence.by_head or self._is_adaptive(sequence):
             return 0
         return self.draft_prefill.lag(sequence)
@@ -385,16 +390,16 @@ class Scheduler:
     def _publish(self, row: PlannedRow) -> None:
         """Publish, before the pass, the blocks that a row will fill, for other requests."""
         if row.sequence.sequence_id in self._running:
-            self.tables.publish(row.sequence, row.end, row.draft_start, row.draft_end)
+            self.tables.publish(row.sequence, row.end, row.draft_kv_first, row.draft_read_end)
 
     def _reserve(self, row: PlannedRow) -> bool:
         """Allocate a row's blocks, preempting sequences if none are free. Return False if the row's
         sequence was preempted.
         """
         while row.sequence.sequence_id in self._running:
-            if self.tables.find(row):
+            if self.tables.try_allocate(row):
                 return True
-            holders = [s for s in self._running.values() if self.tables.frees(s, row)]
+            holders = [s for s in self._running.values() if self.tables.holds_lacking_blocks(s, row)]
             self._preempt(max(holders, key=expendability, default=row.sequence))
         return False
 
@@ -414,7 +419,7 @@ class Scheduler:
         sequence = self._waiting[0]
         self._take_cached(sequence)
         row = self._plan_row(sequence, budget, limit)
-        if not row.num_known or not self.tables.admit(row, self._num_text(sequence)):
+        if not row.num_known or not self.tables.admit(row, self._num_tokens_to_admit(sequence)):
             self._forget(sequence)
             return None
         self._waiting.pop(0)
@@ -429,22 +434,22 @@ class Scheduler:
         # Logprobs of a prompt need a row of logits for each token, so all tokens are computed.
         if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
             return
-        num_drafted = self.tables.take_known(sequence)
+        num_with_draft_kv = self.tables.take_cached(sequence)
         drafts = sequence.request.speculation.num_drafts > 0
         if drafts and not self._is_adaptive(sequence):
-            num_drafted_tokens = num_drafted * self.block_size
-            most_tokens = self.draft_prefill.most_cached(sequence, num_drafted_tokens)
+            num_tokens_with_draft_kv = num_with_draft_kv * self.block_size
+            most_tokens = self.draft_prefill.most_cached(sequence, num_tokens_with_draft_kv)
             most_blocks = most_tokens // self.block_size
             self.tables.target.release(sequence.block_ids[most_blocks:])
             sequence.block_ids = sequence.block_ids[:most_blocks]
         num_blocks = len(sequence.block_ids)
         if drafts:
-            sequence.num_draft_computed = min(num_drafted, num_blocks) * self.block_size
+            sequence.num_draft_computed = min(num_with_draft_kv, num_blocks) * self.block_size
         sequence.num_target_computed = num_blocks * self.block_size
         sequence.num_published_blocks = num_blocks
-        sequence.num_drafted_blocks = num_drafted
+        sequence.num_blocks_with_draft_kv = num_with_draft_kv
 
-    def _num_text(self, sequence: Sequence) -> int:
+    def _num_tokens_to_admit(self, sequence: Sequence) -> int:
         """Return the number of tokens for which blocks must be free before a sequence starts."""
         num_text = len(sequence.tokens) + num_nodes(sequence.request.speculation.fanout)
         if sequence.text_draft_finder:
@@ -467,6 +472,7 @@ class Scheduler:
         self.text_planner.learn(sequence, token_ids)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         num_predicted = sequence.text_draft_finder.num_predicted(sequence.tokens, token_ids)
+        # The statements above need the text before these tokens.
         sequence.tokens += token_ids
         # The last token's K/V is computed in the next step, even if it is an accepted draft.
         last = len(sequence.tokens) - 1
@@ -497,14 +503,14 @@ class Scheduler:
         )
 
     def _finish(self, sequence: Sequence) -> None:
-        if self.controller is not None and self._is_adaptive(sequence):
+        if self.controller is not None and sequence.request.speculation.adapts_shape:
             num_read = self.draft_prefill.to_read(sequence)
             self.controller.acceptance.note_answer(num_read, sequence.num_emitted)
         self.text_planner.answers.add(sequence.request, sequence.tokens[sequence.num_prompt :])
         self.tables.publish(
             sequence,
             sequence.num_target_computed,
-            sequence.draft_start,
+            sequence.draft_kv_first,
             sequence.num_draft_computed,
         )
         del self._running[sequence.sequence_id]

@@ -34,8 +34,8 @@ class Sequence:
     arrived_s: float
     grammar: Grammar | None = None
     draft_window: int = 0
-    """Tokens before its drafts that the draft model sees, at first the server's window; 0 is
-    all.
+    """Tokens before its drafts that the draft model sees: the server's window, or 0 (all tokens) if
+    the draft distribution must be fixed.
     """
     fixed_draft_distribution: InitVar[bool] = False
     """Whether the draft distribution after a text must be the same in all steps. With a window it
@@ -49,20 +49,24 @@ class Sequence:
     """Whether a head drafts, which reads the target's states of the text before the last token."""
     num_target_computed: int = 0
     num_draft_computed: int = 0
-    draft_start: int = 0
+    draft_kv_first: int = 0
     """Index from which the computed draft K/V has no gap."""
     block_ids: tuple[int, ...] = ()
     """Block table of the target: a tuple, so that steps recognise a table that has not changed."""
     draft_block_ids: tuple[int, ...] = ()
     """Block table of the draft model, if it has separate blocks."""
     first_draft_block: int = 0
-    """Number of leading draft blocks already released."""
+    """Index in its block table of the first draft block that it holds; earlier blocks were released
+    or never allocated.
+    """
     num_published_blocks: int = 0
     """Number of its blocks whose target K/V other requests may use."""
-    num_drafted_blocks: int = 0
+    num_blocks_with_draft_kv: int = 0
     """Number of its blocks whose draft K/V other requests may use."""
     num_cached: int = 0
     """Prompt tokens with cached K/V at the first admission."""
+    num_draft_cached: int = 0
+    """Prompt tokens that the draft model need not compute, at the first admission."""
     last_step: int = -1
     prompt_logprobs: list[msgspec.Raw] = field(default_factory=list)
     shifts: tuple[TargetShift, ...] = ()
@@ -216,14 +220,15 @@ class Sequence:
             self._was_admitted = True
             self.queue_s = now_s - self.arrived_s
             self.num_cached = self.num_target_computed
+            self.num_draft_cached = self.num_draft_computed
 
     def forget_computed(self) -> None:
         """Forget which tokens have K/V, after its blocks were released (preemption)."""
         self.num_target_computed = 0
         self.num_draft_computed = 0
-        self.draft_start = 0
+        self.draft_kv_first = 0
         self.num_published_blocks = 0
-        self.num_drafted_blocks = 0
+        self.num_blocks_with_draft_kv = 0
         self.prompt_logprobs = []
 
 

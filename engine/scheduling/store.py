@@ -102,7 +102,7 @@ class BlockStore:
         self._num_holders: dict[int, int] = {}
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
-        self._drafted: set[int] = set()
+        self._with_draft_kv: set[int] = set()
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def portion(self, number: int = 0, count: int = 1) -> BlockStore:
@@ -131,7 +131,7 @@ class BlockStore:
         self._num_holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
-    def take_known(self, keys: Sequence[Key]) -> tuple[list[int], int]:
+    def take_cached(self, keys: Sequence[Key]) -> tuple[list[int], int]:
         """Hold the blocks of the longest cached beginning of `keys`. Return these blocks, and the
         number of leading blocks that also have the draft model's K/V.
         """
@@ -143,12 +143,12 @@ class BlockStore:
             self._idle.pop(block, None)
             self._num_holders[block] = self._num_holders.get(block, 0) + 1
             blocks.append(block)
-        num_drafted = 0
+        num_with_draft_kv = 0
         for block in blocks:
-            if block not in self._drafted:
+            if block not in self._with_draft_kv:
                 break
-            num_drafted += 1
-        return blocks, num_drafted
+            num_with_draft_kv += 1
+        return blocks, num_with_draft_kv
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Release a sequence's blocks; the last blocks are reused first."""
@@ -162,21 +162,21 @@ class BlockStore:
             else:
                 self._pool.release([block])
 
-    def publish(self, block: int, key: Key, drafted: bool) -> None:
-        """Declare the content of a held block: the target's K/V, and draft K/V if `drafted`."""
+    def publish(self, block: int, key: Key, has_draft_kv: bool) -> None:
+        """Declare the content of a held block: the target's K/V, and perhaps the draft model's."""
         if not self.keeps_content:
             return
         assert block in self._num_holders, "a block without a holder may get other content"
         known = self._block_of.get(key)
         if known is not None and known != block:
-            if not drafted or known in self._drafted:
+            if not has_draft_kv or known in self._with_draft_kv:
                 return
             # This block of the same text has more content and replaces the known block.
             self._forget(known)
         self._block_of[key] = block
         self._key_of[block] = key
-        if drafted:
-            self._drafted.add(block)
+        if has_draft_kv:
+            self._with_draft_kv.add(block)
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
         """Remove blocks from the prefix cache; holders keep them. Return blocks without holders."""
@@ -200,12 +200,12 @@ class BlockStore:
         assert not counts.keys() & self._idle.keys(), "a held block counts as free"
         assert self._pool.num_free == self.num_blocks - len(counts) - len(self._idle)
         assert {block: key for key, block in self._block_of.items()} == self._key_of
-        with_content = self._idle.keys() | self._drafted
+        with_content = self._idle.keys() | self._with_draft_kv
         assert self._key_of.keys() >= with_content, "a block without content is not free"
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
-        self._drafted.discard(block)
+        self._with_draft_kv.discard(block)
         if block in self._idle:
             del self._idle[block]
             self._pool.release([block])

@@ -28,7 +28,7 @@ class TextPlanner:
     ) -> list[PlannedRow]:
         """Return the rows that get text drafts, with these drafts. reached: see `TextOption`."""
         emitting = [row for row in rows if row.emits]
-        weighing = [row for row in emitting if weighs_text_drafts(row.sequence)]
+        weighing = [row for row in emitting if text_drafts_depend_on_load(row.sequence)]
         if not weighing or not self.choice.is_due(len(emitting)):
             return []
         trees = [self._tree(row.sequence) for row in weighing]
@@ -69,6 +69,6 @@ class TextPlanner:
             acceptance.observe(source, num_agreeing, is_right)
 
 
-def weighs_text_drafts(sequence: Sequence) -> bool:
+def text_drafts_depend_on_load(sequence: Sequence) -> bool:
     """Whether its text drafts depend on the load; otherwise they are a function of the text."""
     return sequence.request.speculation.adaptive and bool(sequence.text_draft_finder)

@@ -17,6 +17,7 @@ from engine.api import Request as EngineRequest
 from server.openai.infilling import infill_for, infill_prompts
 from server.openai.sampling_fields import (
     answer_bound,
+    check_earlier_answers,
     check_num_entries,
     given_or,
     max_tokens_of,
@@ -123,6 +124,7 @@ def engine_requests(server: Server, body: GenerationFields, prepared: Prepared) 
     speculation = speculation_of(body, speculation_limits, facts)
     if body.seed is not None:
         speculation = with_seed(speculation, sampling, speculation_limits, facts)
+    check_earlier_answers(body, speculation)
     num_logprobs = num_logprobs_of(body)
     num_prompt_logprobs = num_prompt_logprobs_of(body, num_logprobs)
     check_num_entries(prompts, num_prompt_logprobs, body)

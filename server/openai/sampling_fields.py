@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.api import (
+    EARLIER_ANSWERS,
     MODEL,
     PREDICTION,
     EngineFacts,
@@ -270,7 +271,9 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
         raise unknown_rule(rule, facts)
     if MODEL not in drafters:
         _refuse_model_fields(asked)
-        return Speculation(rule=rule, drafters=drafters)
+        # Only requests that the engine adapts draft from earlier answers.
+        adaptive = defaults.adaptive and EARLIER_ANSWERS in drafters
+        return Speculation(rule=rule, drafters=drafters, adaptive=adaptive)
     if not facts.has_draft:
         raise RequestError("the server runs without a draft model, so that none can draft", "speculation")
     return _model_speculation(asked, msgspec.structs.replace(defaults, drafters=drafters), rule, facts)
@@ -346,6 +349,20 @@ def with_seed(
     if not speculation.adaptive or sampling.is_certain:
         return speculation
     return with_fixed_shape(speculation, limits, facts.device)
+
+
+def check_earlier_answers(body: GenerationFields, speculation: Speculation) -> None:
+    """Raise RequestError if a request names earlier answers and cannot draft from them."""
+    asked = body.speculation
+    if asked is None or not asked.drafters or speculation.adaptive:
+        return
+    if EARLIER_ANSWERS in speculation.drafters:
+        raise RequestError(
+            f"{EARLIER_ANSWERS} drafts only if the engine chooses what is drafted: leave out seed, num_drafts, "
+            "draft_length, tree and over_acceptance, or leave out this drafter; rules that need one shape and servers "
+            "with --spec-shape fixed have no such drafts",
+            "speculation.drafters",
+        )
 
 
 def without_equal_chains(request: Request, facts: EngineFacts) -> Request:

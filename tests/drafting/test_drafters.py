@@ -210,7 +210,7 @@ def test_nothing_is_kept_where_no_drafter_reads_it(pair: tuple[LoadedModel, Load
 
 
 @pytest.mark.parametrize(
-    ("draft_window", "draft_start", "draft_first_index", "first_key"),
+    ("draft_window", "draft_kv_first", "draft_first_index", "first_key"),
     [
         # All of the text that the draft model has K/V of.
         (0, 0, 45, 0),
@@ -222,7 +222,7 @@ def test_nothing_is_kept_where_no_drafter_reads_it(pair: tuple[LoadedModel, Load
     ],
 )
 def test_a_draft_model_sees_its_window_in_every_pass(
-    draft_window: int, draft_start: int, draft_first_index: int, first_key: int
+    draft_window: int, draft_kv_first: int, draft_first_index: int, first_key: int
 ) -> None:
     passes: list[list[SequenceInput]] = []
     runner = MagicMock(prepare=lambda made: passes.extend(made) or made)
@@ -233,7 +233,7 @@ def test_a_draft_model_sees_its_window_in_every_pass(
         first_index=end - 1,
         draft_input_ids=(1,) * (end - draft_first_index),
         draft_first_index=draft_first_index,
-        draft_start=draft_start,
+        draft_kv_first=draft_kv_first,
         draft_window=draft_window,
         block_ids=(0, 1),
         emits=True,

@@ -228,7 +228,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
         engine = tiny.build(TARGET, TARGET, budget=64)
         engine.scheduler.controller = Told(TIMES, 16)
         requests = [tiny.request(str(n), range(5, 5 + n), adaptive("block", 1), 80) for n in (12, 33)]
-        with instead("engine.scheduling.rows", "draft_from", begins):
+        with instead("engine.scheduling.rows", "next_draft_read", begins):
             found = tiny.run(engine, requests)
         plain = tiny.run(tiny.build(TARGET, None), [replace(one, speculation=tiny.OFF) for one in requests])
         assert found.tokens == plain.tokens
@@ -236,7 +236,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
         # The last step of an answer emits no more than was asked for.
         return [one.num_accepted == one.draft_length for one in drafting if one.finish_reason is None]
 
-    right, wrong = run(lambda draft_from, one: draft_from(one)), run(lambda _, one: one.num_target_computed)
+    right, wrong = run(lambda next_draft_read, one: next_draft_read(one)), run(lambda _, one: one.num_target_computed)
     assert len(right) > 20
     assert all(right)
     assert not all(wrong)

@@ -41,7 +41,7 @@ def test_a_row_needs_what_its_plan_needs(name: str) -> None:
     request = Request(
         **{"request_id": "0", "prompt_token_ids": (3, 4, 5, 3, 4), "limits": Limits(max_tokens=20), **options}
     )
-    part = plan_row(Sequence(0, request, 0.0), request.speculation.fanout, 64, 8, 0)
+    part = plan_row(Sequence(0, request, 0.0), request.speculation.fanout, 64, 8, None)
     assert part.emits
     assert part.needs == needs
     assert row_of(part).needs == needs

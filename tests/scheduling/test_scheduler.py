@@ -286,7 +286,7 @@ def drafted(scheduler: Scheduler, steps: int) -> list[tuple[int, int, int]]:
     seen = []
     for _ in range(steps):
         plan = scheduler.plan()
-        seen += [(row.draft_first_index, len(row.draft_input_ids), row.draft_start) for row in plan.rows]
+        seen += [(row.draft_first_index, len(row.draft_input_ids), row.draft_kv_first) for row in plan.rows]
         scheduler.commit(plan, verdict(plan))
     return seen
 

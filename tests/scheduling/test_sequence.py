@@ -30,8 +30,8 @@ def test_a_new_request_has_its_prompt_and_nothing_computed() -> None:
     new = sequence(request={"sampling": Sampling(presence_penalty=1.0), "speculation": speculation})
     assert (new.sequence_id, new.tokens, new.num_prompt) == (7, [3, 4, 5], 3)
     assert [list(each) for each in new.counts.of([3, 4, 5, 4])] == [[3, 4, 5], [0, 1, 0]]
-    assert (new.num_target_computed, new.num_draft_computed, new.draft_start, new.num_cached) == (0, 0, 0, 0)
-    assert (new.block_ids, new.num_published_blocks, new.num_drafted_blocks) == ((), 0, 0)
+    assert (new.num_target_computed, new.num_draft_computed, new.draft_kv_first, new.num_cached) == (0, 0, 0, 0)
+    assert (new.block_ids, new.num_published_blocks, new.num_blocks_with_draft_kv) == ((), 0, 0)
     assert (new.num_emitted, new.num_remaining, new.num_missing, new.num_shared) == (0, 4, 3, 2)
     assert (new.queue_s, new.take_reading(), new.prompt_logprobs, new.shifts) == (0, (0, 0), [], ())
     assert (new.grammar, new.by_head, new.may_draft) == (None, False, True)
@@ -145,15 +145,15 @@ def test_a_preempted_request_gives_back_all_it_has_computed() -> None:
     running.block_ids, running.draft_block_ids, running.first_draft_block = tuple(tables.target.allocate(2)), (0, 1), 1
     assert tables.draft is not None
     tables.draft.release(tables.draft.allocate(2)[:1])
-    running.num_target_computed, running.num_draft_computed, running.draft_start = 3, 2, 1
-    running.num_published_blocks, running.num_drafted_blocks = 2, 1
+    running.num_target_computed, running.num_draft_computed, running.draft_kv_first = 3, 2, 1
+    running.num_published_blocks, running.num_blocks_with_draft_kv = 2, 1
     running.prompt_logprobs = [...]  # type: ignore[list-item]
     tables.release(running)
     running.forget_computed()
     assert (tables.target.num_used, tables.draft.num_used) == (0, 0)
     assert (running.block_ids, running.draft_block_ids, running.first_draft_block) == ((), (), 0)
-    assert (running.num_target_computed, running.num_draft_computed, running.draft_start) == (0, 0, 0)
-    assert (running.num_published_blocks, running.num_drafted_blocks, running.prompt_logprobs) == (0, 0, [])
+    assert (running.num_target_computed, running.num_draft_computed, running.draft_kv_first) == (0, 0, 0)
+    assert (running.num_published_blocks, running.num_blocks_with_draft_kv, running.prompt_logprobs) == (0, 0, [])
 
 
 def test_the_least_urgent_that_loses_least_is_preempted_first() -> None:
@@ -173,7 +173,7 @@ class _FindsNothing:
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("num_draft", [0, 2, 4])
 @pytest.mark.parametrize("window", [0, 2])
-@pytest.mark.parametrize("budget", [0, 1, 9])
+@pytest.mark.parametrize("budget", [-2, 0, 1, 9])
 def test_a_plain_row_is_planned_as_all_rows_are(by_head: bool, num_draft: int, window: int, budget: int) -> None:
     """The short cut for decoding without drafts gives what the rest of the function would."""
     rows = []
@@ -182,6 +182,6 @@ def test_a_plain_row_is_planned_as_all_rows_are(by_head: bool, num_draft: int, w
         running.tokens += [8, 8]
         running.num_target_computed, running.num_draft_computed = 4, num_draft
         running.text_draft_finder = finder or running.text_draft_finder  # type: ignore[assignment]
-        rows.append(plan_row(running, (), budget, 4, 0)._replace(sequence=None))  # type: ignore[arg-type]
+        rows.append(plan_row(running, (), budget, 4, None)._replace(sequence=None))  # type: ignore[arg-type]
     assert rows[0] == rows[1]
-    assert rows[0].emits == bool(budget)
+    assert rows[0].emits == (budget > 0)

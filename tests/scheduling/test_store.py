@@ -34,11 +34,11 @@ class StoreMachine(RuleBasedStateMachine):
     def run_text(self, text: list[int], speculates: bool) -> None:
         """Act like a request: take cached blocks, compute the rest, publish all."""
         keys = keys_of(text)
-        blocks, num_drafted = self.store.take_known(keys)
+        blocks, num_with_draft_kv = self.store.take_cached(keys)
         for number, block in enumerate(blocks):
             key, drafted = self.content[block]
             assert key == keys[number], "a block is handed out for another text"
-            assert drafted or number >= num_drafted
+            assert drafted or number >= num_with_draft_kv
         if len(text) - len(blocks) > self.store.num_free:
             self.store.release(blocks)
             return
@@ -46,7 +46,7 @@ class StoreMachine(RuleBasedStateMachine):
         for block in fresh:
             self.content.pop(block, None)
         for number, block in enumerate(blocks + fresh):
-            drafted = speculates or number < num_drafted
+            drafted = speculates or number < num_with_draft_kv
             self.content[block] = (keys[number], drafted)
             self.store.publish(block, keys[number], drafted)
         self.held.append(blocks + fresh)
@@ -77,10 +77,10 @@ def test_the_longest_unused_goes_first_and_of_a_text_its_end() -> None:
     for keys in (old, new):
         blocks = store.allocate(2)
         for block, key in zip(blocks, keys, strict=True):
-            store.publish(block, key, drafted=False)
+            store.publish(block, key, has_draft_kv=False)
         store.release(blocks)
     store.release(store.allocate(1))
-    assert [len(store.take_known(keys)[0]) for keys in (old, new)] == [1, 2]
+    assert [len(store.take_cached(keys)[0]) for keys in (old, new)] == [1, 2]
 
 
 def test_salts_part_texts() -> None:
@@ -91,5 +91,5 @@ def test_nothing_is_kept_when_asked_so() -> None:
     store = BlockStore(4, 1, keeps_content=False)
     blocks = store.allocate(2)
     for block, key in zip(blocks, keys_of([1, 2]), strict=True):
-        store.publish(block, key, drafted=True)
-    assert store.take_known(keys_of([1, 2])) == ([], 0)
+        store.publish(block, key, has_draft_kv=True)
+    assert store.take_cached(keys_of([1, 2])) == ([], 0)

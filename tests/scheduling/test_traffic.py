@@ -317,7 +317,7 @@ def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
     again = msgspec.structs.replace(request("again", 1, 4, drafts=1, draft_length=2), prompt_token_ids=(*tokens, 5))
     scheduler.submit(again)
     row = scheduler.plan().rows[0]
-    assert (row.first_index, row.draft_first_index, row.draft_start, row.end) == (24, 24, 20, 29)
+    assert (row.first_index, row.draft_first_index, row.draft_kv_first, row.end) == (24, 24, 20, 29)
 
 
 def test_published_blocks_of_an_answer_of_one_token_are_computed() -> None:

@@ -1,9 +1,9 @@
 """Text drafters: they find probable continuations in texts, and draw none from a distribution.
 
 The drafts of most text drafters are a function of the request's text alone, token by token: they
-survive preemption, and do not depend on the steps that produced the text. Requests whose drafts
-must not depend on other requests use these drafters alone. To add a drafter, add a file with a
-class that has `candidates`, and an entry in `TEXT_DRAFTERS`.
+survive preemption, and do not depend on the steps that produced the text. Requests that are not
+adaptive use these drafters alone; the API refuses other drafters that such a request names. To add
+a drafter, add a file with a class that has `candidates`, and an entry in `TEXT_DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TextDrafterKind(NamedTuple):
     for_every_request: bool = True
     """Whether the server may use it by default; otherwise a request must bring its input."""
     by_text_alone: bool = True
-    """Whether its drafts are a function of the request; otherwise seeded requests do not use it."""
+    """Whether its drafts are a function of the request; otherwise only adaptive requests use it."""
 
 
 TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(

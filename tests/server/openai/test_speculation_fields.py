@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.api import SpeculationConfig
+from engine.api import SpeculationConfig, with_fixed_shape
 from engine.request import Speculation
-from server.openai.sampling_fields import speculation_of
+from server.openai.sampling_fields import check_earlier_answers, speculation_of
 from server.wire.errors import RequestError
 from server.wire.fields import CompletionRequest
 from tests.engine import tiny
@@ -37,3 +37,23 @@ def test_drafts_if_anything_drafts_are_plain_decoding(asked: dict[str, Any]) -> 
 def test_drafts_of_the_model_are_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="without a draft model"):
         speculation(asked)
+
+
+def test_earlier_answers_draft_for_requests_that_the_engine_adapts() -> None:
+    asked = {"drafters": ["earlier_answers"]}
+    assert speculation(asked, adaptive=True).adaptive
+    assert not speculation({"drafters": ["prompt_lookup"]}, adaptive=True).adaptive
+
+
+@pytest.mark.parametrize("drafters", [["earlier_answers"], ["prompt_lookup", "earlier_answers"]])
+def test_earlier_answers_that_could_not_draft_are_refused(drafters: list[str]) -> None:
+    body = CompletionRequest.model_validate({"prompt": "text", "speculation": {"drafters": drafters}})
+    adapted = speculation_of(body, SpeculationConfig(adaptive=True), FACTS)
+    check_earlier_answers(body, adapted)
+    with pytest.raises(RequestError, match="leave out seed"):
+        check_earlier_answers(body, with_fixed_shape(adapted, SpeculationConfig(), "cpu"))
+    # The server's default is no wish of the request.
+    plain = CompletionRequest.model_validate({"prompt": "text"})
+    by_default = speculation_of(plain, SpeculationConfig(drafters=tuple(drafters)), FACTS)
+    check_earlier_answers(plain, by_default)
+    assert "earlier_answers" in by_default.drafters
