@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from engine.api import DRAFTERS
 from server.wire.unsupported_fields import Neutral
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -79,7 +80,7 @@ class SpeculationFields(Closed):
     tree: Annotated[Listed[Annotated[int, Field(ge=1, lt=2**31)]], Field(min_length=1, max_length=256)] | None = None
     over_acceptance: Annotated[float, Field(ge=0, le=1)] | None = None
     over_acceptance_residual: Literal["optimal", "target"] | None = None
-    drafters: Annotated[Listed[str], Field(min_length=1, max_length=3)] | None = None
+    drafters: Annotated[Listed[str], Field(min_length=1, max_length=len(DRAFTERS))] | None = None
     return_drafts: bool = False
     """Report every step's chains and the number of accepted tokens."""
 

@@ -42,9 +42,9 @@ class Prompts(Whims):
         super().__init__()
         self.seen: list[int] = []
 
-    def drafts_with_prompt(self, prompt: int) -> bool:
+    def drafts_in_step(self, prompt: int) -> bool:
         self.seen.append(prompt)
-        return super().drafts_with_prompt(prompt)
+        return super().drafts_in_step(prompt)
 
 
 def test_a_preempted_row_is_neither_a_prompt_nor_a_decoding_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.api import SpeculationConfig, with_fixed_shape
+from engine.api import DRAFTERS, SpeculationConfig, with_fixed_shape
 from engine.request import Speculation
 from server.openai.sampling_fields import check_earlier_answers, speculation_of
 from server.wire.errors import RequestError
@@ -31,6 +31,12 @@ def test_drafts_if_anything_drafts_are_plain_decoding(asked: dict[str, Any]) -> 
     """
     assert speculation(asked) == Speculation()
     assert speculation(asked, drafters=("prompt_lookup",)).drafters == ("prompt_lookup",)
+
+
+def test_all_drafters_may_be_asked_for_together() -> None:
+    body = CompletionRequest.model_validate({"prompt": "text", "speculation": {"drafters": list(DRAFTERS)}})
+    assert body.speculation is not None
+    assert body.speculation.drafters == list(DRAFTERS)
 
 
 @pytest.mark.parametrize("asked", [{"rule": "block"}, {"num_drafts": 2}, {"drafters": ["model"]}, {"tree": [2, 1]}])
