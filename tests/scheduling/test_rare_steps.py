@@ -5,7 +5,6 @@ step is planned.
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from engine.config import SchedulerConfig
 from engine.plan import Plan
@@ -15,6 +14,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from tests.scheduling.test_prompts import Formula
 from tests.scheduling.test_scheduler import BLOCK_SIZE, Whims, build, request, verdict
+from tests.wrong import calls_of
 
 
 def step(scheduler: Scheduler) -> Plan:
@@ -47,41 +47,25 @@ class Prompts(Whims):
         return super().drafts_in_step(prompt)
 
 
-def test_a_preempted_row_is_neither_a_prompt_nor_a_decoding_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_row_is_neither_a_prompt_nor_a_decoding_row() -> None:
     """The first row of the step is preempted for the second; a third request waits for blocks."""
-    limits: list[tuple[int, int]] = []
-
-    def note(limit: PromptLimit, times: Formula, rows: int, text: int) -> None:
-        limits.append((rows, text))
-        begin(limit, times, rows, text)
-
-    begin = PromptLimit.__init__
-    monkeypatch.setattr(PromptLimit, "__init__", note)
     scheduler = build(budget=64, num_blocks=4, max_num_seqs=3)
     scheduler.controller = prompts = Prompts()
     scheduler.times = Formula()
     for name, length, first in (("little", 3, 0), ("much", 6, 50), ("waits", 12, 100)):
         scheduler.submit(request(name, length, 7, first=first))
     step(scheduler)
-    limits.clear()
     prompts.seen.clear()
-    while not scheduler.num_preemptions:
-        plan = step(scheduler)
+    with calls_of(PromptLimit, "__init__") as limits:
+        while not scheduler.num_preemptions:
+            plan = step(scheduler)
     assert [row.request_id for row in plan.rows] == ["much"]
     assert prompts.seen[-1] == 0
-    assert limits[-1] == (1, plan.rows[0].end)
+    assert limits[-1].operands[-2:] == (1, plan.rows[0].end)
 
 
-def test_a_preempted_prompt_takes_no_time_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_prompt_takes_no_time_of_the_step() -> None:
     """The first prompt takes the draft model's block that the second holds."""
-    taken: list[int] = []
-
-    def note(limit: PromptLimit, first: int, count: int) -> None:
-        taken.append(count)
-        take(limit, first, count)
-
-    take = PromptLimit.take
-    monkeypatch.setattr(PromptLimit, "take", note)
     config = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_prompt_tokens=16)
     draft_blocks = BlockStore(3, BLOCK_SIZE)
     scheduler = Scheduler(
@@ -92,11 +76,12 @@ def test_a_preempted_prompt_takes_no_time_of_the_step(monkeypatch: pytest.Monkey
     step(scheduler)
     for name, length, first in (("first", 40, 0), ("second", 20, 1000)):
         scheduler.submit(request(name, length, 4, drafts=1, draft_length=2, first=first))
-    while not scheduler.num_preemptions:
-        taken.clear()
-        plan = step(scheduler)
+    with calls_of(PromptLimit, "take") as taken:
+        while not scheduler.num_preemptions:
+            taken.clear()
+            plan = step(scheduler)
     assert [row.request_id for row in plan.rows] == ["decodes", "first"]
-    assert taken == [plan.rows[1].num_known]
+    assert [call.operands[-1] for call in taken] == [plan.rows[1].num_known]
 
 
 def test_the_draft_model_must_read_a_cached_prefix_without_its_keys() -> None:
