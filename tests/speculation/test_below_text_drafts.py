@@ -307,10 +307,10 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("draft_rows[number, begin:]", "draft_rows[number]"),
+        ("draft_rows[chain, walked:]", "draft_rows[chain]"),
         pytest.param(
-            "verdict[2, request] = number, walked + stop, token",
-            "verdict[2, request] = number, stop, token",
+            "verdict[1, request] = walked + stop",
+            "verdict[1, request] = stop",
             marks=pytest.mark.slow,
         ),
     ],
