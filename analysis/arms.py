@@ -6,7 +6,7 @@ run under the same conditions. In a turn each arm does the work of about a quart
 plain decoding, prompts and answers, so that all are at the same point of the same work. Every arm
 is a separate engine (scheduler, controller, blocks) around the same models. It serves a closed loop
 of the same requests, whose answers differ in length so that they do not all end at once. Times are
-those of the engine's steps, including prompts; HTTP is not included (`polydraft bench`).
+of the engine's steps, including prompts; HTTP is not included (`polydraft bench`).
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from engine.start.loading import adopt
 from engine.step.engine import Engine
 
 _LEAST_RECORDED = 0.5
-"""Least share of a lone request's steps that are recorded; the others read its prompt, or a plan
-that has no room.
+"""Least share of a lone request's steps that are recorded; other steps read its prompt, or no
+recording has room for their plan.
 """
 QWEN3_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """Sampling of Qwen3's generation_config."""

@@ -63,8 +63,8 @@ class KernelGroup:
         """Report a kernel: its time, bytes and operations per second, and error, which must be at
         most `bound`.
 
-        runs: do the same on different data; num_bytes, operations: that one of them takes at least;
-        bound: that of kernels that compute in `dtype` by default.
+        runs: do the same on different data; num_bytes, operations: the least that a run takes;
+        bound: by default the bound of kernels that compute in `dtype`.
         """
         bound = self.bound if bound is None else bound
         self.require(error <= bound, f"{name}: differs from plain operations by {error:.2g} (at most {bound:.2g})")

@@ -171,8 +171,8 @@ def tokens_per_pass(own: Own, prompts: Sequence[TaskPrompt]) -> dict[str, float]
 
 
 def markdown(result: dict[str, Any], own: str = OWN) -> str:
-    """Return a table with a row per concurrency and arm; own: the arm of this engine that is
-    compared with the others.
+    """Return a table with a row per concurrency and arm; own: the arm of this engine, with
+    which all arms are compared.
     """
     is_of_prompts = result["options"].get("prompt_tokens") not in (None, "None")
     rows = []

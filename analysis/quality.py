@@ -1,7 +1,7 @@
 """`analyze quality`: loss of target and draft model in other number formats, on held-out text.
 
 All formats read the same tokens, one text after the other, with the passes that serve; the first
-one multiplies float32 rows with the checkpoint's weights, or with those of a GGUF file,
+one multiplies float32 rows with the checkpoint's weights, or with a GGUF file's weights,
 dequantised. The perplexity is over all tokens after the first of each text. The interval of the
 difference is of texts drawn again in pairs, so it says how far other texts of this kind may differ.
 """

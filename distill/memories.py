@@ -19,7 +19,7 @@ class ChainMemory:
 
     Step k (from 0) computes the rows at drafting depth k + 1 after every token at once. The row of
     token i sees the rows of step 0, which have read the target's states, up to token i - k, and of
-    each later step m the one row of its own chain, at token i - k + m.
+    each later step m the one row of its chain, at token i - k + m.
     """
 
     def __init__(self, num_texts: int) -> None:

@@ -22,8 +22,8 @@ from loadtest.statistics import ratio_of_sums
 
 TOKEN_SHAPES = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
 LONGEST = 12
-"""Tokens of the longest of these chains: all are evaluated at positions followed by that many
-tokens.
+"""Tokens of the longest chain in `TOKEN_SHAPES`. All shapes are evaluated at positions that this
+many tokens follow.
 """
 TIMES = 3
 """Repetitions of a task's prompts."""

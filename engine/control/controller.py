@@ -377,9 +377,10 @@ class Controller:
             seconds = self.times.step_s(works)
 
         emitted = np.where(drafts, tokens, 1.0).sum(1)
-        # Drafting also costs the draft model's reading. The lags of these requests and the prompts
-        # of requests to come estimate the same cost, so the larger one counts. The prompts are
-        # charged to every token: while a shape drafts, the draft model reads all texts (`reads`).
+        # Drafting also costs the draft model's reading. The lags of drafting requests and the
+        # prompts of requests to come estimate the same cost, so the larger cost counts. The prompts
+        # are charged to every token: while a shape drafts, the draft model reads all texts
+        # (`reads`).
         prompt_s = self.times.read_s(1) * self.acceptance.prompt_share
         reading_s = np.maximum((catch_up_s * drafts).sum(1), emitted * prompt_s)
         all_tokens = emitted + other_tokens

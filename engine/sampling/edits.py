@@ -2,7 +2,7 @@
 and filters.
 
 A *context* is a place that needs a distribution: after a text, and after a path of drafted tokens
-below it. Every node of every branch has a context, and counts are those of its own path. Order, as
+below it. Every node of every branch has a context, and counts are of its path alone. Order, as
 in vLLM: logit_bias; repetition penalty (tokens of prompt and answer: a positive logit is divided, a
 negative one multiplied); frequency and presence penalties (tokens of the answer); then masks:
 allowed tokens, bad words, the grammar (a budget of thoughts is one, too), no end token before
