@@ -151,7 +151,7 @@ class Database:
 def not_found(kind: str, name: str) -> ApiError:
     """Return the error for an id that a client has no object of."""
     message = f"No {kind} has the id {json.dumps(name)} here"
-    return ApiError(404, ErrorBody(message, "invalid_request_error", f"{kind}_id", f"{kind}not_found"))
+    return ApiError(404, ErrorBody(message, "invalid_request_error", f"{kind}_id", f"{kind}_not_found"))
 
 
 def _lock(file: BinaryIO, folder: Path) -> None:

@@ -75,7 +75,7 @@ class BatchStore:
         try:
             purpose = self.files.get(owner, wanted.input_file_id).purpose
         except ApiError as error:
-            raise RequestError(f"input_file_id: {error.body.message}", "input_file_id", "filenot_found") from error
+            raise RequestError(f"input_file_id: {error.body.message}", "input_file_id", "file_not_found") from error
         if purpose != "batch":
             message = f"input_file_id: the purpose of {wanted.input_file_id} is {purpose}, not batch"
             raise RequestError(message, "input_file_id")

@@ -225,8 +225,9 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
     assert client.files.content(ids[1]).content == content
     assert client.files.delete(ids[1]).deleted
     for call in (client.files.retrieve, client.files.content, client.files.delete):
-        with pytest.raises(openai.NotFoundError, match="No file has the id"):
+        with pytest.raises(openai.NotFoundError, match="No file has the id") as missing:
             call(ids[1])
+        assert missing.value.code == "file_not_found"
     with pytest.raises(openai.BadRequestError, match=r"after: .* is not in the list"):
         client.files.list(after=ids[1])
 
@@ -283,8 +284,9 @@ def test_clients_see_the_objects_of_their_key_alone(client: openai.OpenAI, batch
         for call in (other.files.content, other.files.delete, other.files.retrieve):
             with pytest.raises(openai.NotFoundError):
                 call(batch.output_file_id)
-        with pytest.raises(openai.BadRequestError, match="No file has the id"):
+        with pytest.raises(openai.BadRequestError, match="No file has the id") as refused:
             other.batches.create(input_file_id=batch.input_file_id, endpoint=COMPLETIONS, completion_window="24h")
+        assert refused.value.code == "file_not_found"
 
 
 def test_a_wrong_upload_is_refused(client: openai.OpenAI, batch_daemon: Daemon) -> None:
