@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
+LAST_BEGIN = pytest.StashKey[float]()
 
 gc.disable()  # until the tests are collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -78,10 +81,39 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files by how long they take; tests of a file keep their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of a run that must end in time."""
+    group = parser.getgroup("polydraft")
+    group.addoption("--minutes", type=float, help="skip the tests that would begin later")
+    group.addoption("--order", metavar="WORD", help="shuffle the files by this word, instead of long ones first")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note when this process may begin its last test."""
+    minutes = config.getoption("--minutes")
+    if minutes is not None:
+        config.stash[LAST_BEGIN] = time.monotonic() + 60 * minutes
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort files by how long they take, or shuffle them; tests of a file keep their order."""
+    word = config.getoption("--order")
     place = {f"{name}.py": number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(str(item.path.relative_to(FOLDER)), len(LONG)))
+
+    def key(item: pytest.Item) -> int | str:
+        file = str(item.path.relative_to(FOLDER))
+        if word is None:
+            return place.get(file, len(LONG))
+        return hashlib.sha256(f"{word} {file}".encode()).hexdigest()
+
+    items.sort(key=key)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test for which no time is left."""
+    if time.monotonic() > item.config.stash.get(LAST_BEGIN, float("inf")):
+        pytest.skip(f"not begun within {item.config.getoption('--minutes'):g} minutes")
 
 
 def pytest_collection_finish() -> None:
