@@ -65,7 +65,6 @@ LONG = (
     "speculation/test_served_rules",
     "server/http/test_connections",
     "server/daemon/test_sleep",
-    "server/daemon/test_stopping",
     "server/openai/test_grammar_bombs",
     "cuda/test_layer_kernels",
     "engine/test_places",
@@ -79,6 +78,8 @@ LONG = (
     "server/daemon/test_hub_names",
     "control/test_controller",
 )
+# It ends daemons that other files share, and would have to start them again.
+LAST = "server/daemon/test_stopping"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,6 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort files by how long they take, or shuffle them; tests of a file keep their order."""
     word = config.getoption("--order")
     place = {f"{name}.py": number for number, name in enumerate(LONG)}
+    place[f"{LAST}.py"] = len(LONG) + 1
 
     def key(item: pytest.Item) -> int | str:
         file = str(item.path.relative_to(FOLDER))

@@ -17,6 +17,7 @@ from analysis.times import MEASUREMENTS, chains, heads, limits
 from engine.speculation.verification import RULES
 from loadtest.checkpoints import lengthened
 from tests.engine import tiny
+from tests.grid import grid
 from tests.server.tiny_models import write_pair
 
 
@@ -83,9 +84,11 @@ def test_kept_gain_compares_speedups_of_the_longest_and_the_shortest_text() -> N
     assert gain == {"cores": 1, "contexts": [8, 90], "ratio": 1.5, "low": 1.5, "high": 1.5}
 
 
-def test_heads_of_every_type_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    cells = measured(capsys, "heads", "--targets", "embedded", "--num-drafts", "1,2", "--repeats", "1")["cells"]
-    assert [cell["kind"] for cell in cells] == heads.KINDS
+@pytest.mark.parametrize("kinds", grid(["dspark", ",".join(heads.KINDS)], ["dspark"]))
+def test_heads_of_every_type_are_measured(capsys: pytest.CaptureFixture[str], kinds: str) -> None:
+    words = ["heads", "--kinds", kinds, "--targets", "embedded", "--num-drafts", "1,2", "--repeats", "1"]
+    cells = measured(capsys, *words)["cells"]
+    assert [cell["kind"] for cell in cells] == kinds.split(",")
     for cell in cells:
         assert set(cell["shapes"]) == {"off", "1", "2"}
         assert cell["shapes"]["1"]["draft_over_one"] == 1.0

@@ -53,18 +53,8 @@ def test_the_adapter_is_the_model(
     assert "merged the adapter" in adapted.log
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--lora-modules", "polite"], "must be NAME=PATH"),
-        (["--lora-modules", "a=/b", "--lora-modules", "c=/d"], "one adapter is merged"),
-        (["--lora-modules", "a=/nowhere"], "/nowhere"),
-        (["--lora-modules", "a=/b", "--served-model-name", "c"], "--lora-modules gives the model its name"),
-    ],
-)
-def test_an_adapter_that_cannot_be_merged_ends_the_start(
-    daemons: Daemons, models: TinyModels, flags: list[str], message: str
-) -> None:
-    daemon = daemons.start(str(models.target), *flags)
+def test_an_adapter_that_cannot_be_merged_ends_the_start(daemons: Daemons, models: TinyModels) -> None:
+    """`test_start_failures.py` has refusals that need no model."""
+    daemon = daemons.start(str(models.target), "--lora-modules", "a=/nowhere")
     assert daemon.process.wait(60) == 2
-    assert message in daemon.log
+    assert "/nowhere" in daemon.log

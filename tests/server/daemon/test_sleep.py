@@ -147,6 +147,7 @@ def test_all_but_answers_is_served_during_a_sleep(http: httpx.Client) -> None:
     assert is_asleep(http)
 
 
+@pytest.mark.slow  # serving/test_idle_sleep.py has it with a process that stands in for the engine
 def test_clients_together_wake_the_engine_once(sleeping: Daemon, http: httpx.Client) -> None:
     """Whole answers, answers by a grammar, and a client that leaves: all others are answered as one
     alone would be.
@@ -164,6 +165,7 @@ def test_clients_together_wake_the_engine_once(sleeping: Daemon, http: httpx.Cli
     assert value(http, "request_queue_time_seconds_sum") > 1, "waiting for the engine is time in the queue"
 
 
+@pytest.mark.slow  # serving/test_idle_sleep.py has it with a process that stands in for the engine
 def test_a_model_that_is_gone_is_an_error_for_all_who_wait(sleeping: Daemon, http: httpx.Client) -> None:
     """Weights that were removed during the sleep: 503, an error as a stream's last event, and exit
     code 1.

@@ -26,10 +26,8 @@ TREES = [
 
 @pytest.fixture
 def lossy(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon that checks itself, allows over-acceptance, drafts a tree by itself, and observes
-    every step.
-    """
-    flags = ["--max-over-acceptance", "0.5", "--spec-observed-share", "1", "--spec-rule", "traversal", "--selfcheck"]
+    """A daemon that allows over-acceptance, drafts a tree by itself, and observes every step."""
+    flags = ["--max-over-acceptance", "0.5", "--spec-observed-share", "1", "--spec-rule", "traversal"]
     return daemons.get(*pair_arguments, "--no-calibrate", *flags, "--draft-tree", "2,2,1")
 
 
@@ -126,6 +124,8 @@ def test_a_request_that_names_no_shape_gets_the_servers_tree(lossy_http: httpx.C
     assert (other["rule"], other["num_spec_tokens"]) == ("bv_race", 4)  # the call has a seed
 
 
-def test_a_daemon_can_check_itself_at_start(lossy: Daemon) -> None:
+@pytest.mark.slow  # start/test_distribution_check.py runs the check without a daemon
+def test_a_daemon_can_check_itself_at_start(daemons: Daemons, pair_arguments: list[str]) -> None:
     """With --selfcheck the daemon reports what it has checked before it serves."""
-    assert lossy.log.index("self-check passed") < lossy.log.index("serving tiny")
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--selfcheck")
+    assert daemon.log.index("self-check passed") < daemon.log.index("serving tiny")
