@@ -240,8 +240,9 @@ def test_batches_are_listed_newest_first(client: openai.OpenAI) -> None:
     after = client.batches.list(after=batches[1].id, limit=1)
     assert [batch.id for batch in after.data] == [batches[0].id]
     assert after.data[0] == batches[0]
-    with pytest.raises(openai.NotFoundError, match="No batch has the id"):
+    with pytest.raises(openai.NotFoundError, match="No batch has the id") as missing:
         client.batches.retrieve("batch_none")
+    assert missing.value.code == "batch_not_found"
 
 
 def test_the_input_of_an_open_batch_is_not_deleted(client: openai.OpenAI) -> None:
