@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-DOT_VARIANTS = {"bytes of a row without their sign", "one block of several"}
+DOT_VARIANTS = {"bytes of a row without their sign", "scales of one block of several", "one block of several"}
 """Variants of AVX-512 VNNI and of blocks that are multiplied at once there."""
 
 
