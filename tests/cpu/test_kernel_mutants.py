@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,6 @@ pytest.importorskip("numba")
 
 from engine.cpu.compiled import block_loops
 from tests.engine import tiny
-from tests.grid import grid
 from tests.speculation.test_served_rules import ALPHA, fits_of
 from tests.wrong import instead
 
@@ -56,7 +56,19 @@ def kernels_with(module: str, old: str, new: str) -> ModuleType:
     return changed[BLOCK]
 
 
-@pytest.mark.parametrize("wrong", grid(WRONG, {"a surplus without its weight"}))
+def test_wrong_operands_are_rejected() -> None:
+    """One number draws a chain's residual and decides about its first token."""
+
+    def race(right: Any, *operands: Any) -> Any:
+        *others, accepts, _residuals, scores, verdict = operands
+        return right(*others, accepts, accepts[:, 0].copy(), scores, verdict)
+
+    with instead(block_loops, "race", race):
+        assert min(found.p_value for found in fits_of("bv_race", "iid", "chains", 0)) < ALPHA
+
+
+@pytest.mark.slow  # compiles the kernels
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
     kernels = kernels_with(*WRONG[wrong])
     with instead(block_loops, "race", lambda _, *operands: kernels.race(*operands)):

@@ -53,7 +53,7 @@ SAMPLINGS = (
 """Temperature, top_p, top_k and min_p."""
 
 
-def requests() -> list[Request]:
+def requests(max_tokens: int = 16) -> list[Request]:
     """Every shape, warm and at temperature 0, with and without filters, after texts of several
     lengths.
     """
@@ -66,7 +66,7 @@ def requests() -> list[Request]:
                     f"{name} {temperature} {top_p} {top_k} {min_p}",
                     prompts[number],
                     speculation,
-                    max_tokens=25,
+                    max_tokens=max_tokens,
                     temperature=temperature,
                     top_p=top_p,
                     top_k=top_k,
@@ -134,7 +134,7 @@ def test_one_call_gives_what_the_loop_gives(
     pair = pair if kind is ModelDrafter else head_pair
     engine = tiny.build(*pair, num_blocks=90, budget=48, max_draft_length=5)
     with compared.calls:
-        for group in [requests()] if together else [[request] for request in requests()]:
+        for group in [requests()] if together else [[request] for request in requests(max_tokens=8)]:
             assert tiny.run(engine, group).num_accepted > 0 or not together
     assert compared.num_taken > 20
     assert compared.num_equal == compared.num_taken
@@ -195,7 +195,7 @@ def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, 
     is_of_head = wrong in WRONG_OF_HEADS
     compared = Compared()
     with compared.calls, instead(draw_loop, "draw_levels", spoilt):
-        tiny.run(tiny.build(*(head_pair if is_of_head else pair), max_draft_length=5), requests())
+        tiny.run(tiny.build(*(head_pair if is_of_head else pair), max_draft_length=5), requests(max_tokens=8))
     assert compared.num_equal < compared.num_taken
 
 

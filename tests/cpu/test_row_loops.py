@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,6 @@ from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.request import Sampling  # noqa: E402
 from engine.sampling.distribution import DistributionParameters, distribution  # noqa: E402
 from tests.engine import tiny  # noqa: E402
-from tests.grid import grid  # noqa: E402
 from tests.sampling.test_distribution import reference  # noqa: E402
 from tests.wrong import calls_of, instead  # noqa: E402
 
@@ -260,9 +260,9 @@ def rows_of_filters() -> Tensor:
     return logits
 
 
-def differing(rows: ModuleType) -> list[tuple[int, Sampling]]:
-    """The rows and filters whose distributions are not those of plain operations."""
-    found, compiled = [], rows.distributions
+def differing(compiled: Callable[..., None] = row_loops.distributions) -> list[tuple[int, Sampling]]:
+    """The rows and filters whose distributions by a kernel are not those of plain operations."""
+    found = []
     for number, logits in enumerate(rows_of_filters()):
         one = logits.unsqueeze(0).repeat(len(FILTERS), 1)
         parameters = DistributionParameters.of(FILTERS, tiny.DEVICE, TORCH)
@@ -276,7 +276,7 @@ def differing(rows: ModuleType) -> list[tuple[int, Sampling]]:
 
 
 def test_filters_keep_what_plain_operations_keep() -> None:
-    assert differing(row_loops) == []
+    assert differing() == []
 
 
 @pytest.mark.parametrize("needed", [4, 5, 6, 9])
@@ -304,9 +304,32 @@ WRONG_FILTERS = {
 }
 
 
-@pytest.mark.parametrize("wrong", grid(WRONG_FILTERS, {"ties at the edge are dropped"}))
+Operands = tuple[np.ndarray, ...]
+WRONG_OPERANDS: dict[str, Callable[..., Operands]] = {
+    "a token more": lambda logits, t, least_log, top_k, top_p, out: (
+        logits,
+        t,
+        least_log,
+        top_k + (top_k > 0),
+        top_p,
+        out,
+    ),
+    "no min_p": lambda logits, t, least_log, *others: (logits, t, np.full_like(least_log, -np.inf), *others),
+    "no top_p": lambda logits, t, least_log, top_k, top_p, out: (logits, t, least_log, top_k, np.ones_like(top_p), out),
+    "no ties": lambda logits, *others: (logits + np.linspace(0, 1e-4, WIDTH, dtype=np.float32), *others),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OPERANDS)
 def test_wrong_filters_are_found(wrong: str) -> None:
-    assert differing(rows_with(*WRONG_FILTERS[wrong]))
+    right = row_loops.distributions
+    assert differing(lambda *operands: right(*WRONG_OPERANDS[wrong](*operands)))
+
+
+@pytest.mark.slow  # compiles the kernels
+@pytest.mark.parametrize("wrong", WRONG_FILTERS)
+def test_wrong_kernels_are_found(wrong: str) -> None:
+    assert differing(rows_with(*WRONG_FILTERS[wrong]).distributions)
 
 
 def rows_with(old: str, new: str) -> ModuleType:

@@ -4,6 +4,7 @@ path's verdicts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,6 @@ from engine.plan import Plan, StepVerdict
 from engine.request import Speculation
 from tests.cpu.test_kernel_mutants import BLOCK, ROWS, kernels_with
 from tests.engine import tiny
-from tests.grid import grid
 from tests.speculation import test_served_steps as served
 from tests.speculation.served import Fit, fit
 from tests.speculation.test_served_steps import ALPHA, NUM_TOKENS, VOCABULARY, drafts, row_of, step
@@ -54,10 +54,10 @@ NUM_ROWS = 3000
 """Rows of every type."""
 
 
-def fits(seed: int = 0) -> dict[str, Fit]:
+def fits(seed: int = 0, num_rows: int = NUM_ROWS) -> dict[str, Fit]:
     """Return, by type of row, the fit of the texts to the target's law."""
     names = tuple(KINDS)
-    emissions = step([row_of(seed + i, KINDS[names[i % len(names)]]) for i in range(NUM_ROWS * len(names))])[1]
+    emissions = step([row_of(seed + i, KINDS[names[i % len(names)]]) for i in range(num_rows * len(names))])[1]
     chance = np.random.default_rng(seed)
     fit_by_row = {}
     for i, name in enumerate(names):
@@ -83,28 +83,65 @@ def test_rows_have_the_target_s_law() -> None:
     assert calls == [], "the kernel makes the laws"
 
 
+Operands = dict[str, np.ndarray]
+"""Operands of `decide` by their names."""
+
+
+def one_number_for_two_decisions(operands: Operands) -> Operands:
+    numbers = operands["uniforms"].copy()
+    numbers[block_loops._RESIDUAL] = numbers[block_loops._ACCEPT]
+    return {"uniforms": numbers}
+
+
+def one_number_for_all_depths(operands: Operands) -> Operands:
+    numbers = operands["walk_uniforms"].copy()
+    numbers[:] = numbers[:, :1]
+    return {"walk_uniforms": numbers}
+
+
+def without_filters(operands: Operands) -> Operands:
+    return {"top_ks": np.zeros_like(operands["top_ks"]), "top_ps": np.ones_like(operands["top_ps"])}
+
+
+def of_the_first(name: str) -> Callable[[Operands], Operands]:
+    """Give all requests the first request's number."""
+    return lambda operands: {name: np.full_like(operands[name], operands[name][0])}
+
+
+WRONG_OPERANDS: dict[str, Callable[[Operands], Operands]] = {
+    "the first request's temperature": of_the_first("temperatures"),
+    "the first request's min_p": of_the_first("least_logs"),
+    "one number for two decisions": one_number_for_two_decisions,
+    "one number for all depths": one_number_for_all_depths,
+    "no filters": without_filters,
+    "a token more": lambda operands: {"top_ks": operands["top_ks"] + 1},
+}
 WRONG = {
     "laws of the next node": (
         BLOCK,
         "node_rows[chain, walked + depth] - first",
         "min(node_rows[chain, walked + depth] - first + 1, last - first - 1)",
     ),
-    "the first request's temperature": (BLOCK, "temperature = temperatures[request]", "temperature = temperatures[0]"),
-    "one number for two decisions": (BLOCK, "uniforms[_RESIDUAL, chain, 0]", "uniforms[_ACCEPT, chain, 0]"),
-    "no filters": (BLOCK, "top_ks[request], top_ps[request]", "0, np.float32(1)"),
-    "a token more": (BLOCK, "top_ks[request],", "top_ks[request] + 1,"),
     "each child by itself": (BLOCK, "mass += np.float64(nodes", "mass = np.float64(nodes"),
     "refused tokens stay": (BLOCK, "if total > 0:\n", "if total > 2:\n"),
-    "one number for all depths": (BLOCK, "uniforms[walked]", "uniforms[0]"),
-    "the first request's min_p": (BLOCK, "least_logs[request]", "least_logs[0]"),
     "no temperature": (ROWS, "log = (logits[column] - most) / temperature", "log = logits[column] - most"),
 }
 
 
-IN_THE_GATE = {"each child by itself"}
+@pytest.mark.parametrize("wrong", WRONG_OPERANDS)
+def test_wrong_operands_are_rejected(wrong: str) -> None:
+    names = tuple(inspect.signature(block_loops.decide.py_func).parameters)
+
+    def decide(right: Any, *arrays: np.ndarray) -> Any:
+        operands = dict(zip(names, arrays, strict=True))
+        return right(*{**operands, **WRONG_OPERANDS[wrong](operands)}.values())
+
+    with instead(block_loops, "decide", decide):
+        assert min(found.p_value for found in fits(num_rows=1000).values()) < ALPHA
 
 
-@pytest.mark.parametrize("wrong", grid(WRONG, IN_THE_GATE))
+@pytest.mark.slow  # compiles the kernel
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
     kernels = kernels_with(*WRONG[wrong])
     with instead(block_loops, "decide", lambda _, *operands: kernels.decide(*operands)):

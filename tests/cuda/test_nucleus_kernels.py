@@ -64,11 +64,10 @@ def test_it_keeps_what_sorting_keeps(top_p: float) -> None:
 
 
 def test_every_row_has_its_own() -> None:
-    probs_NV = distributions()
-    top_p_N = torch.linspace(0.2, 1, len(probs_NV), device=tiny.DEVICE)
+    probs_NV = distributions()[[1, 5, 0]]
+    top_p_N = torch.tensor([0.3, 0.8, 1.0], device=tiny.DEVICE)
     whole = nucleus_kernels.nucleus(probs_NV, top_p_N)
-    for row in (1, 5):
-        assert torch.equal(nucleus_kernels.nucleus(probs_NV[row : row + 1], top_p_N[row : row + 1])[0], whole[row])
+    assert torch.equal(nucleus_kernels.nucleus(probs_NV[1:2], top_p_N[1:2])[0], whole[1])
     assert nucleus_kernels.nucleus(probs_NV[:0], top_p_N[:0]).shape == (0, WIDTH)
 
 
@@ -81,11 +80,13 @@ def test_rows_with_gaps_between_them() -> None:
 
 
 def test_an_edge_that_is_known_to_fewer_digits_is_found_out() -> None:
-    probs_NV = distributions()
-    top_p_N = torch.full((len(probs_NV),), 0.5, device=tiny.DEVICE)
-    right = nucleus_kernels.nucleus(probs_NV, top_p_N)
+    """In a flat row, of which the wrong edge keeps 314 other tokens."""
+    probs_NV = distributions()[:1]
+    top_p_N = torch.full((1,), 0.5, device=tiny.DEVICE)
+    expected = TORCH.nucleus(probs_NV.cpu(), top_p_N.cpu())
     with fewer_digits(3):
-        assert not torch.equal(nucleus_kernels.nucleus(probs_NV, top_p_N) > 0, right > 0)
+        found = nucleus_kernels.nucleus(probs_NV, top_p_N).cpu()
+        assert not torch.equal(found > 0, expected > 0)
 
 
 def rows_with_ties() -> torch.Tensor:
@@ -120,9 +121,9 @@ def every_k(step: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     return logits_NV[list(row)], temperature_N, min_p_N, torch.tensor(top_k)
 
 
-@pytest.mark.parametrize("step", grid([4, 1], {4}))
+@pytest.mark.parametrize("step", grid([9, 1], {9}))
 def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
-    """All k of rows of nine tokens, with ties (or every fourth)."""
+    """All k of rows of nine tokens, with ties (or every ninth)."""
     logits_NV, temperature_N, min_p_N, top_k_N = every_k(step)
     expected = TORCH.truncated(logits_NV, temperature_N, Filters(min_p_N, top_k_N, most_k=99))
     logits_NV, temperature_N, *edges = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
@@ -137,9 +138,8 @@ def test_all_filters_of_a_request_together() -> None:
     """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others
     keep.
     """
-    logits_NV = rows_with_ties()[[0, 1, 2, 3, 4, 2, 2, 2]]
-    wishes = [(0.6, 3, 0.95, 0.0), (1.0, 4, 0.5, 0.0), (0.6, 5, 0.9, 0.1), (2.0, 0, 0.7, 0.0)]
-    wishes += [(0.6, 2, 0.5, 0.0), (0.0, 3, 0.9, 0.0), (1.0, 0, 1.0, 0.0), (0.9, 4, 0.99, 0.0)]
+    logits_NV = rows_with_ties()[:5]
+    wishes = [(0.6, 3, 0.95, 0.0), (1.0, 4, 0.5, 0.0), (0.6, 5, 0.9, 0.1), (2.0, 0, 0.7, 0.0), (0.0, 3, 0.9, 0.0)]
     rows = [Sampling(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in wishes]
     expected = distribution(logits_NV, DistributionParameters.of(rows, torch.device("cpu"), TORCH))
     found = distribution(logits_NV.to(tiny.DEVICE), DistributionParameters.of(rows, tiny.DEVICE, TritonKernels())).cpu()
@@ -151,7 +151,8 @@ def test_all_filters_of_a_request_together() -> None:
     "wrong", grid(["distances are approximate", "fewer digits", "one token more"], {"distances are approximate"})
 )
 def test_wrong_edges_are_found_out(wrong: str) -> None:
-    logits_NV, temperature_N, min_p_N, top_k_N = every_k(step=4)
+    # Rows of neighbours, whose edges differ in the last bits.
+    logits_NV, temperature_N, min_p_N, top_k_N = (one[-3:] for one in every_k(step=7))
     expected = TORCH.truncated(logits_NV, temperature_N, Filters(min_p_N, top_k_N, most_k=99))
     if wrong == "distances are approximate":
         logits_NV = logits_NV.half().float()

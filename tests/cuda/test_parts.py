@@ -87,23 +87,44 @@ def check_keys(found: list[list[int]], lengths: list[int]) -> None:
     assert all(stop == lengths[sequence] for (sequence, _), stop in stops.items())
 
 
-def test_long_texts_are_read_in_parts() -> None:
+SMALL = 24
+"""Multiprocessors of a device for which a few sequences are as many as 64 are for an H100."""
+# Keys and queries of each sequence, multiprocessors, and the shares of all programs: a text alone,
+# a long text among short ones, texts of one length, few and many, a prompt among short texts.
+DIVISIONS = [
+    (([1024], None), 132, (64, 64, 2, 8)),
+    (([131_072], None), 132, (256, 256, 64, 32)),
+    (([4096, *[300] * 7], None), SMALL, (224, 136, 7, 32)),
+    (([2048] * 4, None), SMALL, (184, 128, 8, 16)),
+    (([1024] * 16, None), SMALL, (160, 128, 16, 1)),
+    (([2048, *[1000] * 7], [64, *[1] * 7]), SMALL, (240, 120, 16, 16)),
+    (([32_768, *[300] * 63], None), 132, (1432, 760, 16, 32)),
+    (([8192] * 16, None), 132, (952, 768, 22, 32)),
+    (([1024] * 64, None), 132, (640, 512, 16, 1)),
+    (([8192, *[1000] * 63], [512, *[1] * 63]), 132, (1584, 1016, 64, 7)),
+]
+
+
+@pytest.mark.parametrize(("texts", "processors", "shares"), grid(DIVISIONS, DIVISIONS[:6]))
+def test_long_texts_are_read_in_parts(
+    texts: tuple[list[int], list[int] | None], processors: int, shares: tuple[int, ...]
+) -> None:
     """Also one long text among many short ones; but not texts of one length that occupy the
     device.
     """
-    assert shares_of([1024]) == (64, 64, 2, 8)
-    assert shares_of([131_072]) == (256, 256, 64, 32)
-    assert shares_of([32_768, *[300] * 63]) == (1432, 760, 16, 32)
-    assert shares_of([8192] * 16) == (952, 768, 22, 32)
-    assert shares_of([1024] * 64) == (640, 512, 16, 1)
-    assert shares_of([8192, *[1000] * 63], [512, *[1] * 63]) == (1584, 1016, 64, 7)
+    assert shares_of(*texts, processors=processors) == shares
 
 
-@pytest.mark.parametrize("processors", grid([108, 142], [142]))
+@pytest.mark.parametrize("processors", grid([SMALL, 108, 142], [SMALL]))
 def test_recorded_steps_have_room_for_all_parts(processors: int) -> None:
     """Whatever their texts are, for devices of several sizes."""
     of = partial(shares_of, planned_keys=131_072, processors=processors)
-    assert of([32_768, *[300] * 63]).launched == of([1024] * 64).launched
+    others = 63 * processors // 142
+    assert of([32_768, *[300] * others]).launched == of([1024] * (1 + others)).launched
     assert of([131_072] * 4, [21] * 4).launched == of([5, 131_072, 0, 900], [21, 21, 0, 3]).launched
+
+
+def test_a_recorded_step_of_one_text_is_read_in_parts() -> None:
+    of = partial(shares_of, planned_keys=131_072)
     assert of([131_072]).most_tiles == 64
     assert of([900]).with_work == 8 * 7

@@ -28,6 +28,7 @@ from engine.models.runner import ModelRunner
 from engine.plan import Plan, Row
 from engine.request import Request, Speculation, TextDraft
 from engine.step.engine import Engine
+from tests.cuda.in_torch import attention_in_torch
 from tests.engine import tiny
 from tests.grid import grid
 from tests.wrong import calls_of, instead
@@ -419,9 +420,12 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, En
         return found.fill_(torch.nan) if found.is_floating_point() else found
 
     attention = pytest.importorskip("engine.cuda.attention_kernel")
-    with calls_of(attention, "attend_paged") as attended, instead(torch, "empty", unset):
-        shapes = [one for one in compared(both, asked(3, lambda i: chains(2, 3 - i), temperature=1.0)) if one]
-    assert {one.sequences for one in shapes} >= {4}
+    requests = [tiny.request(str(i), range(5, 9), chains(1, 2 - i % 2), 4, seed=i, temperature=1.0) for i in range(3)]
+    with attention_in_torch():
+        expected = tiny.run(both[0], requests)
+    with noted() as shapes, calls_of(attention, "attend_paged") as attended, instead(torch, "empty", unset):
+        assert tiny.run(both[1], requests).tokens == expected.tokens
+    assert {one.sequences for one in shapes if one} >= {4}
     assert attended
     assert all(output.isfinite().all() for _, output in attended)
 

@@ -88,7 +88,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
     probability.
     """
     distributions = random_distribution(np.random.default_rng(2), 3)
-    count = 100
+    count = 40
     uniform = (torch.arange(count, device=DEVICE, dtype=torch.float64) + 0.5) / count
     for row in range(3):
         rows = torch.full((count,), row, device=DEVICE)
