@@ -151,7 +151,7 @@ def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, sampling = WRONG[name]
     pair = pair_of("model", tmp_path)
     with by_distributions(), wrong():
-        counts = output_distribution.sample(pair, TREE, output_distribution.SAMPLINGS[sampling], num_answers=4000)
+        counts = output_distribution.sample(pair, TREE, output_distribution.SAMPLINGS[sampling], num_answers=2000)
     assert (
         output_distribution.g_test(
             counts, output_distribution.exact_distribution(pair[0], output_distribution.SAMPLINGS[sampling])

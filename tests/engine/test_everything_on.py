@@ -79,9 +79,9 @@ def test_answers_have_the_target_distribution_with_everything_on(
 ) -> None:
     engine = build(pair, draft_window)
     distribution = exact_distribution(pair[0], {"temperature": 1.0})
-    counts = answers(engine, 450)
+    counts = answers(engine, 300)
     assert engine.scheduler.num_preemptions > 20
-    assert engine.scheduler.num_cache_hits > 800
+    assert engine.scheduler.num_cache_hits > 500
     for kind, found in counts.items():
         assert g_test(found, distribution) > ALPHA, kind
 

@@ -39,7 +39,7 @@ def pair() -> tuple[LoadedModel, LoadedModel]:
 def p_value(
     pair: tuple[LoadedModel, LoadedModel],
     speculation: Speculation,
-    num_answers: int = 3000,
+    num_answers: int = 2000,
     draft_window: int = 0,
     **sampling: Any,
 ) -> float:
@@ -48,6 +48,7 @@ def p_value(
     """
     limits = {"max_num_drafts": 6, "max_draft_length": 5, "max_num_seqs": 400, "budget": 8192, "max_model_len": 32}
     engine = tiny.build(*pair, draft_window=draft_window, **limits)
+    tiny.draft_without_turns(engine)
     sampling = {"temperature": 1.0, **sampling}
     requests = [
         tiny.request(str(seed), test_output_distribution.PROMPT, speculation, 8, seed=seed, **sampling)

@@ -46,6 +46,8 @@ SHAPES = {
 # part.
 REPEATING = (1, 3, 0, 2, 1, 3, 0, 2, 1, 3, 0)
 PREDICTION = (2, 0, 2, 1, 3)
+NUM_AFTER_ANSWERS = 2000
+"""Answers that are drafted from earlier ones."""
 
 
 sample = partial(output_distribution.sample, prompt=REPEATING)
@@ -135,7 +137,7 @@ def with_answers_first(pair: tuple[LoadedModel, LoadedModel], same_seed: bool) -
                 tiny.request(f"{turn} {n}", BRANCHING, from_answers, 6, temperature=1.0, seed=n + 10**6 * turn),
                 cache_salt=str(n),
             )
-            for n in range(output_distribution.NUM_ANSWERS)
+            for n in range(NUM_AFTER_ANSWERS)
         ]
         if turn and same_seed:
             requests = [
@@ -156,7 +158,7 @@ def test_drafts_from_earlier_answers_are_exact(
     drawn from.
     """
     exact = output_distribution.exact_distribution(pair[0], {"temperature": 1.0}, BRANCHING)
-    monkeypatch.setattr("engine.scheduling.text_drafters.answers._MOST_CLIENTS", output_distribution.NUM_ANSWERS)
+    monkeypatch.setattr("engine.scheduling.text_drafters.answers._MOST_CLIENTS", NUM_AFTER_ANSWERS)
     counts, num_nodes = with_answers_first(pair, same_seed=False)
     assert num_nodes
     assert g_test(counts, exact) > ALPHA

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -140,6 +141,15 @@ def build(
         draft,
         kind=kind,
     )
+
+
+def draft_without_turns(engine: Engine) -> None:
+    """Let all running requests draft in each step, and read all prompts at once: a batch of many
+    short answers takes fewer steps.
+    """
+    config = engine.scheduler.config
+    budget = config.max_num_batched_tokens
+    engine.scheduler.config = msgspec.structs.replace(config, max_drafted_nodes=budget, max_prompt_tokens=budget)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Heads in the plainest way, row by row and token by token: what served logits are compared
-with.
+"""Heads in the plainest way, computed from the beginning of the text at every node: what served
+logits are compared with.
 """
 
 from __future__ import annotations
@@ -39,36 +39,37 @@ def rms(state: Tensor, weight: Tensor) -> Tensor:
     return state / (state.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def rotate(heads: Tensor, position: int) -> Tensor:
-    """[heads, head_dim]: each pair (i, i + half) turned by an angle."""
+def rotate(heads: Tensor, first: int) -> Tensor:
+    """[T, heads, head_dim] at positions from `first`: pairs (i, i + half) turned by an angle."""
     half = HEAD_DIM // 2
-    angles = position * THETA ** (-torch.arange(half) / half)
-    turned = torch.complex(heads[:, :half], heads[:, half:]) * torch.polar(torch.ones(half), angles)
-    return torch.cat([turned.real, turned.imag], 1)
+    positions = torch.arange(first, first + len(heads)).view(-1, 1, 1)
+    angles = positions * THETA ** (-torch.arange(half) / half)
+    turned = torch.complex(heads[..., :half], heads[..., half:]) * torch.polar(torch.ones(half), angles)
+    return torch.cat([turned.real, turned.imag], -1)
 
 
-def heads_of(weights: dict[str, Tensor], name: str, which: str, state: Tensor) -> Tensor:
-    """[heads, head_dim] one projection of a state, normed if the layer has norms."""
-    rows = weights[f"{name}{which}_proj.weight"] @ state
+def heads_of(weights: dict[str, Tensor], name: str, which: str, states: Tensor) -> Tensor:
+    """[T, heads, head_dim] one projection of states, normed if the layer has norms."""
+    rows = states @ weights[f"{name}{which}_proj.weight"].T
     rows = rows + weights.get(f"{name}{which}_proj.bias", 0)
-    heads = rows.view(-1, HEAD_DIM)
+    heads = rows.view(len(rows), -1, HEAD_DIM)
     norm = weights.get(f"{name}{which}_norm.weight")
     return heads if norm is None else rms(heads, norm)
 
 
-def attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """[heads * head_dim] attention of one query to all keys given."""
+def attended(queries: Tensor, keys: Tensor, values: Tensor, sees: Tensor) -> Tensor:
+    """[T, heads * head_dim] attention of queries to the keys that they see; sees: [T, keys]."""
     outputs = []
     for head in range(HEADS):
         of_key = head // (HEADS // KV_HEADS)
-        scores = torch.stack([query[head] @ key[of_key] for key in keys]) * HEAD_DIM**-0.5
-        outputs.append(sum(w * value[of_key] for w, value in zip(scores.softmax(0), values, strict=True)))
-    return torch.cat(outputs)  # type: ignore[arg-type]
+        scores = queries[:, head] @ keys[:, of_key].T * HEAD_DIM**-0.5
+        outputs.append(scores.masked_fill(~sees, -torch.inf).softmax(1) @ values[:, of_key])
+    return torch.cat(outputs, 1)
 
 
-def gated(weights: dict[str, Tensor], name: str, state: Tensor) -> Tensor:
-    gate, up = (weights[f"{name}mlp.{one}_proj.weight"] @ state for one in ("gate", "up"))
-    return weights[f"{name}mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+def gated(weights: dict[str, Tensor], name: str, states: Tensor) -> Tensor:
+    gate, up = (states @ weights[f"{name}mlp.{one}_proj.weight"].T for one in ("gate", "up"))
+    return (gate * gate.sigmoid() * up) @ weights[f"{name}mlp.down_proj.weight"].T
 
 
 class Eagle:
@@ -87,11 +88,11 @@ class Eagle:
 
     def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
         """[V] below a path; states: [>= text - 1, taps * D] the target's at the text's tokens."""
-        self.cache: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(self.num_layers)]
-        for position in range(1, len(text)):
-            output = self._row(text[position], self._project(states[position - 1]), position)
+        projected = self._project(states[: len(text) - 1])
+        self.cache = [(torch.zeros(0, KV_HEADS, HEAD_DIM),) * 2 for _ in range(self.num_layers)]
+        output = self._rows(text[1:], projected, 1)[-1]
         for depth, token in enumerate(path):
-            output = self._row(token, output, len(text) + depth)
+            output = self._rows([token], output[None], len(text) + depth)[0]
         normed = output if self.flags.get("norm_output") else rms(output, self.weights["norm.weight"])
         result = torch.full((self.vocabulary,), -torch.inf)
         for number, logit in zip(self.target_ids, (self.head @ normed).tolist(), strict=True):
@@ -102,26 +103,29 @@ class Eagle:
         if self.flags.get("norm_before_fc"):
             taps = rms(taps, self.weights["input_norm.weight"])
         if self.flags.get("fc_norm"):
-            chunks = taps.chunk(3)
-            taps = torch.cat([rms(chunk, self.weights[f"fc_norm.{i}.weight"]) for i, chunk in enumerate(chunks)])
-        return self.weights["fc.weight"] @ taps
+            chunks = taps.chunk(3, 1)
+            taps = torch.cat([rms(chunk, self.weights[f"fc_norm.{i}.weight"]) for i, chunk in enumerate(chunks)], 1)
+        return taps @ self.weights["fc.weight"].T
 
-    def _row(self, token: int, state: Tensor, position: int) -> Tensor:
+    def _rows(self, tokens: Sequence[int], state: Tensor, first: int) -> Tensor:
+        """[T, D] states of the next tokens; first: position of the first token."""
         weights = self.weights
         for number in range(self.num_layers):
             name = f"layers.{number}."
             if number == 0:
-                embedded = rms(self.embedding[token], weights[f"{name}input_layernorm.weight"])
+                embedded = rms(self.embedding[list(tokens)], weights[f"{name}input_layernorm.weight"])
                 normed = rms(state, weights[f"{name}hidden_norm.weight"])
-                inputs = torch.cat([embedded, normed])
+                inputs = torch.cat([embedded, normed], 1)
                 state = normed if self.flags.get("norm_before_residual") else state
             else:
                 inputs = rms(state, weights[f"{name}input_layernorm.weight"])
-            keys, values = self.cache[number]
-            query = rotate(heads_of(weights, f"{name}self_attn.", "q", inputs), position)
-            keys.append(rotate(heads_of(weights, f"{name}self_attn.", "k", inputs), position))
-            values.append(heads_of(weights, f"{name}self_attn.", "v", inputs))
-            attention = weights[f"{name}self_attn.o_proj.weight"] @ attended(query, keys, values)
+            query, key, value = (heads_of(weights, f"{name}self_attn.", which, inputs) for which in "qkv")
+            keys = torch.cat([self.cache[number][0], rotate(key, first)])
+            values = torch.cat([self.cache[number][1], value])
+            self.cache[number] = keys, values
+            sees = torch.ones(len(query), len(keys), dtype=torch.bool).tril(len(keys) - len(query))
+            attention = attended(rotate(query, first), keys, values, sees)
+            attention = attention @ weights[f"{name}self_attn.o_proj.weight"].T
             state = state + attention + weights.get(f"{name}self_attn.o_proj.bias", 0)
             state = state + gated(weights, name, rms(state, weights[f"{name}post_attention_layernorm.weight"]))
         return rms(state, weights["norm.weight"]) if self.flags.get("norm_output") else state
@@ -143,15 +147,12 @@ class Block:
     def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
         """[V] below a path."""
         anchor, size = len(text) - 1, self.given["block_size"]
-        contexts = [
-            rms(self.weights["fc.weight"] @ states[t], self.weights["hidden_norm.weight"]) for t in range(anchor)
-        ]
-        scale = self.given.get("input_embedding_scale", 1.0)
+        contexts = rms(states[:anchor] @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"])
         ids = [text[-1]] + [self.given["mask_token_id"]] * (size - 1)
-        rows = [self.embedding[token] * scale for token in ids]
+        rows = self.embedding[ids] * self.given.get("input_embedding_scale", 1.0)
         for number in range(self.given["layers"]):
-            rows = self._layer(number, rows, contexts, anchor)
-        rows = [rms(row, self.weights["norm.weight"]) for row in rows]
+            rows = self._layer(number, rows, contexts)
+        rows = rms(rows, self.weights["norm.weight"])
         slots = rows if self.from_anchor else rows[1:]
         own = self._own(slots, rows[0], [text[-1], *path])
         result = torch.full((self.vocabulary,), -torch.inf)
@@ -159,25 +160,21 @@ class Block:
             result[self.target_ids[number]] = logit
         return result
 
-    def _layer(self, number: int, rows: list[Tensor], contexts: list[Tensor], anchor: int) -> list[Tensor]:
+    def _layer(self, number: int, rows: Tensor, contexts: Tensor) -> Tensor:
         weights, name = self.weights, f"layers.{number}."
         attn = f"{name}self_attn."
-        normed = [rms(row, weights[f"{name}input_layernorm.weight"]) for row in rows]
-        normed, behind = self._convolved(f"{name}attention_conv", normed)
-        inputs = [*contexts, *normed]
-        keys = [rotate(heads_of(weights, attn, "k", one), position) for position, one in enumerate(inputs)]
-        values = [heads_of(weights, attn, "v", one) for one in inputs]
-        outputs = []
-        for i, one in enumerate(normed):
-            query = rotate(heads_of(weights, attn, "q", one), anchor + i)
-            seen = [k for k in range(len(inputs)) if self._sees(number, anchor + i, k)]
-            attention = attended(query, [keys[k] for k in seen], [values[k] for k in seen])
-            outputs.append(weights[f"{attn}o_proj.weight"] @ attention)
-        rows = [row + one for row, one in zip(rows, behind(outputs), strict=True)]
-        normed = [rms(row, weights[f"{name}post_attention_layernorm.weight"]) for row in rows]
-        normed, behind = self._convolved(f"{name}mlp_conv", normed)
-        outputs = behind([gated(weights, name, one) for one in normed])
-        return [row + one for row, one in zip(rows, outputs, strict=True)]
+        normed, behind = self._convolved(f"{name}attention_conv", rms(rows, weights[f"{name}input_layernorm.weight"]))
+        inputs = torch.cat([contexts, normed])
+        anchor = len(contexts)
+        sees = torch.tensor([[self._sees(number, anchor + i, k) for k in range(len(inputs))] for i in range(len(rows))])
+        query = rotate(heads_of(weights, attn, "q", normed), anchor)
+        key = rotate(heads_of(weights, attn, "k", inputs), 0)
+        attention = attended(query, key, heads_of(weights, attn, "v", inputs), sees)
+        rows = rows + behind(attention @ weights[f"{attn}o_proj.weight"].T)
+        normed, behind = self._convolved(
+            f"{name}mlp_conv", rms(rows, weights[f"{name}post_attention_layernorm.weight"])
+        )
+        return rows + behind(gated(weights, name, normed))
 
     def _sees(self, number: int, query: int, key: int) -> bool:
         slides = self.given.get("layer_types", ["full_attention"] * 9)[number] == "sliding_attention"
@@ -187,28 +184,25 @@ class Block:
         stated = self.flags.get("is_causal", self.given.get("causal"))
         return key <= query or not (is_causal if stated is None else stated)
 
-    def _convolved(self, name: str, rows: list[Tensor]) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
+    def _convolved(self, name: str, rows: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """(rows convolved, what convolves the outputs of the part behind them)."""
         if f"{name}.base_kernel" not in self.weights:
             return rows, lambda outputs: outputs
         base, group = self.weights[f"{name}.base_kernel"], self.given["conv_group_size"]
-        width, taps = base.shape[2], base.shape[1]
-        own = [(self.weights[f"{name}.kernel_projection.weight"] @ row).view(2, taps, width // group) for row in rows]
+        taps = base.shape[1]
+        own = rows @ self.weights[f"{name}.kernel_projection.weight"].T
+        kernels = base + own.view(len(rows), 2, taps, -1).repeat_interleave(group, -1)
 
-        def side(which: int, inputs: list[Tensor]) -> list[Tensor]:
-            result = []
+        def side(which: int, inputs: Tensor) -> Tensor:
+            result = torch.zeros_like(inputs)
             for i in range(len(inputs)):
-                output = torch.zeros(width)
                 for tap in range(min(taps, i + 1)):
-                    for h in range(width):
-                        kernel = base[which, tap, h] + own[i][which, tap, h // group]
-                        output[h] += kernel * inputs[i - tap][h]
-                result.append(output)
+                    result[i] += kernels[i, which, tap] * inputs[i - tap]
             return result
 
         return side(0, rows), lambda outputs: side(1, outputs)
 
-    def _own(self, slots: list[Tensor], first: Tensor, tokens: list[int]) -> dict[int, float]:
+    def _own(self, slots: Tensor, first: Tensor, tokens: list[int]) -> dict[int, float]:
         """Logits in the head's own tokens; tokens: the text's last, and the path."""
         state, weights = slots[len(tokens) - 1], self.weights
         logits = self.head @ state * self.given.get("output_multiplier", 1.0)
@@ -224,7 +218,7 @@ class Block:
         successors = weights["candidate_selector.successor_codebook"]
         return {one: float(logits[one] + query @ successors[one]) for one in likeliest}
 
-    def _markov(self, slots: list[Tensor], first: Tensor, tokens: list[int]) -> Tensor:
+    def _markov(self, slots: Tensor, first: Tensor, tokens: list[int]) -> Tensor:
         weights, kind = self.weights, self.flags.get("markov_head_type", "vanilla")
         w1, w2 = (weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
         if kind == "vanilla":

@@ -55,7 +55,7 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
     prompt = make_prompt(engine, seed=1)
     assert check_power(engine, prompt, 2000, 1.0).rejected
     with wrong_rule("bv_race", output_distribution.always_longest):
-        assert check_distribution(engine, "wrong", RACE, prompt, 4000, 1.0).rejected
+        assert check_distribution(engine, "wrong", RACE, prompt, 2000, 1.0).rejected
 
 
 def test_the_self_check_finds_a_rule_that_needs_more_than_a_head_meets(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_the_self_check_finds_a_rule_that_needs_more_than_a_head_meets(tmp_path:
     engine = tiny.build(target, folders.load(written, target), max_num_seqs=128)
     chain = Speculation(rule="greedy_block", num_drafts=1, draft_length=3)
     prompt = (1, 3, 0, 2, 2)
-    assert check_distribution(engine, "greedy_block", chain, prompt, 4000, 1.0).rejected
-    assert not check_distribution(engine, "two tokens", chain, prompt, 4000, 1.0, max_tokens=2).rejected
+    assert check_distribution(engine, "greedy_block", chain, prompt, 3000, 1.0).rejected
+    assert not check_distribution(engine, "two tokens", chain, prompt, 2000, 1.0, max_tokens=2).rejected
     right = Speculation(rule="block", num_drafts=1, draft_length=3)
-    assert not check_distribution(engine, "block", right, prompt, 4000, 1.0).rejected
+    assert not check_distribution(engine, "block", right, prompt, 2000, 1.0).rejected
 
 
 @pytest.mark.slow

@@ -91,7 +91,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 
 def p_value(pair: Pair, rule: str, sampling: dict[str, Any], **more: Any) -> float:
-    counts = output_distribution.sample(pair, output_distribution.SPECULATIONS[rule], sampling, **more)
+    speculation = output_distribution.SPECULATIONS[rule]
+    counts = output_distribution.sample(pair, speculation, sampling, num_answers=1500, **more)
     prompt = more.get("prompt", output_distribution.PROMPT)
     return output_distribution.g_test(counts, output_distribution.exact_distribution(pair[0], sampling, prompt))
 

@@ -182,7 +182,9 @@ def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, L
 
     filtered = output_distribution.SAMPLINGS["filtered"]
     with instead(chains, "node_distributions", unfiltered), level_by_level():
-        counts = output_distribution.sample(small, output_distribution.SPECULATIONS["bv_race 4"], filtered)
+        counts = output_distribution.sample(
+            small, output_distribution.SPECULATIONS["bv_race 4"], filtered, num_answers=5000
+        )
     assert (
         output_distribution.g_test(counts, output_distribution.exact_distribution(small[0], filtered))
         < output_distribution.ALPHA

@@ -306,7 +306,7 @@ WRONG_TERMS = {
 def test_wrong_variants_of_terms_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, sampling = WRONG_TERMS[name]
     with instead(Levels, "draw_below", wrong):
-        found = sampled(tmp_path, "dspark", output_distribution.SPECULATIONS["bv_race 4"], sampling, num_answers=4000)
+        found = sampled(tmp_path, "dspark", output_distribution.SPECULATIONS["bv_race 4"], sampling, num_answers=3000)
     assert found < output_distribution.ALPHA
 
 
@@ -321,5 +321,5 @@ WRONG = {
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, kind, sampling = WRONG[name]
     with instead(one_pass, "draw_from", wrong):
-        found = sampled(tmp_path, kind, output_distribution.SPECULATIONS["bv_race 4"], sampling, num_answers=4000)
+        found = sampled(tmp_path, kind, output_distribution.SPECULATIONS["bv_race 4"], sampling, num_answers=3000)
     assert found < output_distribution.ALPHA

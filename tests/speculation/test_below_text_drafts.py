@@ -276,7 +276,7 @@ def test_rules_by_nodes_have_the_exact_law_below_text_drafts(drafting: Drafting)
 
 
 @pytest.mark.parametrize("part", ["leads_CL", *(pytest.param(part, marks=pytest.mark.slow) for part in PARTS[1:])])
-@pytest.mark.parametrize("drafting", [in_gate(one, one.rule in ("nss", "rrs", "greedy")) for one in BY_NODES], ids=str)
+@pytest.mark.parametrize("drafting", [in_gate(one, one.rule in ("rrs", "greedy")) for one in BY_NODES], ids=str)
 def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, part: str) -> None:
     """`nss` alone reads neither draft laws nor leaders."""
     is_read = drafting.rule != "nss" or part not in ("leads_CL", "draft")

@@ -39,7 +39,7 @@ from tests.speculation.served import KERNELS, Batch, Fit, RequestCase, fit, smal
 from tests.wrong import instead
 
 ALPHA = 1e-6
-NUM_ROWS = 2_000
+NUM_ROWS = 1_500
 """Rows of every type."""
 VOCABULARY, NUM_TOKENS, END = 4, 3, 10
 CPU = torch.device("cpu")
