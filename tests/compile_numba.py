@@ -1,7 +1,7 @@
 """Compile the CPU kernels that most tests use, before the workers of `./check` start: each worker
 would compile them.
 
-Only the first run after a kernel has changed takes long (half a minute of a core).
+Only the first run after a kernel has changed takes long (most of a minute of a core).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ LONG = (
     "server/daemon/test_hub_names",
     "control/test_controller",
 )
-# It ends daemons that other files share, and would have to start them again.
+# This file ends daemons that other files share, so they would have to start new ones after it.
 LAST = "server/daemon/test_stopping"
 
 

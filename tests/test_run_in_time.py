@@ -7,9 +7,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from tests.conftest import FOLDER, LAST, LONG, pytest_collection_modifyitems
+import pytest
 
-CHEAP = "tests/sampling/test_noise.py"
+from tests.conftest import FOLDER, LAST, LONG, pytest_collection_modifyitems
 
 
 def order_of(word: str | None) -> list[Any]:
@@ -37,8 +37,11 @@ def test_each_word_has_an_order_in_which_files_stay_together() -> None:
         assert all(first[0] == second[0] for first, second in zip(order[::2], order[1::2], strict=True))
 
 
-def test_no_test_begins_late() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-pno:cacheprovider", "--minutes", "0", CHEAP]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parent, check=True)
-    assert "9 skipped in" in run.stdout
-    assert "not begun within 0 minutes" in run.stdout
+@pytest.mark.parametrize(("minutes", "outcome"), [("-3", "skipped"), ("0", "skipped"), ("60", "passed")])
+def test_no_test_begins_late(minutes: str, outcome: str) -> None:
+    """In a run of one test of this file."""
+    words = ["-q", "-n0", "-pno:cacheprovider", "--minutes", minutes, __file__, "-k", "long_files"]
+    run = subprocess.run([sys.executable, "-m", "pytest", *words], capture_output=True, text=True, cwd=FOLDER.parent)
+    assert run.returncode == 0, run.stdout
+    assert f"1 {outcome}, " in run.stdout
+    assert (f"not begun within {minutes} minutes" in run.stdout) == (outcome == "skipped")

@@ -11,8 +11,12 @@ import pytest
 from analysis import pair as analysis
 from analysis.__main__ import main
 from analysis.report import recommend
+from tests.grid import grid
 from tests.server.tiny_models import TinyModels, write_pair
 from tests.wrong import calls_of, instead
+
+SHAPES = [("block", "1x4", 4), ("traversal", "2.2", 6), ("greedy", "1.3", 4), ("rrs_without_replacement/iid", "3x2", 6)]
+"""Rules, their shapes, and the most nodes of a pass."""
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +65,15 @@ def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.Cap
     assert "other settings" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shapes", grid([SHAPES[2:], SHAPES], [SHAPES[2:]]))
 def test_the_named_shapes_and_trees_are_measured(
-    models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], shapes: list[tuple[str, str, int]]
 ) -> None:
-    shapes = "greedy:1.3,rrs_without_replacement/iid:3x2"
-    assert main([*arguments(models, tmp_path), "--shapes", shapes, "--temperature", "1"]) == 0
+    words = ",".join(f"{rule}:{size}" for rule, size, _ in shapes)
+    assert main([*arguments(models, tmp_path), "--shapes", words, "--temperature", "1"]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
-    assert [cell["size"] for cell in cells] == ["1.3", "3x2"]
-    assert [cell["nodes_per_pass"] <= most for cell, most in zip(cells, (4, 6), strict=True)] == [True] * 2
+    assert [cell["size"] for cell in cells] == [size for _, size, _ in shapes]
+    assert all(cell["nodes_per_pass"] <= most for cell, (*_, most) in zip(cells, shapes, strict=True))
 
 
 def interrupted(*_: Any) -> None:

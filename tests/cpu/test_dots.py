@@ -22,7 +22,7 @@ from engine.models.gguf.blocks import BLOCK_TYPES, BlockTensor
 from tests.cpu.compiled_copies import copy_of_products
 from tests.engine import tiny
 from tests.grid import grid
-from tests.models.gguf_models import stored_weight
+from tests.models.gguf_models import TYPES_IN_THE_GATE, stored_weight
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 
@@ -30,10 +30,7 @@ ROUNDED = ["int8", "int4", *(["pairs"] if HAS_PAIRS else [])]
 """Forms of weights that are rounded when they are laid out."""
 STORED = [kind.name for kind in BLOCK_TYPES]
 """Types of blocks of GGUF files."""
-IN_THE_GATE = {*ROUNDED, "Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}
-"""Types of files by layouts of scales: a scale, a scale and a minimum, and records with and without
-minima. A product is compiled for each type and takes long; Q5_0 has that of Q8_0.
-"""
+IN_THE_GATE = {*ROUNDED, *TYPES_IN_THE_GATE}
 RECORD = 256
 # Whole groups, a part of one, and a part alone; blocks of files have whole records.
 CASES = [

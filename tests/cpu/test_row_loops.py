@@ -261,7 +261,7 @@ def rows_of_filters() -> Tensor:
 
 
 def differing(compiled: Callable[..., None] = row_loops.distributions) -> list[tuple[int, Sampling]]:
-    """The rows and filters whose distributions by a kernel are not those of plain operations."""
+    """Return the rows and filters for which the kernel's distributions differ from TORCH's."""
     found = []
     for number, logits in enumerate(rows_of_filters()):
         one = logits.unsqueeze(0).repeat(len(FILTERS), 1)

@@ -17,6 +17,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "target"
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, CONTEXT = 2, 4, 2, 512
+TYPES_IN_THE_GATE = {"Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}
+"""Types of blocks by forms of scales: a scale, a scale and a minimum, and records with and without
+minima. A product is compiled for each type, which takes long; Q5_0 shares the product of Q8_0.
+"""
 _SPREAD = 0.3
 """Standard deviation of all weights."""
 _SCALES: Mapping[str, tuple[int, float, int, float]] = {

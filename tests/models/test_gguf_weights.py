@@ -27,10 +27,9 @@ from engine.start.loading import LoadedModel, load
 from engine.start.number_formats import draft_model_config
 from engine.start.outlines import outline_pair
 from engine.start.probe import choose_backend, find_kv_shape, probe
-from tests.cpu.test_dots import IN_THE_GATE
 from tests.engine import tiny
 from tests.grid import grid
-from tests.models.gguf_models import DEMO, head_dim_of, stored_weight, write_model
+from tests.models.gguf_models import DEMO, TYPES_IN_THE_GATE, head_dim_of, stored_weight, write_model
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 
@@ -85,7 +84,7 @@ def test_numbers_are_those_of_the_blocks(kind: str) -> None:
     assert np.allclose(weight.dequantize(), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kind", grid([kind.name for kind in BLOCK_TYPES], IN_THE_GATE))
+@pytest.mark.parametrize("kind", grid([kind.name for kind in BLOCK_TYPES], TYPES_IN_THE_GATE))
 def test_stored_numbers_are_those_of_the_blocks(kind: str) -> None:
     from engine.cpu.compiled.layer_loops import embed
     from engine.cpu.weights import Product, form_of_type
