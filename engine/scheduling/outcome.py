@@ -88,9 +88,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     usual_plain_s: float
     """Time of such a plain step by the model of step times, whatever delayed this step."""
     prompt_s: float
-    """Part of this step's time that prompts took, and that plain decoding would take as well; noise
-    can make it negative.
-    """
+    """Part of this step's time that prompts took, and that plain decoding would take as well."""
     phases_s: dict[str, float]
     """Duration of this step by phase (`PHASES`)."""
     num_running: int

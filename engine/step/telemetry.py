@@ -329,8 +329,7 @@ class Telemetry:
             load = self._pace.load(work, measured.work_s, predicted_s)
             host_s = measured.host_s
         # Whatever delayed this step, it contained the work of a plain one.
-        most_s = measured.wall_s - max(0.0, prompt_s)
-        plain_s = min(load * usual_plain_s, most_s)
+        plain_s = min(load * usual_plain_s, measured.wall_s - prompt_s)
         times.observe(work, measured.draft_s, measured.rest_s, measured.started_s, host_s)
         return PlainTimes(plain_s, usual_plain_s, prompt_s)
 
@@ -341,14 +340,13 @@ class Telemetry:
         # A step of rows with needs may be launched eagerly without prompts, too.
         stays_eager = bool(work.is_eager) and any(row.needs for row in plan.sampling_rows)
         usual_s = times.rest_s(replace(work.without_prompts, is_eager=stays_eager or None))
-        # Prompt tokens take another time in a pass without drafts. The scale between the two
-        # times comes from works of no shape, because the model knows shapes for drafts alone.
+        # Prompt tokens take another time in a pass without drafts. The difference comes from works
+        # of no shape, because the model knows shapes for drafts alone.
         shapeless = replace(work, shape=PLAIN)
         with_drafts_s = times.rest_s(shapeless) - times.rest_s(shapeless.without_prompts)
         alone_s = times.rest_s(work.without_drafts) - times.rest_s(work.plain)
-        scale = alone_s / with_drafts_s if with_drafts_s > 0 else 1.0
-        # Noise may make the result negative; sums over many steps are right.
-        prompt_s = (measured.rest_s - usual_s) * scale
+        prompt_s = measured.rest_s - usual_s + alone_s - with_drafts_s
         if measured.follows:  # admission of the prompts' requests
             prompt_s += measured.host_s - times.host.usual_s(work)
-        return min(prompt_s, measured.wall_s)
+        # On a machine that is faster than at calibration this is negative for few tokens.
+        return min(max(0.0, prompt_s), measured.wall_s)

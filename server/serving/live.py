@@ -73,7 +73,6 @@ class Live:
                 "spec_steps": self._num_steps,
                 "spec_tokens": self._num_emitted,
             },
-            # Not totals that grow: noise can make the time of a prompt negative.
             "timing": asdict(self.timing),
             "requests": [_shown(read_state()) for read_state in shown],
             "num_requests": len(self._running),

@@ -245,16 +245,50 @@ def test_a_request_may_fail_while_its_prompt_is_read() -> None:
     assert step.stats.num_running == 1
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(delays_s=st.lists(st.tuples(st.booleans(), st.floats(0.0, 0.1)), min_size=1, max_size=40))
-def test_other_load_claims_no_gain(monkeypatch: pytest.MonkeyPatch, delays_s: list[tuple[bool, float]]) -> None:
-    """Steps that drafted, or not, took any time, and no draft was accepted."""
-    served = Served(monkeypatch)
-    for drafts, delay_s in delays_s:
+STEPS = st.lists(st.tuples(st.booleans(), st.sampled_from([1, 3, CHUNK]), st.floats(0.0, 0.1)), min_size=1, max_size=40)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS, times=st.sampled_from([0.02, 1.0, 20.0]), free_tokens=st.sampled_from([0, 64]))
+def test_no_load_and_no_machine_claims_a_gain(
+    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[bool, int, float]], times: float, free_tokens: int
+) -> None:
+    """Steps that drafted, or not, with prompts or without, took any time on a machine that is not
+    what calibration saw, and no draft was accepted. A time is never negative.
+    """
+    served = Served(monkeypatch, machine=Machine(read_s=0.0002, prompt_s=0.0003, free_tokens=free_tokens))
+    served.machine.times = times
+    for drafts, known, delay_s in steps:
         with instead(Served, "stall_s", lambda *_, delay_s=delay_s: delay_s):
-            served.step([row(9, (1, 1, 1) if drafts else ())], 1, counted=True)
+            served.step([row(9, (1, 1, 1) if drafts else (), known)], 1, counted=True)
     assert served.timing.speedup is not None
-    assert served.timing.speedup <= 1 + 1e-9
+    assert 0 < served.timing.speedup <= 1 + 1e-9
+
+
+class FirstTokensCost(Machine):
+    """A machine on which the first four tokens of a pass take a millisecond each, and all others
+    almost no time.
+    """
+
+    delay_s = 0.0
+
+    def parts_s(self, work: StepWork) -> tuple[float, float]:
+        draft_s, _ = super().parts_s(work)
+        num_tokens = work.rows + work.nodes + work.prompt
+        return draft_s, 0.009 + 0.001 * min(4, num_tokens) + 1e-6 * num_tokens + self.delay_s
+
+
+def test_what_delays_a_step_with_few_prompt_tokens_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt tokens take almost no time next to drafts here; alone they do. The ratio of the two
+    times would multiply whatever else delayed the step by a thousand.
+    """
+    machine = FirstTokensCost()
+    served = Served(monkeypatch, machine=machine)
+    decode(served)
+    served.forget()
+    machine.delay_s = 0.001
+    served.step([row(9, (1, 1, 1), known=4)], 3, counted=True)
+    assert served.timing.prompt_s < 0.006, "three tokens of 1 ms each, and a delay of 1 ms"
 
 
 def test_the_load_of_earlier_steps_would_claim_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:

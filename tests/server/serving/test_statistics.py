@@ -97,7 +97,7 @@ PASSES = st.lists(
         st.integers(1, LENGTH + 1),
         st.floats(1e-4, 1.0),
         st.floats(0.0, 1.0),
-        st.floats(-0.5, 1.0),
+        st.floats(0.0, 1.0),
         st.floats(1e-4, 1.0),
     ),
     min_size=1,
@@ -112,7 +112,7 @@ def counted_passes(passes: list[tuple[int, float, float, float, float]]) -> Spec
     counted = SpeculationCount("bv_race", LENGTH)
     for num_tokens, wall_s, plain_share, prompt_share, usual_s in passes:
         prompt_s = prompt_share * wall_s
-        plain_s = plain_share * (wall_s - max(0.0, prompt_s))
+        plain_s = plain_share * (wall_s - prompt_s)
         timed = replace(stats(wall_s, plain_s, prompt_s=prompt_s), usual_plain_s=usual_s)
         counted.add_step(outcome(num_tokens, num_tokens - 1), timed)
     return counted
