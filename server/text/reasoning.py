@@ -76,7 +76,6 @@ class Reasoning:
                 parts += self._thought(self._held)
             else:
                 parts.append(self._held)
-            self._held = ""
         return parts
 
     def _advance(self, parts: list[str | Thought]) -> bool:
@@ -158,7 +157,6 @@ class WrappedReasoning:
                 rest = rest.rstrip().removesuffix(self._close).rstrip()
             if rest:
                 parts.append(rest)
-            self._held = ""
         return parts
 
     def _unwrapped(self, text: str) -> list[str | Thought]:

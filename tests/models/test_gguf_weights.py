@@ -84,6 +84,16 @@ def test_numbers_are_those_of_the_blocks(kind: str) -> None:
     assert np.allclose(weight.dequantize(), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
+def test_a_slice_of_rows_stays_in_blocks() -> None:
+    """All else that is asked of a weight is answered from its numbers."""
+    weight, expected = random_blocks("Q8_0")
+    rows = weight[3:5]
+    assert isinstance(rows, BlockTensor)
+    assert torch.equal(rows.dequantize(), torch.from_numpy(expected[3:5]))
+    assert torch.equal(weight[:, 7:9], torch.from_numpy(expected[:, 7:9]))
+    assert torch.equal(-weight, torch.from_numpy(-expected))
+
+
 @pytest.mark.parametrize("kind", grid([kind.name for kind in BLOCK_TYPES], TYPES_IN_THE_GATE))
 def test_stored_numbers_are_those_of_the_blocks(kind: str) -> None:
     from engine.cpu.compiled.layer_loops import embed

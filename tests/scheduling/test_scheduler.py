@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.config import SchedulerConfig
+from engine.config import PROMPT_LOOKUP, SchedulerConfig
 from engine.control.controller import Controller, ShapeChoice
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN
@@ -345,3 +345,15 @@ def test_adaptive_requests_share_the_nodes_of_a_step_without_measurements() -> N
     plans = run_of_neighbours(Speculation(num_drafts=4, draft_length=4, adaptive=True))
     assert all(len(plan.rows) == 16 for plan in plans)
     assert all(0 < sum(row.num_nodes for row in plan.rows) <= 64 for plan in plans)
+
+
+@pytest.mark.parametrize(("node_s", "drafts"), [(None, True), (1e-6, True), (0.1, False)])
+def test_the_load_decides_about_text_drafts_of_adaptive_requests(node_s: float | None, drafts: bool) -> None:
+    """Once step times are known. Without them, the text alone decides."""
+    scheduler = build(budget=64, num_blocks=32)
+    scheduler.times = StepTimes(Machine(node_s=node_s).points()) if node_s is not None else None
+    text = (1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3)
+    speculation = Speculation(drafters=(PROMPT_LOOKUP,), adaptive=True)
+    scheduler.submit(msgspec.structs.replace(request("a", 3, 40), prompt_token_ids=text, speculation=speculation))
+    (row,) = scheduler.plan().rows
+    assert [one.tokens[0] for one in row.text_drafts] == [4] * drafts
