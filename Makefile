@@ -1,7 +1,7 @@
 # make serve   set up the daemon and the bench, and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make serve MODEL=smollm2   the same with a published model, a GGUF file of 4 bits, which is downloaded first (93 MB);
 #              any other MODEL is the daemon's: a GGUF file, a folder or a name on the hub
-# make test    set up and run the gate: format, lint, types, import contracts, tests (up to twenty minutes on two slow cores)
+# make test    set up and run the gate: format, lint, types, import contracts, tests (up to twenty-five minutes on two slow cores)
 # make test-all   the tests that `make test` leaves out, those marked `slow` (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
