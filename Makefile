@@ -1,8 +1,8 @@
 # make serve   set up the daemon and the bench, and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make serve MODEL=smollm2   the same with a published model, a GGUF file of 4 bits, which is downloaded first (93 MB);
 #              any other MODEL is the daemon's: a GGUF file, a folder or a name on the hub
-# make test    set up and run the gate: format, lint, types, import contracts, tests (up to twenty-five minutes on two slow cores)
-# make test-all   the tests that `make test` leaves out, those marked `slow` (tests/README.md)
+# make test    set up and run the gate: format, lint, types, import contracts, tests (four minutes on two cores)
+# make test-all   set up what only they need, and run the tests that `make test` leaves out (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
 # make gpu-check  23 minutes on a CUDA device, the first ten alone with ARGS="--part 1" (CONTRIBUTING.md), by a Python that
@@ -62,7 +62,7 @@ serve: $(VENV)/.serve $(if $(IS_SMOLLM2),$(SMOLLM2))
 test: $(VENV)/.dev
 	./check $(ARGS)
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev-all
 	./check --rest $(ARGS)
 
 bench: $(VENV)/.dev
@@ -80,12 +80,12 @@ mutants: $(VENV)/.mutants
 house: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.house $(ARGS)
 
-npm-check: $(VENV)/.dev
+npm-check: $(VENV)/.dev-all
 	cd tests/server/clients/npm && npm install --no-package-lock --no-audit --no-fund
 	$(BIN)/python -m pytest tests/server/clients/test_npm_client.py
 
 # `build/` has files of earlier builds, which setuptools would pack again.
-wheel: $(VENV)/.dev
+wheel: $(VENV)/.dev-all
 	rm -rf build dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/twine check --strict dist/*.whl
@@ -114,7 +114,12 @@ $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	$(call logged,$(INSTALL_TORCH) && $(INSTALL) -e '.[dev]')
 	@touch $(VENV)/.serve $@
 
-$(VENV)/.mutants: $(VENV)/.dev
+$(VENV)/.dev-all: $(VENV)/.dev
+	@echo "installing what only the long tests need"
+	$(call logged,$(INSTALL) -e '.[dev-all]')
+	@touch $@
+
+$(VENV)/.mutants: $(VENV)/.dev-all
 	$(call logged,$(INSTALL) -e '.[mutants]')
 	@touch $@
 

@@ -153,7 +153,7 @@ class Front:
             except BackPressureError:
                 return _refusal(call, 429, "rate_limit_error", "queue_full", "all replicas are busy; try again soon")
             except (RayActorError, RayTaskError) as error:
-                answer.cancel()  # type: ignore[no-untyped-call]
+                answer.cancel()
                 log.warning("a replica failed; %d tries left (%s)", left, type(error).__name__)
         return _refusal(call, 503, "service_unavailable", "engine_unavailable", "the replica ended; try again")
 
@@ -172,7 +172,7 @@ class Front:
                 async with asyncio.timeout(_SCRAPE_S):
                     response = await self._respond(call, answer)
             except (BackPressureError, RayActorError, RayTaskError, TimeoutError) as error:
-                answer.cancel()  # type: ignore[no-untyped-call]
+                answer.cancel()
                 log.warning("the metrics of a replica are missing (%s)", type(error).__name__)
                 continue
             if response.status_code == 200:

@@ -20,7 +20,7 @@ class PrefixRouter(RequestRouter):
     another one.
     """
 
-    def initialize_state(self, most_ahead: int = 8) -> None:  # type: ignore[override]
+    def initialize_state(self, most_ahead: int = 8) -> None:
         """most_ahead: number of requests by which the preferred replica may exceed the idlest
         one.
         """

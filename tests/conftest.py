@@ -5,15 +5,23 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests import cpu_time
+from tests.grid import SEED, grid_seed, mark_slow
+
 FOLDER = Path(__file__).parent
 LAST_BEGIN = pytest.StashKey[float]()
+CPU_BEFORE = pytest.StashKey[float]()
+LONGEST_S = 1.5
+"""CPU seconds of a test of the gate, its fixtures and children included, unless it is `sole`."""
 
 gc.disable()  # until the tests are collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,51 +50,26 @@ def attention_in_torch() -> Iterator[None]:
         yield
 
 
-# The files that take longest, in this order before all others: no long file is left for one core at
-# the end.
-LONG = (
-    "deploy/test_image",
-    "deploy/test_ray",
-    "deploy/test_wheel",
-    "cpu/test_processors",
-    "server/clients/test_lm_eval",
-    "analysis/test_gpu_session",
-    "analysis/test_gpu_kernels",
-    "analysis/test_arms",
-    "analysis/test_papers",
-    "server/daemon/test_faults",
-    "cuda/test_attention_kernel",
-    "cpu/test_decoder",
-    "cpu/test_compiling",
-    "engine/test_output_distribution",
-    "cuda/test_dry_run",
-    "heads/test_one_pass",
-    "server/openai/test_tools",
-    "speculation/test_served_rules",
-    "server/http/test_connections",
-    "server/daemon/test_sleep",
-    "server/openai/test_grammar_bombs",
-    "cuda/test_layer_kernels",
-    "engine/test_places",
-    "speculation/test_below_text_drafts",
-    "heads/test_eagle",
-    "speculation/test_chain_rules",
-    "speculation/test_served_mutants",
-    "server/openai/test_trees_and_bias",
-    "test_readme",
-    "cuda/test_row_kernels",
-    "server/daemon/test_hub_names",
-    "control/test_controller",
-)
 # This file ends daemons that other files share, so they would have to start new ones after it.
-LAST = "server/daemon/test_stopping"
+LAST = FOLDER / "server" / "daemon" / "test_stopping.py"
+DAEMONLESS = {"routes", "settings", "text", "wire"}
+"""Rooms of the server with few tests of daemons."""
+
+
+# Files of tests that are all slow, by the package that they import and `make test-all` installs.
+PACKAGES = {
+    "deploy/test_kubernetes.py": "kubernetes_validate",
+    "deploy/test_ray.py": "ray",
+    "server/routes/test_live_page.py": "playwright",
+}
+collect_ignore = [file for file, package in PACKAGES.items() if find_spec(package) is None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of a run that must end in time."""
     group = parser.getgroup("polydraft")
     group.addoption("--minutes", type=float, help="skip the tests that would begin later")
-    group.addoption("--order", metavar="WORD", help="shuffle the files by this word, instead of long ones first")
+    group.addoption("--order", metavar="WORD", help="shuffle the files by this word")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,19 +79,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[LAST_BEGIN] = time.monotonic() + 60 * minutes
 
 
+def pytest_report_header() -> str:
+    """Name the seed of the cases, with which another run has the same."""
+    return f"cases of sampled tests: {SEED}={grid_seed()}"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort files by how long they take, or shuffle them; tests of a file keep their order."""
+    """Mark the cases of grids that the gate leaves out, and sort the files."""
+    mark_slow(items, grid_seed())
     word = config.getoption("--order")
-    place = {f"{name}.py": number for number, name in enumerate(LONG)}
-    place[f"{LAST}.py"] = len(LONG) + 1
+    if word is None:
+        items.sort(key=_place)
+        return
+    items.sort(key=lambda item: hashlib.sha256(f"{word} {item.path.relative_to(FOLDER)}".encode()).hexdigest())
 
-    def key(item: pytest.Item) -> int | str:
-        file = str(item.path.relative_to(FOLDER))
-        if word is None:
-            return place.get(file, len(LONG))
-        return hashlib.sha256(f"{word} {file}".encode()).hexdigest()
 
-    items.sort(key=key)
+def _place(item: pytest.Item) -> tuple[int, ...]:
+    """Return a place in the order of all tests.
+
+    Tests of daemons are in the middle, where one worker has them all: a worker that is done takes
+    tests from the end of another's.
+    """
+    rooms = item.path.relative_to(FOLDER).parts
+    if rooms[0] != "server":
+        return (0,)
+    return (1, rooms[1] in DAEMONLESS, item.path == LAST)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -118,12 +114,33 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not begun within {item.config.getoption('--minutes'):g} minutes")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note the CPU time before a test."""
+    item.stash[CPU_BEFORE] = cpu_time.counted_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    """Fail a test of the gate that takes long and is not the only one of its capability."""
+    report = yield
+    if call.when == "teardown" and report.passed and not any(map(item.get_closest_marker, ("slow", "sole"))):
+        spent_s = cpu_time.counted_s() - item.stash[CPU_BEFORE]
+        if spent_s > LONGEST_S:
+            report.outcome = "failed"
+            report.longrepr = f"{spent_s:.1f} s of CPU time, more than {LONGEST_S} s: see tests/README.md"
+    return report
+
+
 def pytest_collection_finish() -> None:
     """Everything imported by now stays: Python need not look through it for garbage again and
     again.
     """
     gc.freeze()
     gc.enable()
+    if "numba" in sys.modules:
+        cpu_time.leave_out_compiling()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

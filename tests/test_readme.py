@@ -44,6 +44,7 @@ def shortened(answer: Any, shown: Any) -> Any:
     return answer
 
 
+@pytest.mark.sole("the README's blocks")
 def test_the_curl_request_has_the_answer_that_is_shown(url: str) -> None:
     (command,) = [block for block in code_blocks("sh") if block.startswith("curl")]
     (shown,) = [json.loads(block) for block in code_blocks("json")]
@@ -66,6 +67,7 @@ def test_the_command_for_a_real_pair_is_understood() -> None:
     assert (settings.model, settings.draft_model) == ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B")
 
 
+@pytest.mark.slow
 def test_the_openai_client_example_runs(url: str) -> None:
     programs = code_blocks("python")
     assert programs
@@ -89,6 +91,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(
     url: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

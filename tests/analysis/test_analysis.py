@@ -61,6 +61,7 @@ def test_every_golden_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
                 assert entry["acceptance"][rule] == pytest.approx(case["accept"][key], abs=1e-9), (rule, case["kind"])
 
 
+@pytest.mark.slow
 def test_every_golden_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "blocks.json"
     file.write_text(json.dumps([{name: case[name] for name in "VLK"} | {"rows": case["rows"]} for case in BLOCKS]))

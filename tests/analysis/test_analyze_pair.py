@@ -65,6 +65,7 @@ def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.Cap
     assert "other settings" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", grid([SHAPES[2:], SHAPES], [SHAPES[2:]]))
 def test_the_named_shapes_and_trees_are_measured(
     models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], shapes: list[tuple[str, str, int]]
@@ -103,6 +104,7 @@ def test_recommendations_say_off_where_nothing_pays() -> None:
     assert lines[1].startswith("c = 64: --spec-rule off (the best, bv_race, would give 0.80x)")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "fault"),
     [

@@ -57,6 +57,7 @@ def arms_of(engine: Engine, load: Load) -> dict[str, Arm]:
     return make_arms(engine, NAMES, measure_points(engine, speculation_of(ADAPTIVE)), load)
 
 
+@pytest.mark.slow
 def test_arms_do_not_touch_each_others_blocks() -> None:
     """An arm answers as it does alone, whichever arms run in between (greedy, so that all answers
     are equal).
@@ -89,6 +90,7 @@ def test_arms_do_not_touch_each_others_blocks() -> None:
     assert arms["block:1x3"].num_passes < sum(turn.num_tokens for turn in arms["block:1x3"].turns)
 
 
+@pytest.mark.slow
 def test_steps_count_what_is_read_of_prompts() -> None:
     """All tokens but the last, which the answer follows, in chunks too; nothing that is drafted."""
     load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 70, 17])], 12, 1.0)
@@ -158,6 +160,7 @@ def test_the_best_fixed_shape_is_chosen_in_the_other_half() -> None:
     assert found["after_the_fact"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_summary_has_a_row_per_number_of_requests(tmp_path: Path) -> None:
     def arm(ratio: float) -> dict[str, object]:
         return {"tokens_per_second": 100 * ratio, "ratio_to_off": {"ratio": ratio, "low": ratio, "high": ratio}}
@@ -174,6 +177,7 @@ def test_the_summary_has_a_row_per_number_of_requests(tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_greedy_answers_of_a_wrong_engine_are_found_out() -> None:
     load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 1.0)
     arms = arms_of(engine_of(), load)
@@ -182,6 +186,7 @@ def test_greedy_answers_of_a_wrong_engine_are_found_out() -> None:
     assert same_greedy_answers(arms, load, 3) == dict.fromkeys(NAMES[1:], True) | {"block:1x3": False}
 
 
+@pytest.mark.slow
 def test_on_a_device_plain_decoding_alone_answers_greedily() -> None:
     """Other arms take time there, and in 16 bits their answers may differ."""
     load, engine = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 17])], 4, 1.0), engine_of()

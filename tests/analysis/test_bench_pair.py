@@ -41,6 +41,7 @@ def logits(model: Any, texts: torch.Tensor) -> torch.Tensor:
         return model(input_ids=texts).logits[:, -1]
 
 
+@pytest.mark.slow
 def test_the_next_token_depends_on_the_last_one_as_the_table_says(folder: Path) -> None:
     target = transformers.AutoModelForCausalLM.from_pretrained(folder / "target")
     tokens_VS, below_VS = bench_pair.successors(VOCABULARY, seed=1)
@@ -54,6 +55,7 @@ def test_the_next_token_depends_on_the_last_one_as_the_table_says(folder: Path) 
     assert found[0].softmax(-1).gather(1, tokens_VS[last]).sum(-1).mean() > 0.7
 
 
+@pytest.mark.slow
 def test_acceptance_is_a_dial(folder: Path) -> None:
     about = json.loads((folder / "pair.json").read_text())
     assert about["single_draft_acceptance"] == pytest.approx(0.6, abs=0.05)

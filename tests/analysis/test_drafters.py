@@ -20,6 +20,7 @@ from tests.heads import folders
 from tests.server.tiny_models import write_pair
 
 
+@pytest.mark.slow
 def test_each_drafter_has_its_own_arms_and_counts_its_drafts(tmp_path: Path) -> None:
     target = folders.target()
     head = folders.load(folders.write_eagle(tmp_path / "head", draft_vocabulary=97), target)

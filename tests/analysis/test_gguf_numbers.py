@@ -35,6 +35,7 @@ def numbers(words: list[str], expected_code: int, capsys: pytest.CaptureFixture[
     return result
 
 
+@pytest.mark.slow
 def test_a_files_numbers_are_those_of_transformers(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     result = numbers(words, 0, capsys)
     assert result["greedy"] == {"prompts": 2, "tokens": 6, "differences": []}
@@ -44,6 +45,7 @@ def test_a_files_numbers_are_those_of_transformers(words: list[str], capsys: pyt
     assert abs(served["difference"]["value"]) < 0.05
 
 
+@pytest.mark.slow
 def test_other_weights_are_noticed(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = gguf_numbers.by_transformers(write_model(tmp_path / "other.gguf", "llama", TYPES, seed=1))
     with instead(gguf_numbers, "by_transformers", lambda _, file: other):
@@ -52,6 +54,7 @@ def test_other_weights_are_noticed(words: list[str], tmp_path: Path, capsys: pyt
     assert all(one["margin"] > gguf_numbers._TIE for one in result["greedy"]["differences"])
 
 
+@pytest.mark.slow
 def test_quality_of_a_file_is_compared_with_its_numbers(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Without a draft model, and with rows in float32 and the weights dequantised."""
     assert main(["quality", "--target", *words]) == 0

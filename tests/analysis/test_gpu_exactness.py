@@ -79,10 +79,12 @@ WRONG: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_right_engine_has_the_logprobs_of_transformers(served: tuple[Engine, Any], tmp_path: Path) -> None:
     assert failures(served, tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", grid(WRONG, {"no attention", "a key", "moves"}))
 def test_a_wrong_engine_is_found(fault: str, served: tuple[Engine, Any], tmp_path: Path) -> None:
     owner, name, variant, expected = WRONG[fault]

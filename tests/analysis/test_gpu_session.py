@@ -79,6 +79,7 @@ def test_all_missing_modules_are_named_at_once(capsys: Any) -> None:
     assert "has no msgspec, tqdm;" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_session_name_what_failed_and_what_was_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_fall_back_is_a_failure(tmp_path: Path, capsys: Any) -> None:
     assert document["setting"]["target"] == "tiny"
 
 
+@pytest.mark.slow
 def test_recorded_steps_serve_the_arms() -> None:
     """An arm is an engine around the models of one that has recorded steps; without them it would
     be a slow one.
@@ -303,6 +305,7 @@ def test_goals_say_what_is_met() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_step_that_silently_is_not_recorded_fails_its_section(tmp_path: Path) -> None:
     """A device replays every step that is timed, and most of those whose output is checked."""
     output = tmp_path / "found.json"
@@ -318,6 +321,7 @@ def test_a_step_that_silently_is_not_recorded_fails_its_section(tmp_path: Path) 
     ]
 
 
+@pytest.mark.slow
 def test_a_shape_that_is_not_recorded_fails_its_section(tmp_path: Path) -> None:
     """Recording ends early where memory is short, and says so to the log alone."""
     pytest.importorskip("triton")
@@ -337,6 +341,7 @@ def test_a_shape_that_is_not_recorded_fails_its_section(tmp_path: Path) -> None:
     assert found["failures"] == ["1 of 8 shapes are not recorded: 2 requests of 1x2"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_record_is_a_failure_and_another_process_measures_without(tmp_path: Path) -> None:
     """A failed recording may leave the allocator of its process unusable."""
     output, begun = tmp_path / "engine.json", []

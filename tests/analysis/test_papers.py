@@ -64,6 +64,7 @@ def test_the_command_writes_all_and_goes_on_where_it_was(models: TinyModels, tmp
         files("--tokens", "7")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimal", "theoretical"])
 def test_progress_is_reported_once_for_each_piece(name: str, models: TinyModels) -> None:
     options, reported = run_options(models), list[str]()
@@ -146,6 +147,7 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
         assert rejects or runs == [4, 4, 4, 4]
 
 
+@pytest.mark.slow
 def test_closed_forms_are_those_of_the_steps_that_were_served() -> None:
     """With laws that differ: every rule's accepted tokens lie where its own closed form has them,
     not another's.

@@ -89,6 +89,7 @@ def token_bytes(runner: ModelRunner) -> int:
     return sum(tensor.nbytes for tensor in stored) // storage.keys.shape[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "dflash"])
 def test_requests_find_the_whole_blocks_of_beginnings_that_others_computed(kind: str) -> None:
     """Two beginnings of two blocks and a half, six requests: all but the first two find two

@@ -28,6 +28,7 @@ def test_a_difference_is_of_all_tokens_and_its_interval_of_texts() -> None:
     assert 0 < spread["low"] < spread["value"] < spread["high"] < math.expm1(0.2)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plain perplexity is that of transformers, and few bits change it."""
     bench_pair.write(tmp_path, "tiny", "tiny", 512, 0.6, 128)

@@ -27,6 +27,7 @@ def write_prompts(file: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_all_prompts_are_answered_by_all_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("analysis.loading.CACHE", str(tmp_path / "cache"))
     model = write_model(tmp_path / "model.gguf", "llama", "Q8_0")

@@ -42,6 +42,7 @@ def test_flags_of_other_measurements_are_refused(words: list[str], capsys: pytes
     assert words[1] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rules_are_measured_in_steps(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--num-drafts", "1,3", "--draft-length", "2", "--context", "32", "--repeats", "1"]
     cells = measured(capsys, "rules", *sizes)["cells"]
@@ -84,6 +85,7 @@ def test_kept_gain_compares_speedups_of_the_longest_and_the_shortest_text() -> N
     assert gain == {"cores": 1, "contexts": [8, 90], "ratio": 1.5, "low": 1.5, "high": 1.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", grid(["dspark", ",".join(heads.KINDS)], ["dspark"]))
 def test_heads_of_every_type_are_measured(capsys: pytest.CaptureFixture[str], kinds: str) -> None:
     words = ["heads", "--kinds", kinds, "--targets", "embedded", "--num-drafts", "1,2", "--repeats", "1"]

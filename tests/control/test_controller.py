@@ -42,6 +42,7 @@ COSTS: list[dict[str, float]] = [{}, SMALL_GAIN, {"node_s": 0.0002}, {"pass_s": 
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("costs", "acceptance", "num_requests"),
     grid(
@@ -65,6 +66,7 @@ def test_it_is_never_slower_than_plain_decoding_and_near_the_best_shape(
     assert rate > 0.9 * best
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("slow", [3.0, 1.3])
 def test_drafting_that_is_slower_than_measured_costs_little(slow: float) -> None:
     """Calibration met drafting when it was fast: it looked like a gain, and is a loss or little."""
@@ -117,6 +119,7 @@ def test_plain_steps_show_that_plain_decoding_is_faster_than_it_was(tries: bool)
         assert (mostly(server.run(400)) == PLAIN) == tries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tries", [True, False])
 def test_a_shape_that_met_a_busy_machine_is_tried_again(tries: bool) -> None:
     """The wrong variant never tries another shape than the one it takes for the best."""
@@ -131,6 +134,7 @@ def test_a_shape_that_met_a_busy_machine_is_tried_again(tries: bool) -> None:
         assert (mostly(server.run(400)) == best) == tries
 
 
+@pytest.mark.slow
 def test_trials_are_few_and_short() -> None:
     server = Server(Machine(noise=0.05), {1: 0.8})
     shapes = server.run(4000)
@@ -145,6 +149,7 @@ def test_trials_are_few_and_short() -> None:
     assert sum(plain) < 4000 / 32
 
 
+@pytest.mark.slow
 def test_a_trial_of_plain_steps_goes_on_while_requests_come_and_go() -> None:
     """Else the short answers of a lone client would end all of them before the caches are warm."""
     server = Server(Machine(), {1: 0.8})
@@ -168,6 +173,7 @@ def test_a_trial_of_plain_steps_ends_where_others_draft() -> None:
         assert server.controller.choice.shape != PLAIN
 
 
+@pytest.mark.slow
 def test_steps_without_adaptive_requests_are_no_trial() -> None:
     """The wrong variant counts them, and tries nothing for a long time afterwards."""
     server = Server(Machine(), {0: 0.8})
@@ -201,6 +207,7 @@ def test_a_useless_drafter_is_given_up_soon_and_for_the_next_request_too() -> No
     assert sum(shape != PLAIN for shape in server.run(64)) <= 4
 
 
+@pytest.mark.slow
 def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
     server = Server(Machine(), {1: 0.9, 2: 0.0, 3: 0.9})
     everybody = server.sequences
@@ -212,6 +219,7 @@ def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
     assert drafted[2] > 1000
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("times", "fewest", "most"), [(0.1, 2, 14), (1.0, 16, 28), (10.0, 40, 56)])
 def test_choices_are_few_while_plain_decoding_is_the_best(times: float, fewest: int, most: int) -> None:
     """A choice takes time that plain decoding without a controller does not need; slow steps hide

@@ -160,6 +160,7 @@ def best(plain_rate: float) -> float:
     return max(plain_rate, *map(rate_of, fixed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["", "all steps are recorded", "drafts with prompts"])
 def test_adaptive_requests_with_prompts_are_as_fast_as_the_best_shape(device: Device, best: float, wrong: str) -> None:
     """The wrong variants decode plainly, because reading prompts seems to take the draft model
@@ -173,6 +174,7 @@ def test_adaptive_requests_with_prompts_are_as_fast_as_the_best_shape(device: De
     assert (rate > 1.04 * best) == (not wrong), rate / best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows_eager", [True, False])
 def test_the_reported_speedup_counts_passes_that_are_not_recorded(
     device: Device, plain_rate: float, knows_eager: bool
@@ -189,6 +191,7 @@ def by_prediction(observe: Any, times: StepTimes, work: StepWork, *observed: Any
     observe(times, replace(work, is_eager=None), *observed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("knows_eager", [True, False])
 @pytest.mark.parametrize("sampling", NEVER_RECORDED)
 def test_steps_that_are_never_recorded_say_nothing_of_recorded_ones(
@@ -207,6 +210,7 @@ def test_steps_that_are_never_recorded_say_nothing_of_recorded_ones(
     assert (abs(ratios).max() < 0.12) == knows_eager, ratios
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("knows_plain", [True, False])
 def test_the_reported_speedup_compares_with_plain_steps_that_are_not_recorded_either(
     device: Device, knows_plain: bool
@@ -231,6 +235,7 @@ def unaware(choose: Any, controller: Controller, *asked: Any) -> None:
     choose(controller, *asked[:-1], False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows_eager", [True, False])
 @pytest.mark.parametrize("clients", grid([4, 16], {4}))
 def test_drafts_of_steps_that_are_never_recorded_are_priced_as_they_run(
@@ -264,6 +269,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "beside"),
     grid(
@@ -299,6 +305,7 @@ def test_the_controller_knows_which_steps_are_recorded(device: Device, kind: str
     assert num_compared > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", [True, False])
 def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, returns: bool) -> None:
     """Prompts arrive steadily. The wrong variant spends the trials on plain steps."""
@@ -323,6 +330,7 @@ def test_steps_of_a_trial_that_do_not_draft_are_not_counted(device: Device, retu
     assert controller._num_tried == num_drafted + num_plain * (not returns)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("num_weights", "is_recorded", "drafts"), [(8.2e9, 1, 0), (70e9, 1, 1), (8.2e9, 0, 1)])
 def test_drafts_wait_for_prompts_if_their_passes_take_longer_than_their_tokens(
     monkeypatch: pytest.MonkeyPatch, num_weights: float, is_recorded: bool, drafts: bool

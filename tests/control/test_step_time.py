@@ -279,6 +279,7 @@ def test_the_first_step_of_a_shape_behind_others_tells_nothing() -> None:
     assert (times.step_s([USUAL, USUAL.plain]) > before).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("believed", [False, True])
 def test_a_plain_step_takes_what_it_takes_among_plain_steps(believed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of plain decoding begin with slow steps, as drafting ones have left other weights in

@@ -122,6 +122,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", grid([_cut, _empty, _flip], [_cut]))
 def test_a_damaged_file_is_named_and_made_again_by_the_same_start(
     damage: Callable[[Path], None], small: Starts
@@ -135,12 +136,14 @@ def test_a_damaged_file_is_named_and_made_again_by_the_same_start(
     assert small.run() == ([], hits, "")
 
 
+@pytest.mark.slow
 def test_removed_files_are_made_again(small: Starts) -> None:
     small.files("*double*.nbc")[0].unlink()
     said, hits, _ = small.run()
     assert (len(said), min(hits)) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", grid([_cut, _empty, Path.unlink], [_cut]))
 def test_damaged_or_missing_marks_slow_no_later_start(damage: Callable[[Path], None], small: Starts) -> None:
     for path in [*small.files("compiled-*"), *small.files("loaded")]:
@@ -165,6 +168,7 @@ def test_code_that_crashes_its_process_is_thrown_away_and_made_again(small: Star
     assert small.run()[2] == ""
 
 
+@pytest.mark.slow
 def test_starts_at_the_same_time_compile_once(tmp_path: Path) -> None:
     starts = Starts(tmp_path)
     found = [starts.end(process) for process in [starts.begin(), starts.begin()]]
@@ -172,6 +176,7 @@ def test_starts_at_the_same_time_compile_once(tmp_path: Path) -> None:
     assert sum("compiling" in line for said, _, _ in found for line in said if "waiting" not in line) == 1
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_no_files_is_named_and_serves(small: Starts) -> None:
     paths = small.files("*.nbc")
     for path in paths:

@@ -87,6 +87,7 @@ def agree(found: Numbers, expected: Numbers, tolerance: float = 1e-4) -> bool:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_numbers_of_transformers(name: str) -> None:
     """Prompts, single tokens, trees, one sequence and several."""
@@ -96,6 +97,7 @@ def test_models_have_the_numbers_of_transformers(name: str) -> None:
     assert isinstance(choose_backend(loaded, find_kv_shape(loaded)).backend, CpuDecoder)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16, torch.float16], [torch.bfloat16]))
 @pytest.mark.parametrize("name", ["llama, tied, wide heads", "qwen2", "qwen3"])
 def test_small_types_have_the_numbers_of_float32(name: str, dtype: torch.dtype) -> None:
@@ -116,7 +118,11 @@ SMALL: dict[Form, tuple[Forms, float]] = {
 }
 
 
-@pytest.mark.parametrize("form", SMALL)
+ALL_FORMS = [*(forms for forms, _ in SMALL.values()), Forms("bfloat16", "bfloat16")]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("form", grid(SMALL, {"int8"}))
 @pytest.mark.parametrize("name", grid(["llama", "llama, tied, wide heads", "qwen2", "llama, odd sizes"], ["qwen2"]))
 def test_few_bits_have_the_numbers_that_they_stand_for(name: str, form: Form) -> None:
     """Those of a model with these weights whose layers round their rows, and not those of one whose
@@ -144,6 +150,7 @@ def test_few_bits_have_the_numbers_that_they_stand_for(name: str, form: Form) ->
     assert distances[0] < 0.25 * distances[1]
 
 
+@pytest.mark.slow
 def test_k_and_v_in_bfloat16_are_the_rounded_ones() -> None:
     """The first layer's depend on no K/V; what depends on them differs by what the probe allows
     bfloat16.
@@ -158,7 +165,7 @@ def test_k_and_v_in_bfloat16_are_the_rounded_ones() -> None:
     assert 0 < probe.distance(found[0], plain[0], plain[0], torch.bfloat16) < 1
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", grid([torch.float32, torch.bfloat16], [torch.float32]))
 def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
     loaded = randomised(MODELS["llama"], seed=5)
     taps = (2, NORMED, 0, 3)
@@ -169,6 +176,7 @@ def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
     assert probe.distance(found[2][written].float(), expected[2][written], expected[2][written], kv_dtype) < 1
 
 
+@pytest.mark.slow
 def test_results_depend_on_nothing_else_in_a_pass() -> None:
     """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do
     not divide.
@@ -211,9 +219,12 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages of memory")
+@pytest.mark.sampled
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", grid(["llama", "qwen2", "llama, odd sizes"], ["llama, odd sizes"]))
-@pytest.mark.parametrize("forms", [*(forms for forms, _ in SMALL.values()), Forms("bfloat16", "bfloat16"), None])
+@pytest.mark.parametrize(
+    "forms", grid([*(forms for forms, _ in SMALL.values()), Forms("bfloat16", "bfloat16"), None], [None])
+)
 def test_results_do_not_depend_on_memory(name: str, forms: Forms | None, shift: int) -> None:
     """Weights and working memory at any alignment, filled with NaN before, and next to memory that
     is not there.

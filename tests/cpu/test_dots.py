@@ -22,7 +22,7 @@ from engine.models.gguf.blocks import BLOCK_TYPES, BlockTensor
 from tests.cpu.compiled_copies import copy_of_products
 from tests.engine import tiny
 from tests.grid import grid
-from tests.models.gguf_models import TYPES_IN_THE_GATE, stored_weight
+from tests.models.gguf_models import stored_weight
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
 
@@ -30,7 +30,8 @@ ROUNDED = ["int8", "int4", *(["pairs"] if HAS_PAIRS else [])]
 """Forms of weights that are rounded when they are laid out."""
 STORED = [kind.name for kind in BLOCK_TYPES]
 """Types of blocks of GGUF files."""
-IN_THE_GATE = {*ROUNDED, *TYPES_IN_THE_GATE}
+IN_THE_GATE = {"int8"}
+"""Each further type compiles a product for four seconds."""
 RECORD = 256
 # Whole groups, a part of one, and a part alone; blocks of files have whole records.
 CASES = [
@@ -85,13 +86,15 @@ def agree(found: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(found[:, : wanted.shape[1]], wanted, atol=2e-5 * float(wanted.abs().max()), rtol=0)
 
 
+@pytest.mark.sampled("depth")
 @pytest.mark.parametrize(("form", "depth"), CASES_BY_GATE)
 def test_products_are_those_of_the_numbers_that_bits_stand_for(form: str, depth: int) -> None:
     weight, rows = random_weight(form, depth), normal(19, depth, seed=1)
     assert agree(products(rows, laid_out(weight, form)), expected(rows, weight, form))
 
 
-@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.sampled
+@pytest.mark.parametrize("form", grid(ROUNDED, {"int8"}))
 def test_numbers_at_the_extremes_do_not_overflow(form: Any) -> None:
     """All weights and all numbers of a row are the largest, of either sign."""
     depth = 4 * GROUP
@@ -100,7 +103,7 @@ def test_numbers_at_the_extremes_do_not_overflow(form: Any) -> None:
     assert agree(products(rows, laid_out(weight, form)), expected(rows, weight, form))
 
 
-@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize("form", grid(ROUNDED, {"int8"}))
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_has_results_that_are_not(wrong: float, form: Any) -> None:
     """And all other rows keep theirs."""
@@ -114,7 +117,7 @@ def test_a_row_that_is_not_finite_has_results_that_are_not(wrong: float, form: A
     assert torch.equal(found[others], right[others])
 
 
-@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize("form", grid(ROUNDED, {"int8"}))
 @pytest.mark.parametrize("depth", [2 * GROUP, 3 * GROUP + 5, 7])
 def test_rows_of_zeros_and_of_tiny_numbers_have_the_bias(depth: int, form: Any) -> None:
     weight = normal(NUM_COLUMNS, depth)
@@ -123,6 +126,7 @@ def test_rows_of_zeros_and_of_tiny_numbers_have_the_bias(depth: int, form: Any) 
     assert agree(found, torch.linspace(-1, 1, NUM_COLUMNS).expand(2, -1))
 
 
+@pytest.mark.sampled("depth")
 @pytest.mark.parametrize(("form", "depth"), CASES_BY_GATE)
 def test_a_row_keeps_its_numbers_in_company_and_on_any_cores(form: str, depth: int) -> None:
     """To the bit: with every number of rows up to one more than are rounded together, and for all

@@ -64,6 +64,7 @@ def write(folder: Path, name: str, **more: Any) -> folders.Written:
     return test_one_pass.write(folder, name, **more)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ALL)
 def test_numbers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, name: str) -> None:
     """States and products, of rows of a text and of a tree below it, or of blocks after two pieces
@@ -143,6 +144,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "wrong"), WRONG)
 def test_a_decoder_with_other_numbers_is_not_used(
     target: LoadedModel,
@@ -174,6 +176,7 @@ def test_a_later_number_that_is_not_finite_is_noticed(target: LoadedModel, tmp_p
         assert isinstance(backends(target, head)[1], TorchHead)
 
 
+@pytest.mark.slow
 def test_weights_are_stored_in_a_smaller_type_only_if_it_has_all_numbers(target: LoadedModel, tmp_path: Path) -> None:
     head = folders.load(folders.write_eagle(tmp_path / "head"), target)
     exact = backends(target, head, torch.bfloat16)
@@ -200,6 +203,7 @@ def test_weights_of_the_target_do_not_choose_the_type_of_a_head_s_own(
     assert backends(target, head, dtype)[1].forms == forms_of(torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_head_may_have_weights_in_few_bits(target: LoadedModel, tmp_path: Path, weights: Any) -> None:
     """If it does not lie too far from its modules, as int4 does with random weights."""
@@ -249,6 +253,7 @@ def test_an_output_head_with_a_bias_is_not_used_by_a_head(target: LoadedModel, t
     assert difference(head, (TorchHead(head.model), found)) < 1e-4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(ALL, {"speculators", "dspark", "dflash2"}))
 def test_answers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, name: str) -> None:
     """Equal tokens of answers, and equal numbers of accepted drafts, step by step."""

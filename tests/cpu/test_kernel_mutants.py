@@ -56,6 +56,7 @@ def kernels_with(module: str, old: str, new: str) -> ModuleType:
     return changed[BLOCK]
 
 
+@pytest.mark.sole("wrong operands of compiled kernels")
 def test_wrong_operands_are_rejected() -> None:
     """One number draws a chain's residual and decides about its first token."""
 

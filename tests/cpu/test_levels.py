@@ -119,6 +119,8 @@ def head_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return target, folders.load(written, target)
 
 
+@pytest.mark.sole("drafting in one call")
+@pytest.mark.sampled
 @pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
 @pytest.mark.parametrize("kind", [ModelDrafter, EagleDrafter])
 def test_one_call_gives_what_the_loop_gives(
@@ -181,6 +183,7 @@ WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_HEADS])
 def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], head_pair: tuple[Any, Any], wrong: str) -> None:
     names = inspect.signature(draw_loop.draw_levels.py_func).parameters
@@ -245,6 +248,7 @@ def test_models_of_other_vocabularies_take_the_loop() -> None:
     assert compiled(engine.drafter) is engine.drafter
 
 
+@pytest.mark.slow
 def test_models_of_other_backends_take_the_loop() -> None:
     with tiny.with_paged_models():
         engine = tiny.build(tiny.llama(seed=1), tiny.llama(seed=1))

@@ -96,6 +96,8 @@ def test_kernels_are_right_on_this_processor(name: str) -> None:
     assert blocks == f"blocks {block} {most_rows}"
 
 
+@pytest.mark.sole("other processors")
+@pytest.mark.sampled
 @pytest.mark.parametrize(("feature", "width"), [("+avx512f,+avx512bw", 32), ("+avx2", 16), ("", 8)])
 def test_blocks_of_every_width_have_the_plain_numbers(
     feature: str, width: int, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ TREES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, windows in some layers"])
 @pytest.mark.parametrize("length", [TILE - 3, TILE - 1, TILE, 2 * TILE + 5])
 @pytest.mark.parametrize("form", ["float32", "int8"])
@@ -160,6 +161,7 @@ def test_wrong_parts_are_found_out(wrong: str) -> None:
     assert not agree(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("middle", [-300.0, 0.0, 300.0])
 @pytest.mark.parametrize("num_keys", [TILE - 1, TILE, TILE + 6])
 def test_scores_of_any_size_are_weighed_exactly(num_keys: int, middle: float) -> None:

@@ -320,6 +320,7 @@ WRONG_OPERANDS: dict[str, Callable[..., Operands]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrong", WRONG_OPERANDS)
 def test_wrong_filters_are_found(wrong: str) -> None:
     right = row_loops.distributions

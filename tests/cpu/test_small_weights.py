@@ -78,6 +78,7 @@ def exact(forms: Forms, sampling: dict[str, Any]) -> dict[tuple[int, ...], float
         return exact_distribution(target, sampling)
 
 
+@pytest.mark.sole("sampled answers of few bits on a CPU")
 @pytest.mark.parametrize("case", grid(list(CASES), {"int8, block, plain"}))
 def test_answers_have_the_distribution_of_the_target_in_few_bits(case: str) -> None:
     weights, name, sampling = CASES[case]
@@ -85,6 +86,7 @@ def test_answers_have_the_distribution_of_the_target_in_few_bits(case: str) -> N
     assert g_test(counted(weights, SPECULATIONS[name], SAMPLINGS[sampling]), expected) > ALPHA
 
 
+@pytest.mark.slow
 def test_a_draft_model_has_its_own_format() -> None:
     """And answers keep the distribution of the plain target."""
     target = tiny.llama(1, vocabulary=VOCABULARY, spread=0.5)
@@ -119,6 +121,7 @@ def test_formats_that_would_change_nothing_are_refused(wanted: dict[str, Any], m
         outline_pair(ModelConfig(target="t", device="cpu", **wanted))
 
 
+@pytest.mark.slow
 def test_wrong_targets_and_drafts_are_noticed() -> None:
     """Answers of the target in 4 bits are not those of the plain one, and drafts of another
     distribution are found.
@@ -133,6 +136,7 @@ def test_wrong_targets_and_drafts_are_noticed() -> None:
         assert g_test(counted("int4", SPECULATIONS["bv_race 3"], sampling), right) < ALPHA
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_answers_of_a_seed_are_the_same_in_any_company(weights: Any) -> None:
     """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of

@@ -77,6 +77,7 @@ def fits(seed: int = 0, num_rows: int = NUM_ROWS) -> dict[str, Fit]:
     return fit_by_row
 
 
+@pytest.mark.sole("the compiled verdict")
 def test_rows_have_the_target_s_law() -> None:
     with calls_of(verifying, "target_distributions") as calls:
         assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
@@ -128,6 +129,8 @@ WRONG = {
 }
 
 
+@pytest.mark.sole("wrong operands of the compiled verdict")
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrong", WRONG_OPERANDS)
 def test_wrong_operands_are_rejected(wrong: str) -> None:
     names = tuple(inspect.signature(block_loops.decide.py_func).parameters)

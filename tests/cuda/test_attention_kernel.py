@@ -74,6 +74,7 @@ def in_parts(count: int, num_keys: int = 16) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(CASES, {"window and softcap"}))
 def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
     """Prompts, then single tokens and trees of nine sequences in scattered pages."""
@@ -81,6 +82,7 @@ def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
     assert torch.allclose(logits(loaded, False), logits(loaded, True), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32])
 def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
     """It is compiled for blocks of a size."""
@@ -90,6 +92,7 @@ def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
     assert {operands[0].page_size for operands, _ in calls} == {block_size}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "parts"), grid([(None, 1), (None, 3), (50, 1), (50, 3)], {(50, 3)}))
 def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(window: int | None, parts: int) -> None:
     """NaN behind the tile would make the results NaN."""
@@ -111,6 +114,7 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(window: int | None, 
     assert (found[:clean] - expected).abs().max() < 1e-5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_key_or_value_that_is_nan_is_not_hidden(parts: int, name: str) -> None:
@@ -178,6 +182,7 @@ def reference(
     return torch.cat(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", grid([1, 3], {3}))
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
@@ -193,6 +198,7 @@ def test_attention_in_every_number_format_equals_torch(
         check(operands(dtype, 150), ScoreOptions(), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "window", "parts"),
     grid(
@@ -212,11 +218,12 @@ def test_options_that_models_add_to_attention(kind: str, window: int | None, par
         check(operands(torch.float32, 130, window), options, 1e-5)
 
 
+@pytest.mark.slow
 def test_keys_before_the_first_are_not_seen() -> None:
     check(operands(torch.float32, 130, first_key=77), ScoreOptions(), 1e-5)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", grid([1, 3], {1}))
 def test_rows_of_recorded_steps_see_no_keys_before_a_draft_window(parts: int) -> None:
     """Every sequence has room for as many rows, as in recorded steps; it uses fewer."""
     sequences, storage, query, _ = operands(torch.float32, 130, first_key=77, nodes=4)
@@ -254,6 +261,8 @@ def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
         assert (found - expected).abs().max() < tolerance, attend
 
 
+@pytest.mark.sole("wrong operands of the attention kernel")
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrong", grid(["words", "limits", "node_positions", "pages", "ends"], {"words", "pages"}))
 def test_the_comparison_has_teeth(wrong: str) -> None:
     parts, storage, query, window = operands(torch.float32, 130, window=40)
@@ -338,6 +347,7 @@ def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: 
     assert 8 * sum(-(-count // size) for count in counts) == with_work
 
 
+@pytest.mark.slow
 def test_every_tile_of_many_sequences_is_computed() -> None:
     """More sequences than are searched at once, some of several tiles; a tile that is left out has
     other numbers.
@@ -378,6 +388,7 @@ def test_tiles_have_few_sizes() -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_server_compiles_few_kernels() -> None:
     """Launches are distinguished as Triton does, over 400 steps of many sizes; needs no device."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -412,6 +423,7 @@ def rerun_of_a_pass() -> bool:
     return torch.equal(runner.run(first), expected)
 
 
+@pytest.mark.slow
 def test_a_pass_over_the_same_buffers_divides_its_work_anew() -> None:
     """Recorded passes read other numbers from the same buffers each time."""
     with in_parts(1, 16):

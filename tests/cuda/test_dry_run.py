@@ -129,6 +129,7 @@ def costs(device: DryDevice, machine: Engine) -> Costs:
     return Costs(found["read"], waits, found["pinned copy"], found["replay"], found["pageable copy"])
 
 
+@pytest.mark.sole("a recorded step, in the dry run")
 @pytest.mark.parametrize(
     ("speculation", "wish"),
     [(tiny.OFF, {}), (CHAINS, {}), (CHAINS, FILTERED), (CHAINS, {"temperature": 0.0})],
@@ -177,6 +178,7 @@ WISHES: dict[str, tuple[Speculation, dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(WISHES, {"logprobs", "prompt logprobs", "penalties", "grammar", "text drafts"}))
 def test_a_step_that_is_not_recorded_waits_and_copies_as_often_as_it_says(
     device: DryDevice, machine: Engine, name: str
@@ -207,6 +209,8 @@ WRONG_STEPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.sole("a copy more in a recorded step")
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrong", [None, *WRONG_STEPS])
 def test_a_copy_or_a_wait_more_is_counted(device: DryDevice, machine: Engine, wrong: str | None) -> None:
     speculation, wish, reads, copies = WISHES["penalties"]
@@ -221,6 +225,7 @@ WAITING_RULES = frozenset({"traversal"})
 """They wait for the device while they verify, too."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", grid([rule for rule in RULES if rule != "ot_lp"], {"spectr_gbv"}))
 def test_a_rule_waits_for_its_verdict_alone(device: DryDevice, machine: Engine, rule: str) -> None:
     speculation = Speculation(rule=rule, num_drafts=min(2, RULES[rule].max_drafts or 2), draft_length=2)
@@ -258,6 +263,7 @@ WAITING_FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_experts_by_count")
 @pytest.mark.parametrize("name", grid(families.NAMES, {"afmoe", "gemma2", "mixtral", "phimoe"}))
 def test_every_family_is_recorded_or_served_without_recordings(
@@ -279,6 +285,7 @@ def test_every_family_is_recorded_or_served_without_recordings(
     assert waits or (found.reads, found.waits) == (1, 0), device.places
 
 
+@pytest.mark.slow
 def test_experts_in_another_type_than_bfloat16_are_served_without_recordings(
     device: DryDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,6 +302,7 @@ HEAD_COPIES = {
 """Copies of a step in each of the cases below; one more for the rows of blocks."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(dry.HEADS, {"dflash"}))
 def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: Path) -> None:
     """Whether it is recorded, as drafting, the target's pass and the verdict, or not."""

@@ -53,12 +53,14 @@ def agree(found: Numbers, expected: Numbers) -> bool:
     return all(torch.allclose(one, other, atol=1e-4, rtol=1e-4) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.sole("kernels of layers")
 @pytest.mark.parametrize("name", grid(("llama, biases", "llama, tied, wide heads", "qwen3"), {"llama, biases"}))
 def test_models_get_the_numbers_of_the_plain_operations(name: str) -> None:
     loaded = randomised(LEAN[name], seed=5)
     assert agree(numbers(loaded, True), numbers(loaded, False))
 
 
+@pytest.mark.slow
 @IN_TORCH
 def test_angles_reach_as_far_as_the_served_texts() -> None:
     """Fewer positions than a pass has would be noticed."""
@@ -102,6 +104,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @IN_TORCH
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
 def test_wrong_kernels_are_found_out(wrong: str) -> None:

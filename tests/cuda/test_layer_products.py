@@ -34,6 +34,7 @@ from engine.start.loading import LoadedModel, load
 from engine.start.probe import BACKENDS, choose_backend, find_kv_shape, probe
 from tests.attention.test_groups import passes
 from tests.engine.tiny import DEVICE
+from tests.grid import grid
 from tests.models.test_quantised import layouts_of_a_device, stored_as_compressed_tensors, stored_by_torchao, written
 from tests.wrong import instead
 
@@ -120,6 +121,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_lean_decoder_gives_transformers_numbers(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -146,8 +148,9 @@ WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @in_torch
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", grid(WRONG, WRONG.keys() - {"no sum"}))
 def test_the_probe_finds_wrong_products(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a model runs through transformers. Layers by kernels add in place, and others do not."""
     loaded = in_fp8(tmp_path, monkeypatch, num_key_value_heads=4)
@@ -185,6 +188,7 @@ def by_kernels(loaded: LoadedModel) -> LeanDecoder:
         return LeanDecoder(loaded.model)
 
 
+@pytest.mark.slow
 @in_torch
 @by_triton
 def test_layers_by_kernels_give_the_numbers_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +361,7 @@ def launches_of_a_layer(make: Callable[[int], LoadedModel], of: Callable[[Loaded
     return counts[1] - counts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_INTERPRETED, reason="launches are counted in the interpreter")
 def test_a_layer_of_fp8_is_a_fifth_of_transformers_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layer_products, a rounding before each, a sum after two; besides, what a plain layer

@@ -38,6 +38,7 @@ def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list
     return moves
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape", [KVShape(2, 1, 8, 8), KVShape(3, 2, 20, 12), KVShape(1, 8, 128, 64)], ids=["small", "odd", "wide"]

@@ -53,6 +53,7 @@ def distributions() -> torch.Tensor:
     return (probs_NV / probs_NV.sum(1, keepdim=True)).to(tiny.DEVICE)
 
 
+@pytest.mark.sole("kernels of filters")
 @pytest.mark.parametrize("top_p", grid([1e-6, 0.5, 0.95], {0.5}))
 def test_it_keeps_what_sorting_keeps(top_p: float) -> None:
     probs_NV = distributions()
@@ -63,6 +64,7 @@ def test_it_keeps_what_sorting_keeps(top_p: float) -> None:
     assert torch.allclose(found.sum(1), torch.ones(len(probs_NV), device=tiny.DEVICE))
 
 
+@pytest.mark.slow
 def test_every_row_has_its_own() -> None:
     probs_NV = distributions()[[1, 5, 0]]
     top_p_N = torch.tensor([0.3, 0.8, 1.0], device=tiny.DEVICE)
@@ -121,6 +123,7 @@ def every_k(step: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     return logits_NV[list(row)], temperature_N, min_p_N, torch.tensor(top_k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", grid([9, 1], {9}))
 def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
     """All k of rows of nine tokens, with ties (or every ninth)."""
@@ -134,6 +137,7 @@ def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
     assert ((kept > top_k_N) & (top_k_N > 0)).any(), "ties at the edge are kept"
 
 
+@pytest.mark.slow
 def test_all_filters_of_a_request_together() -> None:
     """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others
     keep.
@@ -147,6 +151,7 @@ def test_all_filters_of_a_request_together() -> None:
     assert torch.allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong", grid(["distances are approximate", "fewer digits", "one token more"], {"distances are approximate"})
 )

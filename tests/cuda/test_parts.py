@@ -105,6 +105,7 @@ DIVISIONS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("texts", "processors", "shares"), grid(DIVISIONS, DIVISIONS[:6]))
 def test_long_texts_are_read_in_parts(
     texts: tuple[list[int], list[int] | None], processors: int, shares: tuple[int, ...]
@@ -115,6 +116,7 @@ def test_long_texts_are_read_in_parts(
     assert shares_of(*texts, processors=processors) == shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processors", grid([SMALL, 108, 142], [SMALL]))
 def test_recorded_steps_have_room_for_all_parts(processors: int) -> None:
     """Whatever their texts are, for devices of several sizes."""
@@ -124,6 +126,7 @@ def test_recorded_steps_have_room_for_all_parts(processors: int) -> None:
     assert of([131_072] * 4, [21] * 4).launched == of([5, 131_072, 0, 900], [21, 21, 0, 3]).launched
 
 
+@pytest.mark.slow
 def test_a_recorded_step_of_one_text_is_read_in_parts() -> None:
     of = partial(shares_of, planned_keys=131_072)
     assert of([131_072]).most_tiles == 64

@@ -95,7 +95,8 @@ def mixed(**sampling: Any) -> list[Request]:
     return asked(3, lambda number: WISHES[number], **{"temperature": 1.0, **sampling})
 
 
-@pytest.mark.parametrize("name", grid(HEADS, {"eagle3", "peagle", "dspark"}))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", grid(HEADS, {"eagle3", "peagle"}))
 def test_answers_are_those_of_eager_steps(machines: Machines, name: str) -> None:
     """Requests with several chains, with one, and without drafts share steps, and end at different
     times.
@@ -257,6 +258,7 @@ def room_for_one_token(draft_passes: Any, *operands: Any) -> Any:
     return draft_passes(nodes_of, 1 if num_text else 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "is_wrong"), [("eagle3", False), ("dflash", False), ("dflash", True)])
 def test_missing_tokens_beyond_the_buffers_are_read_before(tmp_path: Path, name: str, is_wrong: bool) -> None:
     """Long text drafts leave that much; here nothing but the last token has room."""

@@ -74,6 +74,7 @@ def are_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.allclose(*pair, atol=1e-4, rtol=1e-4) for pair in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(CONFIGS, {"llama"}))
 def test_padding_changes_no_number(name: str) -> None:
     """Nor the K/V of any block but the spare one."""

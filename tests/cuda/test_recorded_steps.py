@@ -104,6 +104,8 @@ def compared(both: tuple[Engine, Engine], requests: list[Request]) -> list[StepS
     return shapes
 
 
+@pytest.mark.sole("recorded steps next to eager ones")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "count", "sampling"),
     grid(
@@ -113,7 +115,7 @@ def compared(both: tuple[Engine, Engine], requests: list[Request]) -> list[StepS
             *(((0, 0), 3, sampling) for sampling in ("top-p", "greedy")),
             ((1, 5), 2, "greedy"),
         ],
-        {((2, 3), 3, "all filters"), ((1, 2), 1, "plain"), ((0, 0), 3, "greedy")},
+        {((1, 2), 1, "plain"), ((0, 0), 3, "greedy"), ((1, 5), 2, "greedy")},
     ),
 )
 def test_every_decode_step_gives_the_same_tokens(
@@ -411,6 +413,7 @@ def test_the_comparison_finds_wrong_distributions(both: tuple[Engine, Engine], w
         compared(both, requests)
 
 
+@pytest.mark.slow
 @stands_in
 def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, Engine]) -> None:
     """Non-finite numbers of rows that are not computed would go through all layers."""

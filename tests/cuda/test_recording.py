@@ -71,6 +71,7 @@ def test_recorded_work_looks_at_no_number() -> None:
             assert counts == {}, step.shape
 
 
+@pytest.mark.slow
 @stands_in
 def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine, Engine]) -> None:
     """Between two steps of a shape no input of the recorded work is moved or replaced."""

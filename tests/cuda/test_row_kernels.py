@@ -42,6 +42,7 @@ def random_distribution(chance: np.random.Generator, num_rows: int, spread: floa
     return logits.softmax(1).to(DEVICE)
 
 
+@pytest.mark.sole("kernels of rows")
 @pytest.mark.parametrize("dtype", grid([torch.float32, torch.bfloat16, torch.float16], {torch.bfloat16}))
 def test_distributions_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
     """Masked tokens, a tiny temperature, a row whose first tile is masked altogether, rows with
@@ -72,6 +73,7 @@ def test_filters_of_logits_need_no_softmax() -> None:
     assert not calls
 
 
+@pytest.mark.slow
 def test_a_greedy_row_leaves_the_others_to_the_kernels() -> None:
     logits = torch.from_numpy(np.random.default_rng(8).standard_normal((3, WIDTH))).float().to(DEVICE)
     samplings = [Sampling(temperature=0), Sampling(temperature=0.7), Sampling(temperature=1.2, top_p=0.5)]
@@ -83,6 +85,7 @@ def test_a_greedy_row_leaves_the_others_to_the_kernels() -> None:
     assert found[0].max() == found[0, logits[0].argmax()] == 1
 
 
+@pytest.mark.slow
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
     """A grid of numbers over the whole row, so that every token's share of draws is its
     probability.
@@ -143,6 +146,7 @@ def chains_of(
     return Chains(tokens_CL, length_C, request_C, draft, (num_requests, num_chains)), target
 
 
+@pytest.mark.slow
 def test_token_verification_decides_the_same() -> None:
     """The race is compared in `test_block_kernels.py`."""
     chance = np.random.default_rng(3)

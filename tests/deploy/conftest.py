@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from uv import find_uv_bin
 
 ROOT = Path(__file__).parent.parent.parent
 # Wheels and further indexes in addition to the usual one.
@@ -34,6 +33,8 @@ def environment() -> dict[str, str]:
 
 def resolve(source: str, environment: dict[str, str], *more: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run uv's resolver; standard output has one line `name==version` for each package."""
+    from uv import find_uv_bin  # `make test-all` installs it
+
     # Metadata of the few packages without wheels is made by the setuptools that is here: faster.
     options = "--quiet --no-header --no-annotate --no-build-isolation --no-python-downloads"
     command = [find_uv_bin(), "pip", "compile", source, *options.split(), "--python", sys.executable]

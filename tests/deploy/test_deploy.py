@@ -129,6 +129,7 @@ def test_compose_sets_known_settings_and_arguments(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_dockerfile_has_no_faults_that_a_linter_knows() -> None:
     run = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout

@@ -32,7 +32,7 @@ def packages(text: str) -> dict[str, str]:
     # What serves comes as wheels; some tools of the tests are there as sources only.
     [
         pytest.param(("--only-binary", ":all:", "--extra", "bench"), id="serve"),
-        pytest.param(("--extra", "dev"), id="dev"),
+        pytest.param(("--extra", "dev-all"), id="dev"),
     ],
 )
 def test_the_index_has_what_is_pinned(python: str, more: tuple[str, ...], index: dict[str, str]) -> None:
@@ -40,7 +40,7 @@ def test_the_index_has_what_is_pinned(python: str, more: tuple[str, ...], index:
     assert done.returncode == 0, done.stderr
     resolved, pinned = packages(done.stdout), packages((ROOT / "constraints.txt").read_text())
     assert {"torch", "transformers", "fastapi", "nvidia-cublas", "triton"} <= set(resolved)
-    assert ("pytest" in resolved) == ("dev" in more)
+    assert ("pytest" in resolved) == ("dev-all" in more)
     assert {"httpx", "matplotlib"} <= set(resolved)
     # Whatever is installed is pinned, so that it is the same tomorrow.
     assert {name: pinned.get(name) for name in resolved} == resolved

@@ -20,6 +20,8 @@ from ray.serve.schema import ServeDeploySchema
 from deploy.ray_app import Options
 from server.settings.settings import Serve
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 VERSION = "1.32"

@@ -30,6 +30,8 @@ from tests.deploy.ray_load import NUM_PREFIXES
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import write_pair
 
+pytestmark = pytest.mark.slow
+
 
 def chat(*turns: tuple[str, str], **more: Any) -> bytes:
     """A body with these messages."""
@@ -214,7 +216,6 @@ def run_program(name: str, folder: Path) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.slow
 def test_a_replica_is_added_under_load_and_taken_away_after_it(tmp_path: Path) -> None:
     """Every request of the time ends whole, also those that the replica had which is taken away."""
     results = run_program("ray_scaling", tmp_path)
@@ -222,7 +223,6 @@ def test_a_replica_is_added_under_load_and_taken_away_after_it(tmp_path: Path) -
     assert set(results["ends"]) == {"whole", "stream"}, results
 
 
-@pytest.mark.slow
 def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None:
     """Eight clients, two replicas, one killed in the middle: every request ends or says why, and
     others go on.

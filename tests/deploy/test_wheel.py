@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from uv import find_uv_bin
 
 from polydraft.shadows import PACKAGES
 from tests.deploy.test_install import PYTHONS
+from tests.grid import slow_fixture
 from tests.server.daemon_process import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,7 @@ def tracked(*paths: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from links to the tracked files, which setuptools does not change."""
     source = tmp_path_factory.mktemp("source")
@@ -66,6 +67,7 @@ def metadata_of(wheel: Path) -> email.message.Message:
     return email.parser.Parser().parsestr(read(wheel, "METADATA"))
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_files_of_the_packages_and_no_others(wheel: Path) -> None:
     """Every tracked file of the packages is in it, but what deploys containers; no test, no page,
     no build file.
@@ -101,6 +103,7 @@ def test_the_default_installation_has_no_package_of_an_extra(wheel: Path) -> Non
     assert not default & {"matplotlib", "ray", "torchao", "opentelemetry-sdk", "pytest", "zstandard"}
 
 
+@pytest.mark.slow
 def test_the_checkers_of_wheels_find_nothing(wheel: Path) -> None:
     """The description renders on an index, and the packages are those that are listed."""
     for command in (["twine", "check", "--strict"], ["check_wheel_contents", "--config", str(ROOT / "pyproject.toml")]):
@@ -220,6 +223,8 @@ def test_uv_installs_the_command_with_what_it_needs(wheel: Path, index: dict[str
     """Into an empty environment, from a package index. torch comes from a wheel at hand: its usual
     build is large.
     """
+    from uv import find_uv_bin  # `make test-all` installs it
+
     links = os.environ.get("PIP_FIND_LINKS", "")
     if not any(Path(folder).glob("torch-*+cpu-*.whl") for folder in links.split() if Path(folder).is_dir()):
         pytest.skip("no CPU build of torch in a folder of PIP_FIND_LINKS")

@@ -105,6 +105,7 @@ def test_given_conversations_count_their_answers(sampler: Sampler) -> None:
         assert not any(sampler.given(FileDialogue(messages)).counts)
 
 
+@pytest.mark.slow
 def test_plain_texts_are_continued(sampler: Sampler) -> None:
     (text,) = sampler.sampled([FileDialogue([], "Once upon a time")], 0)
     prompt = sampler._chat.text_tokens("Once upon a time")  # type: ignore[union-attr]

@@ -110,6 +110,7 @@ def test_texts_depend_on_seed_and_number_alone(sampler: Sampler) -> None:
     assert len({tuple(text.token_ids) for text in together}) == 4
 
 
+@pytest.mark.slow
 def test_texts_follow_the_targets_distribution(target: Target, sampler: Sampler) -> None:
     drawn = Sampler(sampler._engine, None, TextPlan(2, 2, (1.0,), 3)).continued([(1,)] * 4000, 0)
     counts = torch.bincount(torch.tensor([text.token_ids[1] for text in drawn]), minlength=VOCABULARY) / 4000
@@ -300,6 +301,7 @@ def test_a_first_layer_predicts_linearly(
     assert (predicted - after).square().mean() < 0.9 * after.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_falls(target: Target, states: States, tmp_path: Path, kind: str) -> None:
     training = training_of(target, states, kind, tmp_path / "checkpoint.pt", epochs=12, is_fitted=False)
@@ -309,6 +311,7 @@ def test_loss_falls(target: Target, states: States, tmp_path: Path, kind: str) -
     assert training.validate()[0] > before[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_run_ends_with_the_same_weights(target: Target, states: States, tmp_path: Path, kind: str) -> None:
     whole = training_of(target, states, kind, tmp_path / "whole" / "checkpoint.pt")
@@ -324,6 +327,8 @@ def test_resumed_run_ends_with_the_same_weights(target: Target, states: States, 
     assert whole.losses == resumed.losses
 
 
+@pytest.mark.sole("distilling a head")
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, SMALL])
 def test_command_writes_a_head_that_is_served_exactly(
@@ -353,6 +358,7 @@ def test_command_writes_a_head_that_is_served_exactly(
     assert again["served"]["temperature 1"] == report["served"]["temperature 1"]
 
 
+@pytest.mark.slow
 def test_an_earlier_head_is_trained_further(target_folder: Path, tmp_path: Path, capsys: Any) -> None:
     """It keeps its tokens, and begins at the acceptance that it had; a head of another size is
     refused.
@@ -371,6 +377,7 @@ def test_an_earlier_head_is_trained_further(target_folder: Path, tmp_path: Path,
     assert main(options_of(target_folder, tmp_path / "fourth", "eagle3", *nothing)) == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("more", "message"),
     [

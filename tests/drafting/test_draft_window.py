@@ -20,6 +20,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.step.engine import Engine
 from tests.cuda.test_recorded_steps import RECORDED
 from tests.engine import tiny
+from tests.grid import grid
 from tests.wrong import instead
 
 pytestmark = pytest.mark.usefixtures("attention_in_torch")
@@ -84,7 +85,9 @@ def poisoned(engine: Engine) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.sole("draft windows")
+@pytest.mark.sampled
+@pytest.mark.parametrize("path", grid(PATHS, {"compiled", "torch"}))
 def test_no_released_block_is_read(path: str) -> None:
     """The wrong variant releases the first block of the window."""
     requests = asked(10)
@@ -98,6 +101,7 @@ def test_no_released_block_is_read(path: str) -> None:
         assert tiny.run(engine, requests, can_fail=True).tokens != expected[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["compiled", "torch"])
 def test_a_pool_for_windows_changes_nothing_if_the_window_holds_all(path: str) -> None:
     """Same tokens and drafts as with one pool, with preemptions and a prefix cache."""

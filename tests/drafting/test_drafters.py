@@ -148,6 +148,7 @@ def largest_error(engine: Engine, pair: tuple[LoadedModel, LoadedModel], texts: 
     return max(float((found - expected[number][index]).abs().max()) for number, index, found in engine.drafter.read)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_the_target_s_hidden_states_are_where_a_drafter_looks(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """In steps of prompt chunks and trees, behind shared beginnings and after preemption."""
@@ -185,6 +186,7 @@ def test_taps_one_layer_off_are_found_out(pair: tuple[LoadedModel, LoadedModel])
     assert largest_error(engine, pair, texts) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(["bv_race 4", "traversal tree"], {"bv_race 4"}))
 def test_output_has_the_target_s_distribution(name: str) -> None:
     target = tiny.llama(seed=21, vocabulary=output_distribution.VOCABULARY, layers=2, spread=0.25)

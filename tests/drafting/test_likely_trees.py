@@ -63,6 +63,8 @@ IN_THE_GATE = [
 ]
 
 
+@pytest.mark.sole("sampled answers with likely trees")
+@pytest.mark.sampled
 @pytest.mark.parametrize(("drafter", "speculation", "sampling"), grid(CASES, IN_THE_GATE))
 def test_output_has_the_target_s_distribution(
     tmp_path: Path, drafter: str, speculation: Speculation, sampling: str
@@ -146,6 +148,7 @@ WRONG: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(WRONG, {"a tree that depends on what is sampled", "another parent"}))
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, sampling = WRONG[name]

@@ -85,6 +85,8 @@ def sample_adaptively(
     return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in answers)
 
 
+@pytest.mark.sole("sampled answers whose shapes a controller changes")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rule", "num_drafts", "sampling"),
     grid(
@@ -105,6 +107,7 @@ def test_joint_distribution_of_three_tokens(
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
 
+@pytest.mark.sole("a choice of shapes that looks at drafts")
 def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: chains that begin with a certain token are not verified."""
 
@@ -144,6 +147,7 @@ def wishes(count: int, **more: Any) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 def test_certain_answers_do_not_depend_on_the_shapes() -> None:
     """Mixed with chunked prompts, shared prefixes, preemption and neighbours; K/V of both models
     stays right.
@@ -162,6 +166,7 @@ def test_certain_answers_do_not_depend_on_the_shapes() -> None:
     assert len({(outcome.num_chains, outcome.draft_length) for outcome in chain(*roomy.outcomes.values())}) >= 5
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() -> None:
     """Other requests change their shapes all the time. The wrong variant leaves the shape to the
     controller.

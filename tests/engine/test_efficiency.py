@@ -93,6 +93,7 @@ def ceilings(models: list[Any], prompt: list[int], answers: list[list[int]]) -> 
     return log_ratio.clamp(max=0).cummin(-1).values.exp().cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", grid([1, 4], {4}))
 def test_block_efficiency_equals_the_closed_form(
     engine: Engine,
@@ -120,6 +121,7 @@ def test_block_efficiency_equals_the_closed_form(
     assert float(accepted.mean()) == pytest.approx(float(closed_form.mean()), abs=4 * error)
 
 
+@pytest.mark.slow
 def test_single_draft_acceptance_matches_the_card(engine: Engine, dialogue_prompts: list[list[int]]) -> None:
     card = json.loads((DEMO / "evaluation.json").read_text())
     assert card["parameters"]["draft"] <= 1_000_000

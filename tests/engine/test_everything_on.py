@@ -73,6 +73,7 @@ def answers(
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_window", grid([0, 3], {3}))
 def test_answers_have_the_target_distribution_with_everything_on(
     pair: tuple[LoadedModel, LoadedModel], draft_window: int

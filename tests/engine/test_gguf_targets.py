@@ -99,9 +99,10 @@ def counted(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> 
     return output_distribution.sample(pair, SPECULATIONS[name], SAMPLINGS[sampling])
 
 
-FAST = {"model, bv_race 3, plain", "sharing head, block, plain"}
+FAST = {"sharing head, block, plain"}
 
 
+@pytest.mark.sole("sampled answers of a GGUF file")
 @pytest.mark.parametrize("case", grid(list(CASES), FAST))
 def test_answers_have_the_distribution_of_the_file(
     case: str, target_of: Callable[..., LoadedModel], tmp_path: Path
@@ -113,6 +114,7 @@ def test_answers_have_the_distribution_of_the_file(
     assert g_test(counted((target, draft), name, sampling), expected) > ALPHA
 
 
+@pytest.mark.slow
 def test_wrong_targets_and_drafts_are_noticed(target_of: Callable[..., LoadedModel], tmp_path: Path) -> None:
     """Answers of another file, and drafts of another distribution than they are verified with."""
     target, plain = target_of(), target_of(dtype="float32")
@@ -124,6 +126,7 @@ def test_wrong_targets_and_drafts_are_noticed(target_of: Callable[..., LoadedMod
         assert g_test(counted(pair, "bv_race 3", "plain"), right) < ALPHA
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shares", [False, True], ids=["own weights", "weights of the file"])
 def test_logits_of_a_head_are_those_of_the_formulas(
     shares: bool, target_of: Callable[..., LoadedModel], tmp_path: Path
@@ -154,6 +157,7 @@ def test_logits_of_a_head_are_those_of_the_formulas(
     assert statistics.median(other) > 0.5
 
 
+@pytest.mark.slow
 def test_answers_of_a_seed_are_the_same_in_any_company(target_of: Callable[..., LoadedModel]) -> None:
     """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of
     a pass.

@@ -50,6 +50,7 @@ def pair():  # type: ignore[no-untyped-def]
     return target, tiny.perturbed(target, seed=6, amount=0.05)
 
 
+@pytest.mark.sole("seeded answers in a crowd")
 def test_same_seed_same_tokens_alone_or_among_fifteen_others(pair) -> None:  # type: ignore[no-untyped-def]
     requests = crowd(16)
     together = tiny.run(tiny.build(*pair), requests)
@@ -58,6 +59,7 @@ def test_same_seed_same_tokens_alone_or_among_fifteen_others(pair) -> None:  # t
         assert alone.tokens[one.request_id] == together.tokens[one.request_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crowding", [{"budget": 40}, {"num_blocks": 19}, {"max_num_seqs": 2}, {"block_size": 5}])
 def test_limits_do_not_change_answers(pair, crowding) -> None:  # type: ignore[no-untyped-def]
     requests = crowd(16)
@@ -68,6 +70,7 @@ def test_limits_do_not_change_answers(pair, crowding) -> None:  # type: ignore[n
         assert crowded.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyped-def]
     """Counts that go on from step to step, with preemption, change no answer of counts of the whole
     text.
@@ -142,6 +145,7 @@ def test_another_seed_gives_other_tokens(pair) -> None:  # type: ignore[no-untyp
     assert len({tuple(tokens) for tokens in answers}) == 8
 
 
+@pytest.mark.slow
 def test_stop_tokens_and_max_tokens_cut_an_accepted_run(pair) -> None:  # type: ignore[no-untyped-def]
     """A stop token cuts an accepted run and is its last token; max_tokens cuts exactly; EOS can be
     ignored.

@@ -18,6 +18,7 @@ from tests.engine import tiny
 from tests.grid import grid
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("crowding", [{}, {"num_blocks": 19}, {"budget": 40}])
 def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
     target = tiny.llama(seed=5)
@@ -62,6 +63,7 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
     target.model.set_attn_implementation(HOOK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "drafts"), grid([("greedy_block", 1), ("spectr_gbv", 3)], {("spectr_gbv", 3)}))
 def test_layers_of_long_unlike_chains_stay_finite(rule: str, drafts: int) -> None:
     """Sixteen tokens that the target all but excludes: the ratios leave float64; nothing impossible

@@ -260,12 +260,15 @@ TOGETHER = SAMPLINGS.keys() - {"edited", "grammar", "thoughts", "penalties", "fi
 IN_THE_GATE |= {("bv_race 4", sampling) for sampling in TOGETHER} | {("traversal tree", "edited and filtered")}
 
 
+@pytest.mark.sole("sampled answers with a draft model")
+@pytest.mark.sampled("sampling")
 @pytest.mark.parametrize(("name", "sampling"), grid(CASES, IN_THE_GATE))
 def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling])
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sampling"),
     grid(
@@ -298,6 +301,7 @@ def reused_uniform(chains: Chains, target: ProbsTable, noise: ChainNoise) -> Cha
     return RULES["token"].verify(chains, target, same)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wrong", "name", "num_drafts"), [(always_longest, "bv_race", 4), (reused_uniform, "token", 1)]
 )
@@ -316,6 +320,7 @@ def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel,
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
+@pytest.mark.slow
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Keying noise by the token's own index, instead of the step's first one, would bias the
     output.
@@ -332,6 +337,7 @@ def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedM
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
+@pytest.mark.slow
 def test_penalties_that_forget_the_nodes_path_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Counts of the text alone, not of the drafted tokens below it."""
     strong = {"temperature": 1.0, "frequency_penalty": 2.0}
@@ -365,6 +371,7 @@ def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) 
         assert any(len(answer) == 5 for answer in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(["greedy_block", "spectr_gbv 3"], {"spectr_gbv 3"}))
 def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Greedy block verification without the change that it owes the next positions."""

@@ -68,6 +68,7 @@ def p_value(
 SPECHUB_TREE = drafts("spechub", 4, tree=(2, 2))
 
 
+@pytest.mark.slow
 def test_a_node_of_a_tree_finds_its_own_children(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The second child of a tree's root leads a later chain than the second."""
     assert p_value(pair, SPECHUB_TREE) > ALPHA
@@ -87,6 +88,7 @@ FEWER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("speculation", "sampling"), grid(FEWER, FEWER[-1:]))
 def test_fewer_likely_tokens_than_drafts(
     pair: tuple[LoadedModel, LoadedModel], speculation: Speculation, sampling: dict[str, Any]
@@ -94,6 +96,7 @@ def test_fewer_likely_tokens_than_drafts(
     assert p_value(pair, speculation, **sampling) > ALPHA
 
 
+@pytest.mark.slow
 def test_equal_greedy_children_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: a child without probability takes a token that another child has
     already.
@@ -108,6 +111,7 @@ def test_equal_greedy_children_are_rejected(pair: tuple[LoadedModel, LoadedModel
         assert p_value(pair, drafts("greedy", 3), **TOP_2) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculation",
     [
@@ -122,6 +126,7 @@ def test_rules_that_change_later_targets_beside_a_draft_window(
     assert p_value(pair, speculation, 4000, draft_window=2) > ALPHA
 
 
+@pytest.mark.slow
 def test_a_window_that_moves_below_a_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: the draft model forgets the beginning of the text from step to step."""
 
@@ -158,6 +163,8 @@ def forbidden(answers: dict[str, list[int]]) -> list[str]:
     return [name for name, tokens in answers.items() if 0 in tokens and not name.startswith("zero")]
 
 
+@pytest.mark.sole("requests that share a step")
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed_stable", [False, True])
 def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedModel], seed_stable: bool) -> None:
     """Every rule that allows text drafts, together with every other, and the same answers alone."""

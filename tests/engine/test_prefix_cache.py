@@ -43,6 +43,7 @@ def answer(
     return tiny.run(machine, [one])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", SHAPES)
 @pytest.mark.parametrize("second", SHAPES)
 def test_an_answer_is_the_same_whoever_computed_its_prompt(first: str, second: str) -> None:
@@ -116,6 +117,7 @@ def hits_of_a_conversation(speculation: Speculation) -> list[int]:
     return hits
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "off"])
 def test_a_conversation_finds_as_much_with_speculation_as_without(shape: str) -> None:
     plain = hits_of_a_conversation(tiny.OFF)

@@ -315,6 +315,8 @@ def differing(pair: Pair, seed: int) -> list[Request]:
     return found
 
 
+@pytest.mark.sole("random traffic")
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", grid(range(4), {1, 2}))
 def test_company_changes_no_answer(pair: Pair, seed: int) -> None:
     assert differing(pair, seed) == []
@@ -355,6 +357,7 @@ class RandomShapes(Whims):
             self.tell(*shape, beside=self._random.random() < 0.5)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("attention_in_torch")
 @pytest.mark.parametrize(
     ("kind", "is_recorded", "seed"),
@@ -395,6 +398,7 @@ def test_changing_shapes_change_no_certain_answer(tmp_path: Path, kind: str, is_
         assert together.tokens(one.request_id) == expected.tokens(one.request_id), one
 
 
+@pytest.mark.slow
 def test_blocks_without_the_draft_model_s_keys_are_found_out(tmp_path: Path) -> None:
     """The wrong variant: every cached block counts as one that has the draft model's K/V."""
 

@@ -48,6 +48,7 @@ def tokens_of(speculation: Speculation, num_seeds: int = 6, **sampling: Any) -> 
     return run.tokens, sum(map(len, run.tokens.values())) / run.num_outcomes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_seed_decides_the_tokens(shape: str, sampling: str) -> None:

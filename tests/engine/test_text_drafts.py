@@ -54,6 +54,8 @@ sample = partial(output_distribution.sample, prompt=REPEATING)
 exact_distribution = partial(output_distribution.exact_distribution, prompt=REPEATING)
 
 
+@pytest.mark.sole("sampled answers with text drafts")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "sampling"),
     grid(
@@ -94,6 +96,7 @@ def walk_by_single_children(
     return Walk(path, rank, refused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(ADAPTIVE, {"text drafts alone"}))
 def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Trees that the load decides on, with several children of most nodes; by one kernel, and with
@@ -251,6 +254,7 @@ def test_the_text_is_looked_up() -> None:
     assert {part.name for outcome in outcomes for part in outcome.text_draft_counts} == {"prompt_lookup"}
 
 
+@pytest.mark.slow
 def test_text_drafts_with_others_and_after_preemption() -> None:
     """The answer of a request depends neither on other requests nor on losing its blocks."""
     prompts = tiny.prompts(101, [40, 41, 42, 40])
@@ -268,6 +272,7 @@ def test_text_drafts_with_others_and_after_preemption() -> None:
     assert [tight.tokens[one.request_id] for one in [*wishes, plain]] == alone
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("names", [("prompt_lookup", "earlier_answers"), (*ALL, "earlier_answers")])
 def test_trees_in_a_tight_pool_say_what_plain_decoding_says(names: tuple[str, ...]) -> None:
     """The load decides on them, requests lose their blocks, and draft from the answers of

@@ -122,6 +122,7 @@ def test_masks_are_the_library_s_own(grammars: GrammarPool, vocabulary: Vocabula
     state.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("here", [False, True])
 def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabulary, here: bool) -> None:
     """The library gives up on a token that its own mask has allowed: below it the answer must not
@@ -151,6 +152,7 @@ def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabu
     grammars.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [(CRASH, "process has ended"), (ENDLESS, "more than 500 ms"), ("start: nothing", "unknown name")],
@@ -162,6 +164,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: GrammarPool, gra
     started(grammars, OBJECT).end()
 
 
+@pytest.mark.slow
 def test_a_grammar_that_the_server_cannot_follow_is_its_own_fault(
     grammars: GrammarPool, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
@@ -190,6 +193,7 @@ def test_a_grammar_that_the_server_cannot_follow_is_its_own_fault(
     assert [error and error.code for error in failures] == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("here", [False, True])
 def test_a_dead_end_has_an_empty_mask(grammars: GrammarPool, vocabulary: Vocabulary, here: bool) -> None:
     """At the answer's end and below a drafted path; at the beginning of an answer the grammar is
@@ -237,6 +241,7 @@ def test_a_reason_names_the_cause_of_a_refused_expression(vocabulary: Vocabulary
             followed_here(vocabulary, grammar)
 
 
+@pytest.mark.slow
 def test_masks_that_take_too_long_end_their_grammar(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
     hasty = msgspec.structs.replace(LIMITS, mask_timeout_s=0.001)
     other = GrammarPool(msgspec.structs.replace(vocabulary, limits=hasty))
@@ -274,6 +279,7 @@ def test_a_grammar_that_fails_later_harms_nobody_else(grammars: GrammarPool, voc
     assert good.failure is None
 
 
+@pytest.mark.slow
 def test_memory_is_limited(vocabulary: Vocabulary) -> None:
     """A grammar that needs more than it may have is refused; with more, the same one is read."""
     words = [f"{number * 7919 % 100_003}" * 10 for number in range(20_000)]

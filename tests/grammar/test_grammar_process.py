@@ -139,6 +139,7 @@ def served(vocabulary: Vocabulary) -> Iterator[Served]:
     assert made.end() in (0, None)
 
 
+@pytest.mark.slow
 def test_children_follow_grammars_beside_each_other(served: Served, tokenizer: LLTokenizer) -> None:
     first, second = served.begin(), served.begin()
     assert first.process_id != second.process_id
@@ -182,6 +183,7 @@ def test_a_child_has_its_own_end_alone(served: Served) -> None:
     assert len(second_sockets) <= len(first_sockets), "the first child's end is closed in the second"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_end_of_a_child_is_reported_to_its_own_engine(served: Served, number: int) -> None:
     children = [served.begin() for _ in range(3)]
@@ -211,6 +213,7 @@ def test_only_children_are_killed_and_on_demand(served: Served, vocabulary: Voca
     assert stranger.end() == 0
 
 
+@pytest.mark.slow
 def test_children_end_with_the_engine_and_with_their_parent(vocabulary: Vocabulary) -> None:
     for is_killed in (False, True):
         served = Served(vocabulary)
@@ -296,6 +299,7 @@ def test_a_dead_end_is_a_fault_at_the_beginning_alone(tokenizer: LLTokenizer) ->
     assert follower.fault == ""
 
 
+@pytest.mark.slow
 def test_below_a_limit_of_the_library_an_answer_must_not_end(tokenizer: LLTokenizer) -> None:
     """The library gives up on a token that its own mask has allowed."""
     grammar = 'start: "[" inner "]"\ninner: a{0,400}\na: b{0,400}\nb: "x" | "xx"'

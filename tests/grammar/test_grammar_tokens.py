@@ -107,6 +107,7 @@ def walked(tokenizer: LLTokenizer, grammar: str) -> bytes:
     return tokenizer.decode_bytes(answer)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("word", [*SPECIAL, *TEXT])
 @pytest.mark.parametrize("spelling", ["const", "regex", "lark"])
 def test_an_answer_spells_every_word_of_a_grammar(tokenizer: LLTokenizer, word: str, spelling: str) -> None:
@@ -170,6 +171,7 @@ def test_text_is_encoded_without_a_space_before_it(tokenizer: LLTokenizer) -> No
     assert len(tokenizer.tokenize_str("tool")) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("forced", [False, True])
 def test_calls_may_begin_with_the_mark_s_token_or_its_letters(tmp_path: Path, is_special: bool, forced: bool) -> None:

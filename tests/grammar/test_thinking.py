@@ -62,6 +62,7 @@ def by_hand(thinking: Thinking, text: tuple[int, ...], has_grammar: bool) -> np.
     return free if mask is None else mask
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 @pytest.mark.parametrize("has_grammar", [True, False])
@@ -79,6 +80,7 @@ def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar
                 assert (got == expected).all(), (answer, path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 @pytest.mark.parametrize("has_grammar", [True, False])
@@ -161,6 +163,7 @@ def in_channels(text: str, budget: int | None) -> bool:
     return budget is None or (sum(map(len, blocks)) <= budget and all(count < budget for count in counts))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 def test_channels_lead_to_the_answer(budget: int | None) -> None:
     """The texts that the masks allow, all of them, against a regular expression; with tokens in one

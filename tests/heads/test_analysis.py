@@ -45,6 +45,7 @@ def test_probabilities_along_a_text_are_those_of_the_first_drafted_token(tmp_pat
         assert torch.allclose(draft_NV[number], expected_V.softmax(-1), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path) -> None:
     target = folders.target(spread=0.2)
     head = folders.load(folders.write_eagle(tmp_path / "head", draft_vocabulary=97, scale=0.3), target)
@@ -58,6 +59,7 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
         assert check_distribution(engine, "wrong", RACE, prompt, 2000, 1.0).rejected
 
 
+@pytest.mark.slow
 def test_the_self_check_finds_a_rule_that_needs_more_than_a_head_meets(tmp_path: Path) -> None:
     """Requests with these rules are refused; the check does not ask. Two tokens show nothing, as
     the first is plain.

@@ -97,6 +97,8 @@ def p_value(pair: Pair, rule: str, sampling: dict[str, Any], **more: Any) -> flo
     return output_distribution.g_test(counts, output_distribution.exact_distribution(pair[0], sampling, prompt))
 
 
+@pytest.mark.sole("sampled answers with a head")
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "rule", "sampling"), grid(CASES, IN_THE_GATE))
 def test_output_has_the_target_s_distribution(
     pairs: Callable[[str], Pair], kind: str, rule: str, sampling: str
@@ -104,6 +106,7 @@ def test_output_has_the_target_s_distribution(
     assert p_value(pairs(kind), rule, output_distribution.SAMPLINGS[sampling]) > output_distribution.ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3"}))
 def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Callable[[str], Pair], kind: str) -> None:
     prompt = tuple(np.random.default_rng(1).integers(0, 4, 21).tolist())
@@ -113,6 +116,7 @@ def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Calla
     assert found > output_distribution.ALPHA
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "dspark"}))
 def test_answers_do_not_depend_on_the_load(pairs: Callable[[str], Pair], kind: str) -> None:
     """Prompts cut elsewhere, cached prefixes, preemption: a seed's answer is the same, and so is
@@ -153,6 +157,7 @@ def most_changed(pair: Pair, window: int = 0, num_blocks: int = 0) -> float:
     return max((rows_NV - rows_NV[0]).abs().max().item() for rows_NV in several)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_s_distribution_after_a_text_changes_from_step_to_step(pairs: Callable[[str], Pair], kind: str) -> None:
     """Rules that need a fixed one are refused with it, by the facts that its engine has."""
@@ -167,6 +172,7 @@ def test_a_head_s_distribution_after_a_text_changes_from_step_to_step(pairs: Cal
             engine.submit(request)
 
 
+@pytest.mark.slow
 def test_a_draft_model_s_distribution_after_a_text_is_fixed() -> None:
     """Also after preemption; a window that moves changes it, so such rules draft without one."""
     pair = tuple(tiny.llama(seed, output_distribution.VOCABULARY, spread=0.25) for seed in (1, 2))
@@ -178,6 +184,7 @@ def test_a_draft_model_s_distribution_after_a_text_is_fixed() -> None:
 WRONG = [(kind, sampling) for kind in KINDS for sampling in ("penalties", "grammar")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sampling"), grid(WRONG, {("eagle3", "penalties"), ("mtp", "grammar")}))
 def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
     pairs: Callable[[str], Pair], kind: str, sampling: str
@@ -187,6 +194,7 @@ def test_verifying_without_the_drafted_tokens_above_a_node_is_rejected(
         assert p_value(pairs(kind), "bv_race 4", output_distribution.SAMPLINGS[sampling]) < output_distribution.ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "dspark"}))
 def test_drafts_of_another_distribution_are_rejected(pairs: Callable[[str], Pair], kind: str) -> None:
     """Drawn all at once and level by level."""

@@ -61,6 +61,7 @@ def errors(
     return largest_error(target, written, oracles.Eagle(written, target), recorder, texts, most)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(HEADS, {"speculators", "eagle", "fc norm, norm of output", "shares both"}))
 def test_logits_are_those_of_the_formulas(target: LoadedModel, tmp_path: Path, name: str) -> None:
     """In both layouts, with every flag: at the roots and at drafted nodes."""
@@ -91,6 +92,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> folders.Written:
     return folders.write_eagle(tmp_path_factory.mktemp("eagle") / "head", draft_vocabulary=83, scale=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(SPECULATIONS, {"tree"}))
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: folders.Written, name: str) -> None:
     """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption,

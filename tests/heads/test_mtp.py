@@ -45,6 +45,8 @@ def errors(pair: Pair, recorder: Recorder, texts: list[list[int]], most: int = 4
     return largest_error(*pair, oracles.Module(pair[1], pair[0]), recorder, texts, most)
 
 
+@pytest.mark.sole("logits of a module inside a target")
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(SPECULATIONS, {"chains", "tree"}))
 def test_logits_are_those_of_transformers_whatever_came_before(pair: Pair, name: str) -> None:
     """At roots and drafted nodes, after chunks of prompts, shared beginnings, accepted and rejected
@@ -80,6 +82,7 @@ WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(WRONG, {"states before the final norm", "states of another token"}))
 def test_wrong_variants_are_found_out(pair: Pair, name: str) -> None:
     with instead(*WRONG[name]):
@@ -104,6 +107,7 @@ def edit(written: folders.Written, **changed: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
     """Only the files that hold the module are read for it, and copies of the target's weights are

@@ -73,6 +73,7 @@ def target() -> LoadedModel:
     return folders.target(VOCABULARY)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(HEADS, {*USUAL, "dflash, z-lab", "dflash, from the anchor"}))
 def test_logits_are_those_of_the_formulas(target: LoadedModel, tmp_path: Path, name: str) -> None:
     """At the roots and below tokens that were drafted."""
@@ -120,6 +121,7 @@ def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, name
     assert largest_error(target, plain, oracle(plain, target), recorder, texts, most=12) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     grid([(name, shape) for name in USUAL for shape in SPECULATIONS], {("dspark, recurrent", "tree")}),
@@ -145,6 +147,7 @@ def test_attention_by_the_kernel_of_devices_gives_the_same_logits(
     assert largest_error(target, written, expected, recorder, texts, most=20) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("attention_in_torch")
 def test_a_convolution_left_out_is_found_out(target: LoadedModel, tmp_path: Path) -> None:
     pytest.importorskip("triton")
@@ -203,6 +206,7 @@ WRONG: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(WRONG, {"no token before", "memory of another parent"}))
 def test_wrong_variants_are_found_out(target: LoadedModel, tmp_path: Path, name: str) -> None:
     head, *variant = WRONG[name]
@@ -217,6 +221,7 @@ def in_the_pool(_table_of: Any, _: BlockDrafter, row: Any, _number: int) -> tupl
     return (*row.block_ids, *range(4))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_blocks_that_reach_beyond_a_text_s_own_leave_the_others_alone(
     target: LoadedModel, tmp_path: Path, is_wrong: bool

@@ -38,6 +38,7 @@ def serve(words: list[str], target: Path, head: Path, *more: str) -> set[int]:
     return {outcome.draft_length for outcome in tiny.run(engine, [request]).outcomes["a"]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", SERVED, ids=" ".join)
 def test_a_head_is_served_by_the_command(tmp_path: Path, words: list[str]) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
@@ -62,6 +63,7 @@ def test_trees_of_the_most_likely_tokens_are_served_as_the_page_says(tmp_path: P
     assert SpeculationFields.model_validate(json.loads(field[1])).tree
 
 
+@pytest.mark.sole("training and serving a head")
 def test_a_head_is_trained_and_served_by_the_commands(tmp_path: Path) -> None:
     target, head = tmp_path / "target", tmp_path / "trained"
     model = folders.target().model

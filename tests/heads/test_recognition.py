@@ -56,6 +56,7 @@ def edit(folder: Path, **changed: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in stored.items() if value is not None}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["speculators", "eagle"])
 def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
     """Its steps are measured, and its shape chosen, like those of a draft model."""

@@ -197,6 +197,7 @@ def test_draws_that_depend_on_more_are_made_level_by_level(fields: list[dict[str
     assert tables.may_draw_at_once(Plan(rows), layout) is expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "shares"), [("eagle3", True), ("dspark", False), ("dflash2", False)])
 def test_packed_weights_give_the_same_logits(tmp_path: Path, kind: str, shares: bool) -> None:
     target = folders.target()
@@ -240,6 +241,8 @@ def sampled(tmp_path: Path, kind: str, speculation: Speculation, sampling: str, 
     )
 
 
+@pytest.mark.sole("sampled answers with trees of a head of one pass")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "sampling"),
     grid(
@@ -301,6 +304,7 @@ WRONG_TERMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
 @pytest.mark.parametrize("name", grid(WRONG_TERMS, {"the term of another token", "one number for all chains"}))
 def test_wrong_variants_of_terms_are_rejected(tmp_path: Path, name: str) -> None:
@@ -317,6 +321,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", grid(WRONG, {"the distribution of another draft row", "no filters"}))
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, kind, sampling = WRONG[name]

@@ -114,6 +114,8 @@ def of_compilers(names: Iterable[str], of_triton: Container[str]) -> list[Parame
     return grid(cases, [case for case in cases if case[0] == "Numba" or case[1] in of_triton])
 
 
+@pytest.mark.sole("kernels of verdicts")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kernels", "name"), of_compilers(CASES, ("filtered", "as many as they are")), indirect=["kernels"]
 )
@@ -137,6 +139,7 @@ WRONG: dict[str, Callable[[Chains, ProbsTable, ChainNoise], Case]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kernels", "wrong"), of_compilers(WRONG, ("one number for two decisions",)), indirect=["kernels"]
 )
@@ -169,6 +172,7 @@ def test_a_shape_of_other_requests_is_found() -> None:
             kernels.race(replace(chains, shape=(count, 4)), target, noise)
 
 
+@pytest.mark.sampled
 def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels: Kernels) -> None:
     chains, target, noise = CASES["several chains"]()
     draft_NV = chains.draft.probs_NV.clone()
@@ -179,6 +183,7 @@ def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels
     assert verdict(verify_race, (never, target, noise), TORCH)[1] == accepted
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("whose", ["target", "draft"])

@@ -36,6 +36,7 @@ def test_a_daemon_that_logs_nothing_is_found(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/version").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_daemon_that_exits_is_said_with_its_log() -> None:
     with pytest.raises(RuntimeError, match=r"exited with 2(.|\n)*--no-such-flag"), running_daemon(["--no-such-flag"]):
         raise AssertionError("it does not run")

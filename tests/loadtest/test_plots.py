@@ -69,6 +69,7 @@ def test_a_result_without_chains_or_contexts_has_no_panels_for_them(result: dict
     assert [panel[1] for panel in panels_of(result)] == ["requests at once"]
 
 
+@pytest.mark.slow
 def test_a_result_is_drawn_as_a_png(result: dict[str, Any], tmp_path: Path) -> None:
     plot(result, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

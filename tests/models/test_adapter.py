@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_merged_weights_have_the_numbers_of_peft(base: Path, tmp_path: Path, name: str) -> None:
@@ -137,6 +138,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_adapter_that_does_not_fit_is_refused_by_name(base: Path, tmp_path: Path, name: str) -> None:
     """Before any weight is changed."""

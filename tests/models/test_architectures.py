@@ -86,6 +86,8 @@ def generated(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.sole("families of models, next to transformers")
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_output_equals_transformers(name: str) -> None:

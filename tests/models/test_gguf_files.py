@@ -195,6 +195,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     assert sections == {"first bytes", "key-values", "table", "ends at"}
 
 
+@pytest.mark.slow
 def test_damaged_bytes_never_end_in_another_error(tmp_path: Path) -> None:
     whole, path = small(tmp_path / "small.gguf"), tmp_path / "damaged.gguf"
     header = whole.index(b"cube") + 60

@@ -53,6 +53,7 @@ def changed(folder: Path, architecture: str = "llama", **options: Any) -> dict[s
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_configuration_is_that_of_the_file(architecture: str, models: Path, cache: str) -> None:
     """Transformers reads most of it from the file itself, and the engine outlines it."""
@@ -90,6 +91,7 @@ def test_sampling_defaults_of_a_file(tmp_path: Path) -> None:
 OUTPUT_BIASES = {f"blk.{layer}.attn_output.bias": np.zeros(64, np.float32) for layer in (0, 1)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("architecture", "biases", "changes", "fields"),
     [
@@ -220,6 +222,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_model_that_would_be_served_wrongly_is_refused(fault: str, tmp_path: Path) -> None:
     changes, words = REFUSED[fault]
@@ -233,6 +236,7 @@ def test_a_model_that_would_be_served_wrongly_is_refused(fault: str, tmp_path: P
 GEMMA = {"key_length": 16, "value_length": 16, "sliding_window": 128}
 
 
+@pytest.mark.slow
 def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
     """With the keys that transformers drops."""
     keys = {f"gemma2.attention.{key}": value for key, value in GEMMA.items()}
@@ -241,6 +245,7 @@ def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
     assert (wanted | {"query_pre_attn_scalar": 16, "eos_token_id": [2]}).items() <= found.items()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("architecture", "changes", "words"),
     [

@@ -173,6 +173,7 @@ def hub_url(models: Path) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["owner/parts:Q8_0", "owner/parts"])
 def test_all_parts_are_downloaded(name: str, hub_url: str, tmp_path: Path) -> None:
     code = (
@@ -186,6 +187,7 @@ def test_all_parts_are_downloaded(name: str, hub_url: str, tmp_path: Path) -> No
     assert done.stdout == "None 2 20\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_cached_file_is_served_without_an_answer_of_the_hub(hub_cache: Path) -> None:
     code = (
         "import logging; logging.basicConfig()\n"

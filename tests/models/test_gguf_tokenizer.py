@@ -69,6 +69,7 @@ def test_golden_tokens_are_of_these_lines_and_names() -> None:
     assert set(RECORDED) == set(small()) >= set(PRE_TOKENIZERS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FIRST_OF_EACH)
 def test_tokens_of_a_file_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "small.gguf", small()[name])
@@ -87,6 +88,7 @@ def test_names_of_one_pre_tokenizer_have_the_recorded_tokens_of_one() -> None:
     assert len(frozenset().union(*distinct)) == len(distinct)
 
 
+@pytest.mark.slow
 def test_another_pre_tokenizer_is_noticed() -> None:
     for other in BYTE_LEVEL:
         assert (tokens_of(small()[other]) == RECORDED["smollm"]) == (other == "smollm")

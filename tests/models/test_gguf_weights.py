@@ -94,6 +94,7 @@ def test_a_slice_of_rows_stays_in_blocks() -> None:
     assert torch.equal(-weight, torch.from_numpy(-expected))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", grid([kind.name for kind in BLOCK_TYPES], TYPES_IN_THE_GATE))
 def test_stored_numbers_are_those_of_the_blocks(kind: str) -> None:
     from engine.cpu.compiled.layer_loops import embed
@@ -107,6 +108,8 @@ def test_stored_numbers_are_those_of_the_blocks(kind: str) -> None:
     assert np.allclose(stored, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.sole("tensors of GGUF files")
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_tensors_have_their_places(architecture: str, tied: bool, tmp_path: Path) -> None:
@@ -116,6 +119,7 @@ def test_tensors_have_their_places(architecture: str, tied: bool, tmp_path: Path
     assert torch.allclose(found, expected, atol=1e-4 * float(expected.std()), rtol=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "types", ["Q8_0", MIXED, {"attn": "F16", "": "BF16"}, "F32"], ids=["Q8_0", "mixed", "halves", "F32"]
@@ -148,6 +152,7 @@ def test_a_model_in_parts_is_whole(tmp_path: Path) -> None:
     assert torch.equal(plain_logits(whole.model), plain_logits(parts.model))
 
 
+@pytest.mark.slow
 def test_weights_take_the_memory_of_the_file(tmp_path: Path) -> None:
     file = write_model(tmp_path / "model.gguf", "llama", {"token_embd": "Q6_K", "": "Q4_K"})
     decoder = CpuDecoder(loaded(file, tmp_path / "cache").model)
@@ -159,6 +164,7 @@ def decoder_folder(file: Path, place: Path) -> str:
     return str(folder_of(file, str(place / "cache")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_type_is_asked_for(dtype: str, tmp_path: Path) -> None:
     """Then the weights are dequantised, and rows are not rounded to 8 bits."""
@@ -249,6 +255,7 @@ def permuted(real: Any) -> Any:
     return ordered
 
 
+@pytest.mark.slow
 def test_rows_in_the_order_of_the_file_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_model(tmp_path / "model.gguf", "llama", "Q8_0")
     monkeypatch.setattr(weights, "_ordered", permuted(weights._ordered))

@@ -20,6 +20,7 @@ from tests.wrong import instead
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="weights are packed on a CPU only")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_layers_run_packed(name: str) -> None:
     """The hook path with packed layers against plain transformers, which is computed first."""

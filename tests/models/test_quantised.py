@@ -124,6 +124,7 @@ def greedy_requests(count: int) -> list[Any]:
     return [tiny.request("off", PROMPT, max_tokens=count), tiny.request("block", PROMPT, BLOCK, max_tokens=count)]
 
 
+@pytest.mark.slow
 def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
     """Greedy answers are those of the quantised model, with drafts and without; a plain model has
     others.
@@ -142,6 +143,7 @@ def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
     assert engine.facts.memory_plan["weights"] < 0.6 * plain.weight_bytes
 
 
+@pytest.mark.sole("sampled answers of quantised weights")
 @pytest.mark.parametrize("weights", grid(["fp8", "int4"], {"int4"}))
 def test_answers_have_the_distribution_of_the_quantised_model(weights: str, tmp_path: Path) -> None:
     """Its continuations are enumerated in transformers; drafts of another distribution are
@@ -163,6 +165,7 @@ def test_answers_have_the_distribution_of_the_quantised_model(weights: str, tmp_
         assert g_test(counts, exact_distribution(plain, SAMPLINGS["plain"])) < ALPHA
 
 
+@pytest.mark.slow
 def test_a_devices_fp8_passes_the_probe_and_faults_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are rounded to 8 bits, which two right implementations do differently: both lie that far
     from float32. A fault of masks or of the cache is found as in a plain model, because rows are
@@ -227,6 +230,7 @@ def test_shares_of_a_split_model_are_not_quantised() -> None:
         distributed.destroy_process_group()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_of_torchao_is_served(dtype: torch.dtype, tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig

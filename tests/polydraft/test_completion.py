@@ -15,6 +15,7 @@ import shtab
 from polydraft.completion import SHELLS, all_commands
 from server.cli import USAGE
 from server.settings.settings import Serve
+from tests.grid import slow_fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "ready> "
@@ -32,6 +33,7 @@ COMPLETED = (
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file that `polydraft completion bash` writes."""
     path = tmp_path_factory.mktemp("completion") / "polydraft"

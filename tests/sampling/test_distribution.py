@@ -45,6 +45,7 @@ samplings = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     st.integers(0, 2**31),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -67,7 +68,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.num_free == NUM_BLOCKS - self.store.num_used
 
 
-TestStore = StoreMachine.TestCase
+TestStore = pytest.mark.sole("random use of the block store")(StoreMachine.TestCase)
 TestStore.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 

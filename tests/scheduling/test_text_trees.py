@@ -57,6 +57,7 @@ def test_the_index_finds_earlier_places_of_the_last_tokens(vocabulary: int) -> N
         assert text[end - count : end] == text[64 - count : 64]
 
 
+@pytest.mark.slow
 def test_a_long_text_takes_bounded_memory() -> None:
     text = np.random.default_rng(1).integers(5000, size=100_000).tolist()
     index = TextIndex()

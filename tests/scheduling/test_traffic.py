@@ -151,13 +151,13 @@ class SlowPrompts(Traffic):
         self.scheduler.times = StepTimes(Machine(prompt_s=1.0).points())
 
 
-TestSlowPrompts = SlowPrompts.TestCase
+TestSlowPrompts = pytest.mark.slow(SlowPrompts.TestCase)
 
 
 TestSlowPrompts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-TestTraffic = Traffic.TestCase
+TestTraffic = pytest.mark.sole("random traffic of the scheduler")(Traffic.TestCase)
 
 
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -193,7 +193,7 @@ class AdaptiveTraffic(Traffic):
         return Speculation(num_drafts=drafts, draft_length=draft_length, adaptive=drafts > 0)
 
 
-TestAdaptiveTraffic = AdaptiveTraffic.TestCase
+TestAdaptiveTraffic = pytest.mark.slow(AdaptiveTraffic.TestCase)
 
 
 TestAdaptiveTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
@@ -217,7 +217,7 @@ class WindowedTraffic(Traffic):
         self.remaining[name] = max_tokens
 
 
-TestWindowedTraffic = WindowedTraffic.TestCase
+TestWindowedTraffic = pytest.mark.slow(WindowedTraffic.TestCase)
 
 
 TestWindowedTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
@@ -232,7 +232,7 @@ class AdaptiveWindowedTraffic(AdaptiveTraffic):
         self.scheduler.controller = self.whims
 
 
-TestAdaptiveWindowedTraffic = AdaptiveWindowedTraffic.TestCase
+TestAdaptiveWindowedTraffic = pytest.mark.slow(AdaptiveWindowedTraffic.TestCase)
 
 
 TestAdaptiveWindowedTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

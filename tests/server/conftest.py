@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.infill_models import write_filling_model
 from tests.server.tiny_models import TinyModels, write_pair
@@ -73,6 +74,7 @@ def openai_client(daemon: Daemon) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
+@slow_fixture
 def filling_daemon(daemons: Daemons, tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     """A daemon whose model fills gaps with known answers, and drafts from the prompt."""
     folder = write_filling_model(tmp_path_factory.mktemp("filling") / "model")

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import httpx
 
+from tests import cpu_time
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "tiny"
 _PATIENCE_S = 60.0
@@ -156,8 +158,9 @@ class Daemons:
         """A daemon with these arguments that is ready."""
         daemon = self._running.get(arguments)
         if daemon is None or not daemon.is_running:
-            daemon = self._running[arguments] = self.start(*arguments)
-            daemon.wait_ready(key)
+            with cpu_time.shared():
+                daemon = self._running[arguments] = self.start(*arguments)
+                daemon.wait_ready(key)
         return daemon
 
     def start(self, *arguments: str) -> Daemon:

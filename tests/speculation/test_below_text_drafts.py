@@ -270,11 +270,13 @@ def in_gate(drafting: Drafting, cheap: bool) -> Any:
     return drafting if cheap else pytest.param(drafting, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafting", [in_gate(one, one.rule in FAMILIES) for one in BY_NODES], ids=str)
 def test_rules_by_nodes_have_the_exact_law_below_text_drafts(drafting: Drafting) -> None:
     assert distance(enumerated(drafting), drafting) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["leads_CL", *(pytest.param(part, marks=pytest.mark.slow) for part in PARTS[1:])])
 @pytest.mark.parametrize("drafting", [in_gate(one, one.rule in ("rrs", "greedy")) for one in BY_NODES], ids=str)
 def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, part: str) -> None:
@@ -291,11 +293,15 @@ def sampled(drafting: Drafting, kernels: Kernels = TORCH, seed: int = 0, num_row
     return fit([(emission.accepted, emission.next_token) for emission in emissions], expected(drafting))
 
 
+@pytest.mark.sole("rules below text drafts")
+@pytest.mark.sampled
 @pytest.mark.parametrize("drafting", [in_gate(one, one not in BY_NODES) for one in EVERY[:-1]], ids=str)
 def test_a_step_serves_the_enumerated_law(drafting: Drafting) -> None:
     assert sampled(drafting).p_value > ALPHA
 
 
+@pytest.mark.sole("kernels below text drafts")
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", [KERNELS, WITHOUT_DECIDE], ids=["one kernel", "walk before the kernels"])
 @pytest.mark.parametrize("drafting", CHAINS, ids=str)
 def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) -> None:
@@ -303,6 +309,7 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) 
     assert sampled(drafting, kernels, seed=NUM_ROWS).p_value > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not KERNELS.decides, reason="a kernel of a CPU")
 @pytest.mark.parametrize(
     ("right", "wrong"),
@@ -331,6 +338,7 @@ def test_triton_s_race_serves_the_enumerated_law() -> None:
     assert sampled(CHAINS[-1], mixed, num_rows=300).p_value > ALPHA
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", [TORCH, WITHOUT_DECIDE], ids=["plain", "kernels"])
 @pytest.mark.parametrize("part", PARTS[1:])
 def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Kernels) -> None:
@@ -339,6 +347,7 @@ def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Ker
         assert sampled(CHAINS[-1], kernels, num_rows=1_000).p_value < ALPHA
 
 
+@pytest.mark.slow
 def test_a_step_whose_leaders_are_not_shifted_is_rejected() -> None:
     with instead(verifying, "below", lambda _, *operands: unshifted("leads_CL")(*operands)):
         assert sampled(Drafting("greedy", "greedy", (1, 3))).p_value < ALPHA

@@ -47,6 +47,7 @@ from tests.speculation.wrong import WRONG, bias, published_spectr_gbv
 BLOCK_CASES = GOLDEN["block"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["64", "32"])
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}-{c['kind']}")
 def test_golden_block_law_and_expected_length(case: dict, dtype: torch.dtype, precision: float) -> None:
@@ -73,6 +74,7 @@ def test_golden_changed_targets(case: dict) -> None:
             np.testing.assert_allclose(laws[0].numpy(), row, atol=1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}-{c['kind']}")
 def test_golden_theory_of_blocks(case: dict) -> None:
     """Bounds, and the law of the chain that the score race selects, node by node."""
@@ -186,6 +188,7 @@ def test_chain_rules_emit_the_target_law(seed: int, num_chains: int, kind: str) 
         assert distance_from_target(model, outcomes_of(rule, model, num_chains)) < 1e-11
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**31),
@@ -208,6 +211,7 @@ STREAMS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["any", "dense", "equal"])
 @pytest.mark.parametrize(("rule", "method", "drafts"), STREAMS)
 def test_the_stream_of_several_steps_has_the_target_law(rule: str, method: str, drafts: int, kind: str) -> None:
@@ -238,6 +242,7 @@ TREES_THAT_BRANCH_LATER = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rule", "method", "tree"), TREES_THAT_BRANCH_LATER)
 def test_trees_that_branch_later_keep_the_target_law(rule: str, method: str, tree: tuple[int, ...]) -> None:
     for seed in range(4):
@@ -246,6 +251,7 @@ def test_trees_that_branch_later_keep_the_target_law(rule: str, method: str, tre
         assert stream_distance(world, step, num_tokens=2, length=2) < 1e-11
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rule", "drafts"), [("greedy_block", 1), ("spectr_gbv", 2), ("spectr_gbv", 4)])
 def test_nested_target_changes_keep_the_target_law(rule: str, drafts: int) -> None:
     """Blocks of three tokens over five: a block begins inside the window of another."""
@@ -378,6 +384,7 @@ def test_ragged_chains_ignore_what_lies_beyond_their_end() -> None:
     assert tokens[1] == int(categorical(target_NV[2:3], noise.residual_C[1:2]))
 
 
+@pytest.mark.slow
 def test_golden_monte_carlo() -> None:
     """The whole batched rule, noise included, on the largest golden case."""
     case = max(BLOCK_CASES, key=lambda c: c["V"] ** c["L"] * c["K"])

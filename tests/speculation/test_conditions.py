@@ -110,6 +110,7 @@ def test_every_drafter_states_what_it_meets() -> None:
     assert set(itertools.chain(*stated)) == set(CONDITIONS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rule", "drafter"), PAIRS)
 def test_a_rule_and_a_drafter_are_exact_or_refused(rule: str, drafter: str) -> None:
     distance = stream_distance(WORLD, step_of(rule), num_tokens=3, length=LENGTH, model_of=MODELS[drafter])

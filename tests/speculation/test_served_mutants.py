@@ -23,7 +23,7 @@ from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.rrs import rrs
 from tests.grid import FAMILIES, grid
 from tests.speculation.served import KERNELS, Batch, Fit, RequestCase
-from tests.speculation.test_served_rules import ALPHA, WORLDS, fits, fits_of, kinds_with_layers
+from tests.speculation.test_served_rules import ALPHA, fits, fits_of, kinds_with_layers, world_of
 from tests.wrong import instead
 
 Patch = AbstractContextManager[Any]
@@ -210,10 +210,11 @@ def fits_under(rule: str, method: str, shapes: str, kernels: Kernels = KERNELS) 
     """Check a rule as in the gate, or with generic laws only."""
     if shapes != "generic":
         return fits_of(rule, method, shapes, 0, kernels)
-    cases = [RequestCase(WORLDS[4][world], fanout, method) for world, fanout in GENERIC]
+    cases = [RequestCase(world_of(4, world), fanout, method) for world, fanout in GENERIC]
     return fits(rule, cases, num_requests=60_000, kernels=kernels)
 
 
+@pytest.mark.sole("a wrong variant of each served rule")
 @pytest.mark.parametrize(
     ("rule", "method", "shapes", "wrong"), grid(MUTANTS, [mutant for mutant in MUTANTS if mutant[0] in FAMILIES])
 )
@@ -223,6 +224,7 @@ def test_wrong_rules_are_rejected(rule: str, method: str, shapes: str, wrong: Ca
         assert min(found.p_value for found in fits_under(rule, method, shapes, TORCH)) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "method"), sorted({(rule, method) for rule, method, shapes, _ in MUTANTS if shapes == "generic"})
 )
@@ -234,6 +236,7 @@ def test_every_rule_has_a_wrong_variant() -> None:
     assert {rule for rule, *_ in MUTANTS} == set(RULES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["accept_CL", "residual_C", "score_C"])
 def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> None:
     def reused(noise: ChainNoise) -> ChainNoise:
@@ -241,11 +244,12 @@ def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> N
             return replace(noise, chosen_accept_CL=noise.accept_CL)
         return replace(noise, chosen_residual_C=getattr(noise, number))
 
-    kinds = [RequestCase(WORLDS[5][world], fanout) for world, fanout in ((0, (4, 1)), (3, (3, 1)), (6, (4, 1)))]
+    kinds = [RequestCase(world_of(5, world), fanout) for world, fanout in ((0, (4, 1)), (3, (3, 1)), (6, (4, 1)))]
     with other_noise("spectr_gbv", reused):
         assert min(found.p_value for found in fits("spectr_gbv", kinds)) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_older_layers_must_not_be_forgotten(rule: str) -> None:
     """The wrong variant: after a block only its own change holds, although an older one's window

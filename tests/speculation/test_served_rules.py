@@ -10,6 +10,7 @@ deterministic; wrong rules that it must reject are in `test_served_mutants.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs
 from engine.speculation.verification.traversal import leaders
 from tests.grid import FAMILIES, grid
-from tests.speculation.exact import from_prefix, outcomes_of
+from tests.speculation.exact import TabularModel, from_prefix, outcomes_of
 from tests.speculation.served import KERNELS, Batch, Fit, NoiseOf, RequestCase, first_law, fit, small_world, text_law
 
 ALPHA = 1e-6
@@ -35,18 +36,20 @@ more.
 """
 
 CORNERS = ("generic", "zeros", "near", "generic", "ties", "equal", "generic", "disjoint", "near")
-WORLDS = {
-    vocabulary: [small_world(corner, vocabulary, seed) for seed, corner in enumerate(CORNERS)]
-    for vocabulary in (3, 4, 5)
-}
-"""Models by the number of tokens. More tokens allow more errors, and need more drafts and trees to
-enumerate.
-"""
 CHAINS = ((2, 1), (1, 1, 1), (3, 1), (), (1, 1), (2, 1, 1), (2,), (1,), (4, 1), (2, 1, 1))
 """Children by depth: one chain to four, of one token to three, and none at all."""
 TREES = ((2, 2), (1, 3), (), (3, 2), (2,), (2, 1, 2))
 FEW = ((2,), (3,), (1,))
 """For the rule that solves a linear program for every law."""
+
+
+@cache
+def world_of(vocabulary: int, number: int) -> TabularModel:
+    """Return a model by its number of tokens, and the number of its corner.
+
+    More tokens allow more errors, and need more drafts and trees to enumerate.
+    """
+    return small_world(CORNERS[number], vocabulary, number)
 
 
 def takes_trees(rule: str) -> bool:
@@ -72,9 +75,9 @@ def kinds_of(rule: str, method: str, shapes: str, turn: int) -> list[RequestCase
     wanted = {"chains": CHAINS, "trees": TREES}[shapes]
     if known.max_vocabulary is not None:
         wanted = FEW if shapes == "chains" else ((2, 2),)
-    worlds = WORLDS[3 if shapes == "trees" or rule == "traversal" else 4 if takes_trees(rule) else 5]
+    vocabulary = 3 if shapes == "trees" or rule == "traversal" else 4 if takes_trees(rule) else 5
     return [
-        RequestCase(worlds[(i + 4 * turn) % len(worlds)], tuple(min(n, most) for n in shape), method)
+        RequestCase(world_of(vocabulary, (i + 4 * turn) % len(CORNERS)), tuple(min(n, most) for n in shape), method)
         for i, shape in enumerate(wanted)
     ]
 
@@ -115,6 +118,7 @@ def fits_of(rule: str, method: str, shapes: str, turn: int, kernels: Kernels = K
 IN_THE_GATE = [case for case in CASES if case[0] in FAMILIES and case[-1] == 0]
 
 
+@pytest.mark.sole("the law of each served rule")
 @pytest.mark.parametrize(("rule", "method", "shapes", "turn"), grid(CASES, IN_THE_GATE))
 def test_served_rule_has_its_enumerated_law_and_the_target_s(rule: str, method: str, shapes: str, turn: int) -> None:
     for served_fit in fits_of(rule, method, shapes, turn):
@@ -126,7 +130,7 @@ def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int)
     """Requests that are inside the windows of earlier blocks, each of which refused what it
     could.
     """
-    kind = RequestCase(WORLDS[4][world], fanout)
+    kind = RequestCase(world_of(4, world), fanout)
     for _ in range(num_blocks):
 
         def left(outcome: RuleOutcome) -> tuple[int, float]:
@@ -135,7 +139,7 @@ def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int)
         # What a block of no accepted token leaves holds longest.
         model = from_prefix(kind.world, kind.start, kind.length, kind.shifts)
         last = max((o for o in outcomes_of(rule, model, fanout[0]) if not o.accepted), key=left)
-        kind = RequestCase(WORLDS[4][world], fanout, start=(*kind.start, last.next_token), shifts=last.shifts)
+        kind = RequestCase(world_of(4, world), fanout, start=(*kind.start, last.next_token), shifts=last.shifts)
     assert len(kind.shifts) == num_blocks
     return kind
 
@@ -145,13 +149,14 @@ def kinds_with_layers(rule: str) -> list[RequestCase]:
     most = RULES[rule].max_drafts or 3
     return [
         with_layers(rule, (most, 1, 1), 2, 1),
-        RequestCase(WORLDS[4][6], (min(most, 2), 1)),
+        RequestCase(world_of(4, 6), (min(most, 2), 1)),
         with_layers(rule, (most, 1, 1), 3, 2),
         with_layers(rule, (min(most, 2), 1), 6, 1),
-        RequestCase(WORLDS[4][1], ()),
+        RequestCase(world_of(4, 1), ()),
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", grid(["greedy_block", "spectr_gbv"], {"spectr_gbv"}))
 def test_pending_layers_change_the_law_of_their_own_requests_only(rule: str) -> None:
     """In the first step, and in later steps as far as they hold."""
@@ -170,6 +175,7 @@ def engine_noise(chains: Chains, step: int) -> ChainNoise:
     return ChainNoise.of(numbers, chains.max_length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", grid(["bv_race", "traversal", "rrs"], {"bv_race"}))
 def test_seeds_give_the_same_law(rule: str) -> None:
     """Numbers by name, as the engine makes them, in place of a generator's."""
@@ -177,6 +183,7 @@ def test_seeds_give_the_same_law(rule: str) -> None:
         assert served_fit.p_value > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", grid(["token", "block", "bv_race"], {"block"}))
 def test_tiles_decide_as_rows_do(rule: str) -> None:
     """Few requests, because Triton's interpreter is slow, but every draft and every decision is the
@@ -195,6 +202,7 @@ def test_tiles_decide_as_rows_do(rule: str) -> None:
     assert emitted(triton.TritonKernels()) == emitted(TORCH)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float) -> None:
@@ -202,8 +210,8 @@ def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float)
     there.
     """
     method = RULES[rule].draft_methods[0]
-    kinds = [RequestCase(WORLDS[5][7], shape, method) for shape in ((1,), (1, 1), (), (1, 1, 1))]
-    kinds += [] if RULES[rule].max_drafts == 1 else [RequestCase(WORLDS[5][7], (2, 1), method)]
+    kinds = [RequestCase(world_of(5, 7), shape, method) for shape in ((1,), (1, 1), (), (1, 1, 1))]
+    kinds += [] if RULES[rule].max_drafts == 1 else [RequestCase(world_of(5, 7), (2, 1), method)]
     assert CORNERS[7] == "disjoint"
 
     def noise(chains: Chains, _: int) -> ChainNoise:
@@ -222,7 +230,7 @@ def test_a_batch_in_which_nothing_is_drafted() -> None:
     (`verify._rule_of`).
     """
     for served_fit in fits(
-        "bv_race", [RequestCase(WORLDS[5][0], ()), RequestCase(WORLDS[5][1], ())], num_requests=4000, num_tokens=2
+        "bv_race", [RequestCase(world_of(5, 0), ()), RequestCase(world_of(5, 1), ())], num_requests=4000, num_tokens=2
     ):
         assert served_fit.p_value > ALPHA
 
@@ -230,6 +238,7 @@ def test_a_batch_in_which_nothing_is_drafted() -> None:
 LOSSY: dict[str, Verify] = {residual: OverAcceptance(0.1, residual) for residual in ("optimal", "target")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", [*RULES, *LOSSY])
 def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
     """Tensors on the default device are without content here, and do not mix with other tensors."""

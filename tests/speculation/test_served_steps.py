@@ -179,6 +179,7 @@ def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int =
     return fit_by_row
 
 
+@pytest.mark.sole("the law of a step")
 def test_rows_of_every_kind_have_the_target_s_law() -> None:
     assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
 
@@ -186,6 +187,7 @@ def test_rows_of_every_kind_have_the_target_s_law() -> None:
 MANY = 10**6
 
 
+@pytest.mark.slow
 def test_the_law_needs_no_merging_of_equal_nodes() -> None:
     """The host receives the tokens with the verdict."""
     assert {name for name, found in fits(seed=1, most_unmerged=MANY).items() if found.p_value < ALPHA} == set()
@@ -205,6 +207,7 @@ def shared_numbers(uniform: Any, seed: Any, position: Any, purpose: Any, chain: 
     return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.TEXT_DRAFT else purpose, chain, depth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [("refuse", lambda *_: None), ("uniform", shared_numbers)],

@@ -143,6 +143,7 @@ def draw(q: Law, n: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).choice(len(q), size=n, p=q / q.sum()).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 2**31),
@@ -158,6 +159,7 @@ def test_equals_the_plain_race(seed: int, vocabulary: int, counts: list[int]) ->
     assert_plain(rows(*(p for p, _ in pairs)), rows(*(q for _, q in pairs)), drafted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("n", range(1, 17))
 def test_equals_the_plain_race_on_many_tokens(n: int) -> None:
     """Enough tokens for interpolated starts; flat, peaked, truncated and nearly equal laws; several

@@ -111,6 +111,7 @@ def test_a_prompts_time_is_reported_and_the_draft_models_is_not() -> None:
         assert draft_s + rest_s < known[0].wall_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"seed_stable": True}, {"presence_penalty": 0.5}], ids=str)
 def test_steps_are_learned_as_they_ran(sampling: dict[str, Any]) -> None:
     """Recorded, except with the prompt, or of a request whose steps never are."""

@@ -58,6 +58,7 @@ def test_what_a_compiler_has_is_known(compiler: str) -> None:
     assert {name for name in CASES if getattr(kind, name) is not getattr(Kernels, name)} == set(OWN[compiler])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("compiler", "name"), EVERY)
 def test_operations_give_what_torch_gives(compiler: str, name: str) -> None:
     assert find_fault(kernels_of(compiler)(), name, CASES[name]) is None
@@ -97,6 +98,7 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("compiler", "name", "wrong"),
     grid(

@@ -59,6 +59,7 @@ def test_checked_answers_are_those_of_served_requests() -> None:
     assert checked == tiny.run(made[1], requests).tokens
 
 
+@pytest.mark.sole("the check of distributions")
 def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
     prompt = make_prompt(engine, seed=1)
     check = check_distribution(engine, "bv_race", RACE, prompt, num_answers=1500, temperature=1.0)
@@ -70,11 +71,13 @@ def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
     assert engine.scheduler.tables.target.num_used == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_found(engine: Engine, wrong_race: None) -> None:
     prompt = make_prompt(engine, seed=1)
     assert check_distribution(engine, "wrong", RACE, prompt, num_answers=3000, temperature=1.0).rejected
 
 
+@pytest.mark.slow
 def test_the_check_at_start(engine: Engine) -> None:
     said: list[str] = []
     short_check(engine, RACE, said.append)
@@ -84,6 +87,7 @@ def test_the_check_at_start(engine: Engine) -> None:
         short_check(engine, biased, said.append)
 
 
+@pytest.mark.slow
 def test_the_command_passes_right_rules(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selfcheck", *pair, "--answers", "300", "--rules", "block"]) == 0
     printed = capsys.readouterr()
@@ -105,6 +109,7 @@ def test_the_command_checks_every_rule(pair: list[str], capsys: pytest.CaptureFi
     assert "every rule passed" in printed.err
 
 
+@pytest.mark.slow
 def test_the_command_fails_on_a_wrong_rule(
     pair: list[str], wrong_race: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

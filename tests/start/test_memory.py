@@ -38,6 +38,7 @@ def facts() -> object:
     return msgspec.structs.replace(small, vocab_size=152_000, max_model_len=4096)
 
 
+@pytest.mark.slow
 def test_what_a_step_needs_is_kept_back_from_the_pool(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workspace, and what recorded steps write; torch gives back what it has cached before it is
     asked what is free.

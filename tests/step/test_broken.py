@@ -71,6 +71,7 @@ def breaking(number: float, step: int = STEP) -> AbstractContextManager[Any]:
     return instead("engine.step.engine", "split_prompts", broken)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("most_unmerged", [0, 100])
@@ -89,6 +90,7 @@ def test_only_the_broken_request_ends(shape: str, most_unmerged: int, temperatur
     assert tokens == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "at_once"),
     [("block", True), ("bv_race", True), ("block", False), ("bv_race", False), ("tree", False)],

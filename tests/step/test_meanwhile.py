@@ -87,6 +87,7 @@ def served(engine: Engine, batches: Iterable[list[ToEngine]]) -> Script:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_has_the_same_answer_and_one_end(seed: int) -> None:
     """Requests, refused ones and aborts arrive between steps and in the middle of them."""

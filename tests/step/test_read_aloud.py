@@ -24,6 +24,7 @@ def files_read_aloud() -> list[str]:
     return [f"engine/{name}" for name in re.findall(r"`([\w/]+\.py)`", section)]
 
 
+@pytest.mark.slow
 def test_a_step_is_read_aloud_in_order() -> None:
     command = [sys.executable, "-m", "tests.entered_files", "compiled"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

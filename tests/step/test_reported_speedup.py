@@ -154,6 +154,7 @@ def test_the_host_time_of_drafting_steps_is_not_plain_decodings(monkeypatch: pyt
     assert served.error > 0.05
 
 
+@pytest.mark.slow
 def test_stalls_would_have_delayed_plain_decoding_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of step times takes them for exceptions, so plain steps alone, as it predicts them,
     are too short.

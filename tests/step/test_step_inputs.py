@@ -122,6 +122,7 @@ def run_all() -> tiny.Run:
     return tiny.run(build(), requests())
 
 
+@pytest.mark.sole("inputs of steps")
 def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
     run = run_all()
     assert all(len(tokens) == 12 for tokens in run.tokens.values())
@@ -130,6 +131,7 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
     assert len(checked.seen) > 20
 
 
+@pytest.mark.slow
 def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None:
     """The host learns the tokens with the verdict; what is emitted is the same as with merged
     trees.

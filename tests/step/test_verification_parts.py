@@ -46,6 +46,7 @@ def counts() -> Iterator[list[int]]:
         yield counts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("together", "most"),
     [

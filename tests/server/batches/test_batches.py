@@ -28,6 +28,7 @@ CHAT = "/v1/chat/completions"
 SECRET = "an unmistakable secret"
 
 
+@pytest.mark.sole("a batch")
 def test_a_batch_is_answered_like_its_endpoint(client: openai.OpenAI, batch_daemon: Daemon) -> None:
     """Uploaded, begun, polled, and read with the client; each endpoint answers as over HTTP, below
     its lines.
@@ -348,6 +349,7 @@ def test_the_description_has_the_routes(batch_daemon: Daemon) -> None:
     assert list(body) == ["multipart/form-data"], json.dumps(body)
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_runs(batch_daemon: Daemon) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL)
     program = program.replace("http://localhost:8000", batch_daemon.url).replace('"none"', repr(KEYS[0]))

@@ -13,6 +13,7 @@ from tests.server.conftest import KEYS
 from tests.server.daemon_process import Daemon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_each_line_is_in_the_output_once_after_a_kill(start_batch_daemon: Callable[[], Daemon], count: int) -> None:
     daemon = start_batch_daemon()

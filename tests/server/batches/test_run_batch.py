@@ -37,6 +37,7 @@ def answers_in(output: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in output.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_lines_that_an_output_lacks_are_answered(pair_arguments: list[str], tmp_path: Path) -> None:
     """A whole line stays as it is; the half of one, as a kill leaves it, is answered again."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -40,6 +40,7 @@ class Chat:
         self.process.send(f"{text}\r")
 
 
+@pytest.mark.slow
 def test_a_conversation_in_a_terminal(one_seat: Daemon) -> None:
     """Streamed answers of several turns are coloured by origin; /spec turns speculation off and
     on.

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from loadtest.clients import CLIENTS, DaemonUnderTest, tried
+from tests.grid import grid
 from tests.server.call_spellings import TEMPLATES
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.weather_tools import PARAMETERS
@@ -218,7 +219,7 @@ def client(tool_daemon: Daemon) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.mark.parametrize("who", BODIES)
+@pytest.mark.parametrize("who", grid(BODIES, BODIES.keys() - {"Codex"}))
 def test_a_body_of_a_front_end_is_answered(client: httpx.Client, who: str) -> None:
     """With what it has asked for, and a header that names what has no effect."""
     path, body, ignored = BODIES[who]
@@ -235,6 +236,7 @@ def test_a_body_of_a_front_end_is_answered(client: httpx.Client, who: str) -> No
         assert answer.json()["usage"]
 
 
+@pytest.mark.slow
 def test_official_clients_work(tool_daemon: Daemon) -> None:
     """In the table of client libraries: those among the development tools."""
     official = [name for name, (package, _) in CLIENTS.items() if package in ("openai", "anthropic")]

@@ -15,6 +15,7 @@ from tests.server.daemon_process import MODEL, Daemon
 PROGRAM = Path(__file__).parent / "java" / "Check.java"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("java") is None, reason="there is no java here")
 def test_the_client_of_the_jdk_is_served(daemon: Daemon) -> None:
     """With a length, in chunks, and as a stream."""

@@ -34,6 +34,7 @@ def adapter(tmp_path: Path, models: TinyModels) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_adapter_is_the_model(
     daemons: Daemons, pair_arguments: list[str], models: TinyModels, adapter: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_the_adapter_is_the_model(
     assert "merged the adapter" in adapted.log
 
 
+@pytest.mark.slow
 def test_an_adapter_that_cannot_be_merged_ends_the_start(daemons: Daemons, models: TinyModels) -> None:
     """`test_start_failures.py` has refusals that need no model."""
     daemon = daemons.start(str(models.target), "--lora-modules", "a=/nowhere")

@@ -47,6 +47,7 @@ def polydraft(*arguments: str, missing: tuple[str, ...] = ()) -> subprocess.Comp
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -62,6 +63,7 @@ def test_help_loads_nothing_heavy(arguments: list[str], missing: tuple[str, ...]
     assert done.stderr == ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_a_refusal_loads_nothing_heavy(arguments: list[str]) -> None:
     done = polydraft(*arguments)
@@ -81,6 +83,7 @@ def test_the_bench_names_what_is_missing(missing: str, arguments: list[str]) -> 
     assert done.stderr == f"polydraft bench: needs {missing}: pip install 'polydraft[bench]'\n"
 
 
+@pytest.mark.slow
 def test_help_of_a_command_has_all_flags() -> None:
     shown = polydraft("help", "serve")
     assert shown.stdout == polydraft("serve", "--help=all").stdout
@@ -91,6 +94,7 @@ def test_help_of_a_command_has_all_flags() -> None:
     assert "unknown command 'serv' (did you mean serve?)" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_help_of_a_command_is_paged_on_a_terminal() -> None:
     environment = os.environ | {"PAGER": "sed 's/^/paged: /'", "TERM": "xterm"}
     command = f"{sys.executable} -m server.cli help serve"

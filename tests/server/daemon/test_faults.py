@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.grid import grid
+from tests.grid import grid, slow_fixture
 from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 from tests.server.scraped_metrics import check, scraped
@@ -84,6 +84,7 @@ def test_an_engine_killed_with_requests_open(daemons: Daemons, pair_arguments: l
     assert "the engine process ended unexpectedly" in daemon.log
 
 
+@pytest.mark.slow
 def test_an_engine_killed_while_it_loads(daemons: Daemons, pair_arguments: list[str]) -> None:
     daemon = daemons.start(*pair_arguments)
     with daemon.client() as client:
@@ -93,6 +94,7 @@ def test_an_engine_killed_while_it_loads(daemons: Daemons, pair_arguments: list[
     assert "the engine process ended unexpectedly" in daemon.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when_s", grid([None, 0.0, 0.5, 1.0, 3.0], [None, 1.0]))
 def test_ctrl_c_at_any_moment_has_no_traceback(
     daemons: Daemons, pair_arguments: list[str], when_s: float | None
@@ -113,12 +115,14 @@ def test_ctrl_c_at_any_moment_has_no_traceback(
     assert "Traceback" not in daemon.log
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
     """Its parent was ended between starting it and saying what to load."""
     run = subprocess.run([sys.executable, "-m", "engine"], input=b"", capture_output=True, check=False, cwd=ROOT)
     assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
 
 
+@pytest.mark.slow
 def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
     """In the middle of their streams, or in the queue: nothing of them stays, and others are
     answered.
@@ -151,6 +155,7 @@ def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def crowded(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     """A daemon with few blocks, hardly any time to end, and a cache of profiles that cannot be
     written.
@@ -197,6 +202,7 @@ def test_a_disk_without_room_costs_only_the_profile(crowded: Daemon) -> None:
     assert re.search(r"measurements cannot be stored in \S+/file/folder", crowded.log)
 
 
+@pytest.mark.slow
 def test_sigterm_with_too_little_time_ends_streams_with_an_error(crowded: Daemon) -> None:
     threads, ends = together(crowded, 8)
     with crowded.client() as client:
@@ -224,6 +230,7 @@ def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list
     assert daemon.exit_code() == 0
 
 
+@pytest.mark.slow
 def test_malformed_requests_do_not_disturb_a_stream(http: httpx.Client, daemon: Daemon) -> None:
     """Two thousand of them during a stream: each gets 400, the stream is complete."""
     bad = [b"", b"{", b"[]", b'{"model": 5}', b'{"model": "tiny", "prompt": {}}', b"\xff" * 100, b'{"a":' * 500]

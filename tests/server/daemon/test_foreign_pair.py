@@ -25,6 +25,7 @@ import transformers
 
 from analysis.__main__ import main as analyze
 from loadtest.cli import main as bench
+from tests.grid import slow_fixture
 from tests.server.daemon_process import ROOT, Daemon, Daemons
 from tests.server.weather_tools import USER, WEATHER
 
@@ -101,6 +102,7 @@ def test_the_folders_are_what_they_should_be(pair: ForeignPair) -> None:
 
 
 @pytest.fixture
+@slow_fixture
 def daemon(pair: ForeignPair, daemons: Daemons) -> Daemon:
     return daemons.get(str(pair.target), "--draft-model", str(pair.draft), "--no-calibrate", "--num-threads", "1")
 

@@ -68,6 +68,7 @@ def test_everything_is_of_the_revision(models: TinyModels) -> None:
         assert answer(structured_outputs={"choice": ["left", "right"]}) in ("left", "right")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("revision", "fault"),
     grid(
@@ -176,6 +177,7 @@ def refusal(cache: Path, endpoint: str, *words: str) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_a_name_without_a_network_is_explained_at_once(tmp_path: Path, models: TinyModels) -> None:
     """In one line, with what was tried; also for the draft model, before the target is loaded."""
     for words in (["somebody/model"], [str(models.target), "--draft-model", "somebody/model"]):
@@ -185,6 +187,8 @@ def test_a_name_without_a_network_is_explained_at_once(tmp_path: Path, models: T
         assert "check the name and the network" in line
 
 
+@pytest.mark.sole("errors of the hub")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -213,6 +217,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(tmp_path: Path, hub_url: str) ->
     assert "does not answer (nothing in 0 s)" in done.stdout
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("knows_defaults", [True, False])
 def test_a_hub_that_does_not_answer_is_not_needed_for_a_cached_model(
     models: TinyModels, tmp_path: Path, knows_defaults: bool

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.grid import grid
+from tests.grid import grid, slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream, texts
 from tests.server.scraped_metrics import samples_of
@@ -27,6 +27,7 @@ Start = Callable[[], Daemon]
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def start(daemons: Daemons, models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Starts the daemon, or returns the one that runs. Its engine sleeps after a second."""
     folder = tmp_path_factory.mktemp("sleeping")

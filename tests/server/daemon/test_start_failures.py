@@ -98,6 +98,7 @@ def test_a_bad_command_line_exits_2(capsys: pytest.CaptureFixture[str], argument
     assert words in line
 
 
+@pytest.mark.slow
 def test_the_process_exits_with_that_code(daemons: Daemons) -> None:
     """The result of `main` is the exit code of the process, and its line is all that is printed."""
     failed = daemons.start("--nonsense")
@@ -353,6 +354,7 @@ def test_a_daemon_that_serves_has_nothing_to_leave_behind(daemon: Daemon) -> Non
     assert not folders.pop().exists()
 
 
+@pytest.mark.slow
 def test_modules_in_the_users_folder_are_not_the_engine(tmp_path: Path, pair_arguments: list[str]) -> None:
     """Started by the installed command, in a folder with modules of the same names."""
     for name in ("engine", "json", "torch"):

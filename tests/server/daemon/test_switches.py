@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.good_bodies import BODIES, CHAT, LENGTHS, MESSAGES, error_of, post
 from tests.server.tiny_models import MAX_POSITIONS
@@ -16,6 +17,7 @@ SECOND = "second"
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     names = ["--served-model-name", SECOND]
     return daemons.get(*pair_arguments, *names, "--no-calibrate", "--no-dashboard", "--strict-fields")

@@ -100,6 +100,7 @@ def test_every_route_with_a_body_reads_it_with_bounds(daemon: Daemon) -> None:
     assert described == {route.path for route in routes()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", WRONG)
 def test_no_field_has_an_error_for_each_element(kind: str) -> None:
     """A handful of errors and a bounded memory, whatever the field and however large its value."""
@@ -135,6 +136,7 @@ def filled(piece: str, between: str = ",") -> bytes:
     return f"[{between.join([piece] * count)}]".encode()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("value", "told"),
     [
@@ -182,6 +184,7 @@ def test_deep_values_are_refused(opening: bytes, closing: bytes) -> None:
             asyncio.run(read_json(body, ["prompt"]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", [route.path for route in routes()])
 def test_a_full_body_of_wrong_types_names_its_field(path: str) -> None:
     """Over HTTP: 400 in the shape of the endpoint, whose message stays short."""
@@ -258,6 +261,7 @@ LEAST: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", LEAST)
 def test_values_as_deep_as_readers_allow_are_answered(daemon: Daemon, path: str) -> None:
     """Nothing after the reader of JSON fails where it recurses: in any field, and within those that

@@ -167,6 +167,7 @@ def test_a_queue_has_room_to_the_last_character() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_crowds_are_measured_beside_a_neighbour(http: httpx.Client) -> None:
     """Every kind of small request is answered, and the table has a row for each."""
     url = str(http.base_url)

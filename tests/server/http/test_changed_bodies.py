@@ -138,6 +138,7 @@ def changed(body: dict[str, Any], place: tuple[Any, ...], other: Any) -> bytes:
     return json.dumps(body).encode()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("path", "others"), grid(CASES, [case for case in CASES if case[1] == "some" and case[0] != ALSO_MESSAGES])
 )

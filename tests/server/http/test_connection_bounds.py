@@ -350,6 +350,7 @@ LENGTH = b"Content-Length: 3\r\n", b"abc"
 CHUNKS = b"Transfer-Encoding: chunked\r\n", b"1\r\na\r\n2;x=y\r\nbc\r\n0\r\nUpgrade: h2c\r\n\r\n"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offer", [JDK, SOCKET])
 @pytest.mark.parametrize(("framing", "body"), [LENGTH, CHUNKS])
 @pytest.mark.parametrize("size", [1, 100_000])

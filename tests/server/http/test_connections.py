@@ -22,6 +22,7 @@ import httpx
 import openai
 import pytest
 
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
@@ -149,6 +150,7 @@ def test_requests_that_are_no_http_do_not_fill_the_log(daemon: Daemon) -> None:
     assert daemon.log.count("Invalid HTTP request") == 1
 
 
+@pytest.mark.slow
 def test_a_body_that_is_too_large_is_refused_readably(daemon: Daemon) -> None:
     """Clients that send 64 MB read 413 and no reset, with and without keep-alive, with and without
     a length.
@@ -174,6 +176,7 @@ def test_a_body_that_is_too_large_is_refused_readably(daemon: Daemon) -> None:
 
 
 @pytest.fixture
+@slow_fixture
 def guarded(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     """A daemon that holds few connections, waits a second for clients that send or read nothing,
     and limits rates.
@@ -287,6 +290,7 @@ def test_more_answers_than_connections_are_refused(guarded: Daemon) -> None:
         wait_until(lambda: client.get("/load").json()["running"] == 0, "requests stay")
 
 
+@pytest.mark.slow
 def test_the_limit_of_open_files_is_raised() -> None:
     """To the hard limit, some of it left for other files."""
     code = (

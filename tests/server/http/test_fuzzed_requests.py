@@ -80,6 +80,7 @@ def calls(draw: st.DrawFn) -> tuple[str, Any]:
     return path, body
 
 
+@pytest.mark.sole("random bodies")
 @settings(
     max_examples=120,
     deadline=None,

@@ -19,6 +19,7 @@ from server.serving.metrics import ServerMetrics
 from server.serving.ticket import Ticket
 from server.settings.groups import rates_of
 from server.settings.settings import Serve
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
@@ -27,6 +28,7 @@ SHORT = LONG | {"max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def limited(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     """One seat, two keys; three requests an hour a key, 100 waiting tokens, a second a request."""
     keys = ["--api-key", "first", "--api-key", "second", "--api-key", "third", "--api-key", "fourth"]

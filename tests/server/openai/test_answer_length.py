@@ -45,6 +45,7 @@ def long(daemons: Daemons, pair_arguments: list[str]) -> dict[str, dict[str, Any
     return {CHAT: near, COMPLETIONS: {"prompt": NEAR}, RESPONSES: {"input": near["messages"]}, MESSAGES: near}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("path", "name"), LENGTHS)
 def test_a_bound_beyond_the_context_is_cut_to_its_room(
     http: httpx.Client, long: dict[str, dict[str, Any]], path: str, name: str
@@ -106,6 +107,7 @@ def test_prompts_without_room_for_an_answer_are_refused_by_their_field(http: htt
     assert ask(http, COMPLETIONS, {"prompt": [*NEAR, 9, 9, 9]}, max_tokens=0).status_code == 200
 
 
+@pytest.mark.slow
 def test_other_bounds_refuse_what_the_room_cannot_hold(http: httpx.Client) -> None:
     """A minimum that the cut would undo, and a prompt that would be cut away for the answer."""
     for body in ({"max_tokens": 32_000, "min_tokens": 4}, {"max_completion_tokens": 32_000, "min_tokens": 4}):

@@ -36,6 +36,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client, field: str, shape: str) -> None:
@@ -46,6 +47,7 @@ def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client,
     assert other["usage"] == plain["usage"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_changes_the_answer(http: httpx.Client, field: str) -> None:
     """None is accepted and ignored."""
@@ -61,6 +63,7 @@ def test_only_allowed_tokens_come(http: httpx.Client) -> None:
     assert set(text) <= set(tokens)
 
 
+@pytest.mark.slow
 def test_bad_words_do_not_come(http: httpx.Client) -> None:
     """Neither at the beginning nor after a space."""
     with_them = answer_of(http, temperature=1, max_tokens=400, seed=8)["choices"][0]["text"]
@@ -154,6 +157,7 @@ def test_a_bad_word_has_a_length(http: httpx.Client) -> None:
         assert http.post(COMPLETIONS, json={**CALL, "bad_words": ["a" * length]}).status_code == status
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
 def test_seed_stable_answers_are_those_of_plain_decoding_at_any_temperature(http: httpx.Client, shape: str) -> None:
     """The same seed, the same tokens, logprobs and all, whatever is drafted."""

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from loadtest.grammar_fuzz import strange_grammar
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 from tests.server.good_bodies import CHAT, COMPLETIONS, error_of
@@ -29,6 +30,7 @@ ENDLESS = {"grammar": "start: /x+/ /x+/"}
 
 
 @pytest.fixture
+@slow_fixture
 def strict(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     """A daemon whose grammars have half a second, and whose steps have one."""
     limits = ["--grammar-start-timeout", "0.5", "--stall-timeout", "1"]
@@ -224,6 +226,7 @@ OBJECT = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("asked", "is_compact"),
     [

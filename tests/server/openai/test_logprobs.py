@@ -36,6 +36,7 @@ def completion_logprobs(http: httpx.Client, **more: Any) -> dict[str, Any]:
     return {**found, "text": body["choices"][0]["text"], "count": body["usage"]["completion_tokens"]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0, "frequency_penalty": -1.5}])
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
 def test_logprobs_are_the_same_with_and_without_speculation(

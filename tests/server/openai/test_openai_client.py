@@ -194,6 +194,7 @@ def test_a_completion_is_sixteen_tokens_long_by_default(openai_client: openai.Op
     assert answer.usage.completion_tokens == 16
 
 
+@pytest.mark.slow
 def test_the_longest_answer_fills_the_context(openai_client: openai.OpenAI) -> None:
     """Prompt and answer may have the model's length together, and not one token more."""
     prompt = [BOS] + [9] * (MAX_POSITIONS - 4)

@@ -304,6 +304,7 @@ def test_a_bias_for_a_word_is_refused_by_name(http: httpx.Client) -> None:
     assert refusal_of(http, logit_bias={"additionalProp1": 0})["param"].startswith("logit_bias")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SPECULATIVE)
 @pytest.mark.parametrize(
     "penalty", [{"frequency_penalty": 0.7}, {"repetition_penalty": 1.4}, {"presence_penalty": 1.5}], ids=str
@@ -371,6 +372,7 @@ def test_no_chunk_has_half_a_character(http: httpx.Client) -> None:
 # Structured output.
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SPECULATIVE)
 def test_structured_output_is_valid_under_speculation(http: httpx.Client, shape: str) -> None:
     """vllm-project/vllm#9423, #10442, #15554, #27969, #47025 and InternLM/lmdeploy#4551: drafts

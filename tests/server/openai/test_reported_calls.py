@@ -70,6 +70,7 @@ def check(calls: list[dict[str, Any]]) -> None:
             jsonschema.validate(arguments, PARAMETERS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 def test_forced_calls_are_valid_under_speculation(http: httpx.Client, choice: Any, shape: str) -> None:

@@ -32,6 +32,7 @@ def tool_client(tool_daemon: Daemon) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_answers_as_a_chat_does(openai_client: openai.OpenAI, shape: str) -> None:
     """Instructions are the system's message, parts are text, sampling and speculation are the
@@ -253,6 +254,7 @@ def test_functions_of_namespaces_have_names_of_their_own() -> None:
     assert [names.offered("mail", "read"), names.offered(None, "weather")] == ["mail__read", "weather"]
 
 
+@pytest.mark.slow
 def test_a_function_of_a_namespace_is_called_and_its_result_sent_back(tool_client: openai.OpenAI) -> None:
     """Choosing it by its two names, which the item of the call has, and the history."""
     choice: Any = {"type": "function", "namespace": "mail", "name": "read"}

@@ -41,6 +41,7 @@ def check(steps: list[dict[str, Any]], counted: dict[str, Any], num_tokens: int,
     assert text in "".join(token for step in steps for token in step["tokens"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_agree_with_the_answer(http: httpx.Client, kind: str) -> None:
     speculation = KINDS[kind] | {"return_drafts": True}

@@ -242,6 +242,7 @@ def check_served_or_refused(http: httpx.Client, rule: str, method: str | None, n
             assert response.json()["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.sole("every rule over HTTP")
 def test_every_rule_serves_or_refuses_every_draft_method(http: httpx.Client) -> None:
     """No combination of rule, draft method and number of drafts breaks the daemon."""
     for rule in served_rules(http):

@@ -26,6 +26,7 @@ def answers(http: httpx.Client, **more: Any) -> list[dict[str, Any]]:
     return choices
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_schema_is_followed_on_every_branch(http: httpx.Client, shape: str) -> None:
     """Temperature 1, several choices."""
@@ -34,6 +35,7 @@ def test_a_schema_is_followed_on_every_branch(http: httpx.Client, shape: str) ->
         assert is_valid(choice["text"]), choice["text"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
 def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client, shape: str) -> None:
     """Masks do not depend on how the text came about."""
@@ -43,6 +45,7 @@ def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client,
     assert plain == other
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("structure", "pattern"),
     [
@@ -62,6 +65,7 @@ def test_other_structures_are_followed(http: httpx.Client, structure: dict[str, 
         assert re.fullmatch(pattern, choice["text"]), choice["text"]
 
 
+@pytest.mark.sole("structured answers of a daemon")
 def test_a_chat_answers_with_an_object(http: httpx.Client) -> None:
     """json_object: any object; usage counts its tokens."""
     call = {"model": MODEL, "messages": [{"role": "user", "content": "An object."}], "max_tokens": 1500, "top_k": 40}
@@ -98,6 +102,7 @@ def test_a_thousand_answers_are_all_valid(http: httpx.Client) -> None:
     assert all(choice["finish_reason"] == "stop" and is_valid(choice["text"]) for choice in choices)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["password", "binary", "int64", "regex"])
 def test_formats_that_are_not_known_say_nothing(http: httpx.Client, form: str) -> None:
     """Wherever they stand in a schema; a property or a constant of that name is none, and known

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.event_stream import open_stream
 from tests.server.tiny_models import VOCAB_SIZE, llama_config, llama_weights, write_folder
@@ -57,6 +58,7 @@ def write_thinking(folder: Path, num_layers: int) -> Path:
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def thinking(daemons: Daemons, tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     folder = tmp_path_factory.mktemp("thinking")
     target, draft = write_thinking(folder / "target", 2), write_thinking(folder / "draft", 1)
@@ -108,6 +110,7 @@ def test_thoughts_that_the_answer_opens_have_the_budget_too(client: httpx.Client
     assert said == answer(client, seed=1, speculation=None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_structured_output_comes_after_the_thoughts(client: httpx.Client, shape: str) -> None:
     more = CAPITALS | {"reasoning_effort": "high", "thinking_token_budget": 9, "speculation": SHAPES[shape]}

@@ -42,11 +42,13 @@ def test_other_tools_are_left_out(client: openai.OpenAI) -> None:
     assert "x-polydraft-ignored-fields" not in plain.headers
 
 
+@pytest.mark.slow
 def test_a_tool_without_a_type_is_a_function(client: openai.OpenAI) -> None:
     tool: Any = {"function": WEATHER["function"]}
     assert ask(client, tools=[tool], tool_choice="required").choices[0].message.tool_calls[0].function.name == "weather"
 
 
+@pytest.mark.slow
 def test_a_forced_call_has_no_invented_names(client: openai.OpenAI) -> None:
     """A schema that does not say whether there may be others has the properties that it names."""
     schema = {name: PARAMETERS[name] for name in PARAMETERS if name != "additionalProperties"}
@@ -59,6 +61,8 @@ def test_a_forced_call_has_no_invented_names(client: openai.OpenAI) -> None:
             check_call(choice.message.tool_calls[0].function.name, choice.message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.sole("forced calls of a daemon")
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_forced_call_follows_its_schema_on_every_branch(client: openai.OpenAI, shape: str) -> None:
     """Several choices at temperature 1 by a random model; named: that function, once."""
@@ -86,6 +90,7 @@ OPINION = {
 """With many beginnings, so that a random model writes one of them now and then."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["json_schema", "json_object"])
 def test_an_answer_is_calls_or_what_the_schema_says(client: openai.OpenAI, kind: str) -> None:
     """Agents with an output type send both. A random model chooses either; an answer that must call
@@ -122,6 +127,7 @@ NESTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_references_within_the_schema_of_a_function_are_followed(client: openai.OpenAI, strict: bool) -> None:
     """`#` is the function's own schema: what nested models of pydantic or zod look like."""
@@ -163,6 +169,7 @@ def test_one_call_at_most(client: openai.OpenAI) -> None:
     assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
 
 
+@pytest.mark.slow
 def test_a_stream_has_the_same_calls_in_pieces(client: openai.OpenAI) -> None:
     whole = ask(client, tool_choice="required", seed=11).choices[0]
     calls: list[dict[str, str]] = []
@@ -196,6 +203,7 @@ def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI) -> None:
     assert told > untold + 20, "tools are not in the prompt"
 
 
+@pytest.mark.slow
 def test_strict_tools_bind_a_free_answer(
     client: openai.OpenAI, tool_daemon: Daemon, request: pytest.FixtureRequest
 ) -> None:
@@ -257,6 +265,7 @@ def test_tools_that_cannot_be_called_are_refused_by_name(
     assert (caught.value.param or "").startswith(param), caught.value
 
 
+@pytest.mark.slow
 def test_the_demonstration_pairs_template_takes_tools(openai_client: openai.OpenAI) -> None:
     """Calls are forced in it, and calls and their results go back into it."""
     answer = ask(openai_client, tool_choice="required", max_tokens=600, seed=3, parallel_tool_calls=False)
@@ -268,6 +277,7 @@ def test_the_demonstration_pairs_template_takes_tools(openai_client: openai.Open
     assert again.usage.prompt_tokens > answer.usage.prompt_tokens
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_some_tools_may_be_allowed(client: openai.OpenAI, mode: str) -> None:
     """The prompt contains these tools alone, and the model calls no other."""

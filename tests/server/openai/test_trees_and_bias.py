@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.grid import slow_fixture
 from tests.server.completions import answer_of, check_counts, refusal_of
 from tests.server.daemon_process import Daemon, Daemons
 
@@ -25,6 +26,7 @@ TREES = [
 
 
 @pytest.fixture
+@slow_fixture
 def lossy(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     """A daemon that allows over-acceptance, drafts a tree by itself, and observes every step."""
     flags = ["--max-over-acceptance", "0.5", "--spec-observed-share", "1", "--spec-rule", "traversal"]
@@ -43,6 +45,7 @@ def counted(http: httpx.Client, **more: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize(("rule", "method", "tree"), TREES)
 def test_trees_are_served(

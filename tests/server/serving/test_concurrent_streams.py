@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.event_stream import DONE
@@ -59,6 +60,7 @@ async def all_at_once(url: str) -> list[str]:
         return await asyncio.gather(*(stream_text(client, number) for number in range(NUM_STREAMS)))
 
 
+@pytest.mark.sole("many streams at once")
 def test_many_streams_give_what_each_gives_alone(daemon: Daemon, http: httpx.Client) -> None:
     """64 streams at once finish, each with the text the same seed gives when nothing else runs."""
     together = asyncio.run(all_at_once(daemon.url))

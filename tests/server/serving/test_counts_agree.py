@@ -36,6 +36,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_counters_are_the_sums_of_the_answers(http: httpx.Client, cut: str) -> None:
     before = scraped(http)

@@ -241,6 +241,7 @@ def test_no_count_goes_back_over_a_sleep() -> None:
     run(test())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("state", [EngineState.FALLING_ASLEEP, EngineState.ASLEEP, EngineState.WAKING])
 def test_a_client_is_closed_at_once_in_every_state(state: EngineState) -> None:
     """No process and no open file is left."""
@@ -266,6 +267,7 @@ def test_a_client_is_closed_at_once_in_every_state(state: EngineState) -> None:
     assert num_stops <= (2 if state is EngineState.FALLING_ASLEEP else 1), "a loading engine would not read it"
 
 
+@pytest.mark.slow
 def test_sleeps_leave_no_open_files() -> None:
     """The second sleep has the number of open files of the first."""
 

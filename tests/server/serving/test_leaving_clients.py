@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.serving.answering import with_silences
@@ -70,6 +71,7 @@ def check_aborted(http: httpx.Client, num_steps_before: float) -> None:
     assert num_steps(http) - num_steps_before < LONG["max_tokens"]
 
 
+@pytest.mark.slow
 def test_leaving_a_stream_frees_its_blocks(http: httpx.Client) -> None:
     """A stream whose connection is closed after a few chunks stops running and gives its blocks
     back.
@@ -94,6 +96,7 @@ def test_leaving_a_whole_answer_frees_its_blocks(daemon: Daemon, http: httpx.Cli
     check_aborted(http, before)
 
 
+@pytest.mark.slow
 def test_an_engine_left_by_everybody_says_that_it_is_idle(http: httpx.Client) -> None:
     """The gauges fall to zero by themselves, without another request."""
     with open_stream(http, PATH, **LONG) as stream:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
@@ -18,6 +19,7 @@ CALL: dict[str, Any] = {"model": MODEL, "prompt": "hello secret words", "max_tok
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def json_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     """A daemon that logs requests, as JSON."""
     return daemons.get(*pair_arguments, "--no-calibrate", "--enable-log-requests", "--log-format", "json")

@@ -31,6 +31,7 @@ def count_of(steps: list[tuple[int, bool, int]]) -> SpeculationCount:
     return counted
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(steps=STEPS)
 def test_the_counts_agree_with_each_other(steps: list[tuple[int, bool, int]]) -> None:
@@ -53,6 +54,7 @@ def test_the_counts_agree_with_each_other(steps: list[tuple[int, bool, int]]) ->
     assert report.speedup is None
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(first=STEPS, second=STEPS)
 def test_merging_is_counting_both(first: list[tuple[int, bool, int]], second: list[tuple[int, bool, int]]) -> None:

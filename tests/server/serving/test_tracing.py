@@ -9,10 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from server.serving import tracing
 from tests.server.daemon_process import MODEL, Daemons
+
+pytestmark = pytest.mark.slow
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -31,6 +32,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Collector
 
     def do_POST(self) -> None:
+        # `make test-all` installs it.
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
         body = self.rfile.read(int(self.headers["content-length"]))
         for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope_spans in resource_spans.scope_spans:

@@ -38,6 +38,7 @@ def every_cut(answer: str) -> list[list[str]]:
     return [[answer], list(answer), *([answer[:cut], answer[cut:]] for cut in range(1, len(answer)))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", SPELL)
 def test_calls_are_read_the_same_at_every_cut(form: str, case: str) -> None:
@@ -73,6 +74,7 @@ def test_every_format_is_tested() -> None:
     assert set(SPELL) == set(get_args(CallFormat))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", SPELL)
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
@@ -89,6 +91,7 @@ def test_any_text_in_arguments_is_no_mark(form: str, data: st.DataObject) -> Non
     assert read(form, pieces) == ("", calls)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", SPELL)
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
@@ -220,6 +223,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(schema=SCHEMAS, value=VALUES)
 def test_arguments_without_types_get_those_of_the_schema(schema: dict[str, Any], value: Any) -> None:

@@ -183,6 +183,7 @@ def check_forced(form: str, model: Model, parameters: dict[str, Any], count: int
             jsonschema.validate(arguments, parameters)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("are_special", [False, True])
 @pytest.mark.parametrize("form", SYNTAXES)
 def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form: str, are_special: bool) -> None:
@@ -191,6 +192,7 @@ def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form
         check_forced(form, model, PARAMETERS, 3, parallel)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("form", "are_special"),
     # In harmony, text that spells a mark ends a message wherever it is.
@@ -219,6 +221,7 @@ def test_strict_calls_in_free_text_are_read_back(
     assert seen
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=SCHEMAS, seed=st.integers(0, 1 << 16))
 @pytest.mark.parametrize("form", TAGGED)
@@ -242,6 +245,7 @@ def test_plain_text_follows_any_schema(
         jsonschema.validate(arguments, parameters)
 
 
+@pytest.mark.slow
 def test_a_text_that_ends_early_is_noticed(model_of: Callable[[str, bool], Model]) -> None:
     def with_tags(right: Callable[..., str], self: XmlArguments, name: str, *operands: Any) -> str:
         side = right(self, name, *operands)
@@ -252,6 +256,7 @@ def test_a_text_that_ends_early_is_noticed(model_of: Callable[[str, bool], Model
         check_forced("qwen3_coder", model_of("qwen3_coder", False), PARAMETERS, 20)
 
 
+@pytest.mark.slow
 def test_text_that_reads_as_json_of_another_schema_is_noticed(model_of: Callable[[str, bool], Model]) -> None:
     """A string such as [1, "a"] becomes a list, also if lists have numbers only."""
     several = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "minItems": 2}]}
@@ -301,6 +306,7 @@ def test_schemas_without_plain_text_are_refused_by_name(properties: dict[str, An
     assert (caught.value.param, caught.value.code) == ("tools", "unsupported_value")
 
 
+@pytest.mark.slow
 def test_formats_have_patterns_whose_texts_have_them() -> None:
     """Checked with the formats that the validator knows, on texts from the patterns."""
     for name in ("date", "ipv4", "uuid", "email"):

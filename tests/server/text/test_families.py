@@ -17,7 +17,7 @@ import pytest
 
 from server.text.dialogue import dialogue_of
 from server.text.tokenizer import Tokenizer
-from tests.grid import grid
+from tests.grid import grid, slow_fixture
 from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons
 from tests.server.event_stream import open_stream
 from tests.server.families import FAMILIES, JSON_ANSWER, ONE, TWO, Call, Family, write_family
@@ -104,6 +104,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, list[Call]]]] = {
 
 
 @pytest.fixture(scope="module", params=grid(FAMILIES, IN_THE_GATE), ids=str)
+@slow_fixture
 def served(
     request: pytest.FixtureRequest, daemons: Daemons, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Family, Daemon]]:

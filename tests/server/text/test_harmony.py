@@ -26,6 +26,7 @@ from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
 from server.wire.fields import Function, Tool
+from tests.grid import slow_fixture
 from tests.server.call_spellings import TEMPLATES
 from tests.server.daemon_process import Daemon, Daemons
 from tests.server.event_stream import open_stream
@@ -137,6 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def daemon(daemons: Daemons, folder: Path) -> Daemon:
     return daemons.get(str(folder), "--draft-model", str(folder), "--served-model-name", MODEL, "--no-calibrate")
 

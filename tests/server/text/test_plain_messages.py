@@ -127,6 +127,7 @@ def test_a_tokenizer_that_spells_a_mark_by_one_token_is_refused(tmp_path: Path) 
         Tokenizer(str(folder), has_plain_messages=True)
 
 
+@pytest.mark.slow
 def test_a_daemon_serves_messages_as_text(daemons: Daemons, pair_arguments: list[str]) -> None:
     """The same words are control tokens by default, and in prompts of completions."""
     spelled = "<|end|><|system|>"

@@ -23,6 +23,7 @@ from server.text.reasoning import (
     thinking_variables,
 )
 from server.text.thought_marks import MARKS, THINK, thought_marks
+from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.event_stream import open_stream
 
@@ -121,6 +122,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def thinking(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     """Daemon whose template opens the thoughts if a variable is set."""
     template = Path(tmp_path_factory.mktemp("thinking")) / "template.jinja"
@@ -278,6 +280,7 @@ def test_messages_have_a_thinking_block(thinking: Daemon) -> None:
             assert stream.get_final_message().content[0].type == "thinking"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", [{"reasoning_effort": "high"}, {"reasoning_effort": "none"}, {"enable_thinking": True}]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -149,6 +150,7 @@ def random_case(random: Random, tokenizer: Tokenizer) -> tuple[list[int], list[s
     return tokens, stops, random.random() < 0.3
 
 
+@pytest.mark.slow
 def test_ten_thousand_answers_are_cut_where_a_reference_cuts_them() -> None:
     """Tokens in random accepted runs through the server's own `Choice`: text, reason and count
     agree with the cut.

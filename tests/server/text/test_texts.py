@@ -215,6 +215,7 @@ def test_every_api_refuses_hopeless_texts_by_their_characters(
         assert error["code"] == "context_length_exceeded"
 
 
+@pytest.mark.slow
 def test_a_long_text_may_be_truncated_and_counted(http: httpx.Client) -> None:
     """With `truncate_prompt_tokens` no length is refused, and counting has no context to fit
     into.

@@ -13,6 +13,7 @@ import pytest
 from engine.api import RequestError
 from server.text.time_limit import LimitedCall, TookTooLong, run_limited
 from server.text.tokenizer import Tokenizer
+from tests.grid import grid
 from tests.server.tiny_models import TOKENIZER
 
 ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
@@ -83,6 +84,7 @@ class _Deaf:
             pass
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_call_ends_also_where_what_is_raised_is_lost(pool: ThreadPoolExecutor, is_cancelled: bool) -> None:
@@ -108,6 +110,7 @@ def test_a_call_ends_also_where_what_is_raised_is_lost(pool: ThreadPoolExecutor,
     assert asyncio.run(calls()) == "free again"
 
 
+@pytest.mark.slow
 def test_a_call_that_ends_as_its_time_does_hurts_nobody(pool: ThreadPoolExecutor) -> None:
     """Its own result or its own exception; what the thread does next is left alone."""
 
@@ -131,7 +134,10 @@ def test_a_call_that_ends_as_its_time_does_hurts_nobody(pool: ThreadPoolExecutor
     assert 0 < late < count, "the two were meant to meet"
 
 
-@pytest.mark.parametrize(("template", "times"), [(ENDLESS, 3), (LOOKS_FOR_WHAT_IS_NOT_THERE, 60)])
+TEMPLATES = [(ENDLESS, 3), (LOOKS_FOR_WHAT_IS_NOT_THERE, 60)]
+
+
+@pytest.mark.parametrize(("template", "times"), grid(TEMPLATES, TEMPLATES[:1]))
 def test_a_template_that_does_not_end_is_a_bad_request(template: str, times: int) -> None:
     """Wherever in the template's code the time is over."""
     tokenizer = Tokenizer(str(TOKENIZER), template, chat_limit_s=0.05)

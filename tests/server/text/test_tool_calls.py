@@ -117,6 +117,7 @@ def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list
     return text, [(name, arguments) for name, arguments in streamed]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("form", "answer", "text", "calls"), CASES)
 @settings(deadline=None)
 @given(data=st.data())

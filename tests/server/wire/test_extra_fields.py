@@ -135,6 +135,7 @@ def test_bodies_of_known_clients_are_accepted(http: httpx.Client, path: str, fie
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.slow
 def test_a_prompt_is_truncated_on_request(http: httpx.Client) -> None:
     """To its last tokens, or its first; -1 leaves room for the answer."""
 
