@@ -28,6 +28,10 @@ class Thought:
     text: str
 
 
+class CallHeader(str):
+    """Marks before a call, for the reader of calls. No stop string is looked for in them."""
+
+
 class ThoughtReader(Protocol):
     """Parser of the thoughts in one answer."""
 
