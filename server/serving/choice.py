@@ -248,7 +248,8 @@ class Choice:
         type are one.
         """
         parts: list[Part] = []
-        for is_thought, pieces in itertools.groupby(filter(None, said), lambda piece: isinstance(piece, Thought)):
+        released = [piece for piece in said if piece]
+        for is_thought, pieces in itertools.groupby(released, lambda piece: isinstance(piece, Thought)):
             text = "".join(piece.text if isinstance(piece, Thought) else piece for piece in pieces)
             parts += [Thought(text)] if is_thought else self._read_calls(text)
         if self.finish_reason is not None:

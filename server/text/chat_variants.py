@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.api import RequestError
@@ -39,7 +39,7 @@ def with_calls_as_text(messages: Messages) -> Messages:
     return result
 
 
-def with_calls_alone(messages: Messages, numbers: Sequence[int]) -> Messages:
+def with_calls_alone(messages: Messages, numbers: Collection[int]) -> Messages:
     """Return the messages, those with these numbers with a content of None."""
     result: Messages = []
     for number, message in enumerate(messages):

@@ -151,7 +151,7 @@ class _Chat:
         if the template refuses them.
         """
         with contextlib.suppress(RequestError):
-            self.take(variants(with_calls_alone(self.messages, self.missing("tool_calls"))))
+            self.take(variants(with_calls_alone(self.messages, set(self.missing("tool_calls")))))
 
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
         """Return the prompt with the texts of some messages inserted before their calls, their
