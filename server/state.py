@@ -30,6 +30,8 @@ class Server:
     """Format of the model's calls, and the parts of its answers that are not separated from
     text.
     """
+    has_thinking_switch: bool = False
+    """Whether the chat template has variables that switch thinking on or off."""
     thoughts: ThoughtMarks | None = None
     """Marks around the thoughts in answers; None if answers have none."""
     infill: Infill | None = None

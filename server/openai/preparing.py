@@ -36,7 +36,7 @@ from server.serving.generation import Generation
 from server.state import Server
 from server.text.call_formats import call_marks
 from server.text.line_bounds import LineBounds
-from server.text.reasoning import knows_thinking, thinking_variables
+from server.text.reasoning import thinking_variables
 from server.text.structured import Structure, structure_of
 from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
 from server.wire.current_call import this_call
@@ -246,8 +246,8 @@ def _most_tokens(server: Server, body: GenerationFields) -> int | None:
 
 
 def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
-    """Return the body's fields about thinking as variables of the chat template; none if the
-    template reads none.
+    """Return the body's fields about thinking as variables of the chat template; none if it has no
+    switch.
     """
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
@@ -268,7 +268,7 @@ def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
         why = f"this model always thinks, with low, medium or high effort; {served_effort} is used"
         deciding = next(name for name in _DECIDING_FIELDS if name in given)
         server.unknown_fields.ignore(deciding, why)
-    if not variables or knows_thinking(server.tokenizer.chat_template):
+    if not variables or server.has_thinking_switch:
         return variables
     for name in given:
         server.unknown_fields.ignore(name, "this model's chat template has no switch for thinking")

@@ -1,14 +1,16 @@
 """One choice of an answer: takes each step's tokens and releases their text.
 
+Thoughts are separated first, so that stop strings and calls are looked for in the answer alone.
 Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not for:
 formats of APIs.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import string
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +21,7 @@ from server.text.call_pieces import Call, Piece
 from server.text.line_bounds import LineBounds
 from server.text.logprobs import SpelledToken, spell
 from server.text.prompts import ShownPrompt
-from server.text.reasoning import Thought, ThoughtReader
+from server.text.reasoning import CallHeader, Thought, ThoughtReader
 from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
@@ -114,14 +116,12 @@ class Choice:
         hidden: Collection[str] = ()
         if options.skip_special_tokens and options.stops:
             hidden = tokenizer.special_texts(options.shown)
-        self._cut = StopCut(options.stops, options.include_stop, hidden)
-        # One parser splits the released text, which lags because of stop strings; the other counts
-        # tokens at once.
         self._reasoning: ThoughtReader | None = None
-        self._counting: ThoughtReader | None = None
         if options.thoughts is not None:
             self._reasoning = options.thoughts()
-            self._counting = options.thoughts()
+        self._cut = StopCut(options.stops, options.include_stop, hidden)
+        # One reader reads the released text, which lags because of stop strings; the other finds
+        # the end of the only allowed call at once.
         self._calls: ToolCalls | None = None
         self._counting_calls: ToolCalls | None = None
         if options.tools is not None:
@@ -186,19 +186,21 @@ class Choice:
         of the outcome in the answer.
         """
         self.num_cached = outcome.num_cached
-        echoed = self._echo_prompt()
-        text, num_taken = self._detokenize(outcome)
+        said: list[str | Thought] = [self._echo_prompt()]
+        num_taken = self._detokenize(outcome, said)
+        if outcome.finish_reason is not None and not self._is_over:
+            said += self._filtered("", self._may_stop(num_taken), is_last=True)
         if self._cut.is_cut:
             self.finish_reason = "stop"
         elif self._has_its_only_call:
             self.finish_reason = "stop"
-            text += self._cut.finish()
+            said.append(self._cut.finish())
         elif self._is_past_its_lines:
             self.finish_reason = "length"
         elif outcome.finish_reason is not None:
             self.finish_reason = outcome.finish_reason
-            text += self._within_lines(self._cut.finish())
-        parts = self._read(echoed + text)
+            said.append(self._within_lines(self._cut.finish()))
+        parts = self._read(said)
         self.num_tokens += num_taken
         if num_taken:
             self._last_token = outcome.token_ids[num_taken - 1]
@@ -224,6 +226,11 @@ class Choice:
         """Whether the bounds of its lines have ended the answer."""
         return self._lines is not None and self._lines.is_over
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the answer has ended before the engine's end."""
+        return self._cut.is_cut or self._has_its_only_call or self._is_past_its_lines
+
     def _within_lines(self, text: str) -> str:
         """Return the part of a text that the bounds of lines leave."""
         return text if self._lines is None else self._lines.feed(text)
@@ -236,20 +243,17 @@ class Choice:
         chains = [texts(chain) for chain in outcome.drafts]
         return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_taken]))
 
-    def _read(self, text: str) -> list[Part]:
-        """Return the thoughts and the other parts of a text, in order."""
-        is_last = self.finish_reason is not None
-        pieces: Sequence[str | Thought] = [text]
-        if self._reasoning is not None:
-            pieces = self._reasoning.feed(text, is_last)
+    def _read(self, said: Sequence[str | Thought]) -> list[Part]:
+        """Return the thoughts, the text and the calls of a step, in order. Adjacent pieces of one
+        type are one.
+        """
         parts: list[Part] = []
-        for piece in pieces:
-            if isinstance(piece, Thought):
-                parts.append(piece)
-            else:
-                parts += self._read_calls(piece)
-        if is_last:
-            parts += self._read_calls("", is_last)
+        released = [piece for piece in said if piece]
+        for is_thought, pieces in itertools.groupby(released, lambda piece: isinstance(piece, Thought)):
+            text = "".join(piece.text if isinstance(piece, Thought) else piece for piece in pieces)
+            parts += [Thought(text)] if is_thought else self._read_calls(text)
+        if self.finish_reason is not None:
+            parts += self._read_calls("", is_last=True)
         return parts
 
     def _read_calls(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
@@ -295,16 +299,43 @@ class Choice:
             self.logprobs.append(spell(self._tokenizer, token, logprob, self._offset))
             self._offset += num_characters
 
-    def _count(self, piece: str) -> None:
-        """Count a token if it belongs to a thought or its tags, and follow the calls."""
-        parts: Sequence[str | Thought] = [piece]
-        if self._counting is not None:
-            was_inside = self._counting.is_inside
-            parts = self._counting.feed(piece)
-            self.num_thought += was_inside or self._counting.is_inside
-        if self._counting_calls is not None:
-            text = "".join(part for part in parts if isinstance(part, str))
-            self._counting_calls.feed(text, False)
+    def _split(self, piece: str, is_last: bool) -> Sequence[str | Thought]:
+        """Return the thoughts and the answer's text in a piece. Call once per token: tokens of
+        thoughts and their tags are counted.
+        """
+        if self._reasoning is None:
+            return (piece,)
+        was_inside = self._reasoning.is_inside
+        parts = self._reasoning.feed(piece, is_last)
+        if not is_last:
+            self.num_thought += was_inside or self._reasoning.is_inside
+        return parts
+
+    def _filtered(self, piece: str, may_stop: bool, hidden: str = "", is_last: bool = False) -> Iterator[str | Thought]:
+        """Yield the thoughts in a piece of text, and what stop strings and the bounds of lines
+        leave of the answer in it.
+
+        hidden: text of a token after the piece that the answer leaves out. is_last: the piece ends
+        the answer, and no parser holds text back after it.
+        """
+        for part in self._split(piece, is_last):
+            if isinstance(part, Thought):
+                # No stop string continues after a thought.
+                yield self._cut.finish()
+                yield part
+                continue
+            if self._counting_calls is not None:
+                self._counting_calls.feed(part, False)
+            looks = may_stop and not isinstance(part, CallHeader)
+            yield self._within_lines(self._cut.feed(part, looks))
+            if self._cut.is_cut:
+                return
+        if hidden:
+            yield self._within_lines(self._cut.feed("", may_stop, hidden))
+
+    def _may_stop(self, num_taken: int) -> bool:
+        """Return whether a stop string may end the answer with this token of the step."""
+        return self.num_tokens + num_taken > self.request.limits.min_tokens
 
     def _hidden_text(self, token: int) -> str:
         """Return the text of a token that the answer leaves out, if a stop string may spell it;
@@ -312,25 +343,24 @@ class Choice:
         """
         if not self._cut.looks_at_hidden or token in self._shown:
             return ""
+        if self._reasoning is not None and self._reasoning.is_inside:
+            return ""
         if not self._tokenizer.is_special(token):
             return ""
         return self._tokenizer.token_text(token)
 
-    def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
-        """Return the released text and the number of tokens in the answer; the end token counts,
-        without its text.
+    def _detokenize(self, outcome: Outcome, said: list[str | Thought]) -> int:
+        """Append the released text and thoughts; return the number of tokens in the answer. The end
+        token counts, without its text.
         """
-        text = ""
         self._num_characters = []
         ended_by_token = outcome.finish_reason == "stop"
         for count, token in enumerate(outcome.token_ids, start=1):
             if ended_by_token and count == len(outcome.token_ids):
-                return text, count
-            may_stop = self.num_tokens + count > self.request.limits.min_tokens
+                return count
             piece = self._detokenizer.step(token)
             self._num_characters.append(len(piece))
-            self._count(piece)
-            text += self._within_lines(self._cut.feed(piece, may_stop, self._hidden_text(token)))
-            if self._cut.is_cut or self._has_its_only_call or self._is_past_its_lines:
-                return text, count
-        return text, len(outcome.token_ids)
+            said += self._filtered(piece, self._may_stop(count), self._hidden_text(token))
+            if self._is_over:
+                return count
+        return len(outcome.token_ids)

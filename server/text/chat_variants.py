@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.api import RequestError
@@ -39,11 +39,11 @@ def with_calls_as_text(messages: Messages) -> Messages:
     return result
 
 
-def with_calls_alone(messages: Messages) -> Messages:
-    """Return the messages with a content of None in messages with calls."""
+def with_calls_alone(messages: Messages, numbers: Collection[int]) -> Messages:
+    """Return the messages, those with these numbers with a content of None."""
     result: Messages = []
-    for message in messages:
-        if "tool_calls" in message:
+    for number, message in enumerate(messages):
+        if number in numbers:
             message = {**message, "content": None, _TEXT_BEFORE_CALLS: message["content"]}
         result.append(message)
     return result
@@ -166,18 +166,28 @@ def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
     return result + [answer for answer in answers if answer["tool_call_id"] not in ids]
 
 
+def num_leading_system_prompts(messages: Messages) -> int:
+    """Return the number of system prompts before all turns."""
+    return sum(1 for _ in itertools.takewhile(lambda message: message["role"] == "system", messages))
+
+
+def with_late_system_prompts_in_user(messages: Messages) -> Messages:
+    """Return the messages with system prompts between turns as the user's."""
+    count = num_leading_system_prompts(messages)
+    rest = [{**message, "role": "user"} if message["role"] == "system" else message for message in messages[count:]]
+    return messages[:count] + rest
+
+
 def _with_one_system_prompt(messages: Messages) -> Messages:
     """Return the messages with one system prompt at the beginning; later system prompts become the
     user's.
     """
-    system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    result: Messages = []
-    if system:
-        result.append({**system[0], "content": _joined(message["content"] for message in system)})
-    for message in messages[len(system) :]:
-        role = "user" if message["role"] == "system" else message["role"]
-        result.append({**message, "role": role})
-    return result
+    count = num_leading_system_prompts(messages)
+    rest = with_late_system_prompts_in_user(messages)[count:]
+    if not count:
+        return rest
+    text = _joined(message["content"] for message in messages[:count])
+    return [{**messages[0], "content": text}, *rest]
 
 
 def _with_alternating_turns(messages: Messages) -> Messages:
@@ -214,14 +224,14 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
-    """Return the messages with omitted system prompts inserted before the user's last message."""
-    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    if not users:
+    """Return the messages with these system prompts, which precede all turns, at the beginning of
+    the user's first message.
+    """
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
         raise refusal("content", system[0])
-    last = users[-1]
-    texts = [messages[number]["content"] for number in [*system, last]]
-    result = list(messages)
-    result[last] = {**messages[last], "content": "\n\n".join(texts)}
+    text = _joined(messages[number]["content"] for number in [*system, first])
+    result = [*messages[:first], {**messages[first], "content": text}, *messages[first + 1 :]]
     return [message for number, message in enumerate(result) if number not in system]
 
 

@@ -15,13 +15,13 @@ from typing import Any, get_args
 from engine.api import ConfigError, RequestError
 from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat, call_marks
 from server.text.harmony import HarmonyMessages
-from server.text.reasoning import Reasoning, Thought, ThoughtReader, is_open
+from server.text.reasoning import Reasoning, Thought, ThoughtReader, is_open, thinking_variables
 from server.text.shipped_templates import advice_for
 from server.text.thought_marks import thought_marks
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
-from server.wire.fields import Function, Tool
+from server.wire.fields import Effort, Function, Tool
 
 _NAME = "polydraft_probe"
 _ARGUMENTS = {"text": 'It is "so".', "count": 3}
@@ -96,7 +96,19 @@ def _describes_calls(tokenizer: Tokenizer) -> bool:
     return template is not None and "tool_calls" in template.get("fields", {})
 
 
-def _rendered(tokenizer: Tokenizer, answer: dict[str, Any] | None, shows_tools: bool = False) -> str | None:
+def has_thinking_switch(tokenizer: Tokenizer) -> bool:
+    """Return whether the variables that switch thinking on or off change a prompt."""
+    plain = _rendered(tokenizer, None)
+    efforts: tuple[Effort, ...] = ("none", "low", "high")
+    return any(_rendered(tokenizer, None, variables=thinking_variables(one, None)) != plain for one in efforts)
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    answer: dict[str, Any] | None,
+    shows_tools: bool = False,
+    variables: dict[str, Any] | None = None,
+) -> str | None:
     """Return the prompt of a question and an answer, or of a question alone; None if the template
     refuses it.
     """
@@ -107,7 +119,7 @@ def _rendered(tokenizer: Tokenizer, answer: dict[str, Any] | None, shows_tools: 
     if shows_tools:
         tools.append(_TOOL.model_dump(exclude_none=True))
     try:
-        return tokenizer.render_chat(messages, add_generation_prompt=answer is None, tools=tools)
+        return tokenizer.render_chat(messages, add_generation_prompt=answer is None, variables=variables, tools=tools)
     except RequestError:
         return None
 

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 import regex
 
-from server.text.reasoning import Thought
+from server.text.reasoning import CallHeader, Thought
 from server.text.stops import num_held
 
 _START = "<|start|>"
@@ -112,7 +112,7 @@ class HarmonyMessages:
         self._begins = True
         if header["first"] or header["second"]:
             self._kind = _Kind.CALL
-            parts.append(header["rest"])
+            parts.append(CallHeader(header["rest"]))
         else:
             self._kind = _Kind.THOUGHT if header["channel"] == "analysis" else _Kind.TEXT
         return True

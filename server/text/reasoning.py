@@ -9,7 +9,6 @@ several messages (`harmony.py`).
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -18,14 +17,16 @@ from server.text.stops import num_held
 from server.text.thought_marks import THINK, ThoughtMarks
 from server.wire.fields import Effort
 
-_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-
 
 @dataclass(frozen=True)
 class Thought:
     """Text of a thought."""
 
     text: str
+
+
+class CallHeader(str):
+    """Marks before a call, for the reader of calls. No stop string is looked for in them."""
 
 
 class ThoughtReader(Protocol):
@@ -211,11 +212,6 @@ def is_closed(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
     may follow.
     """
     return prompt_end.rstrip().endswith(marks.lead or marks.close)
-
-
-def knows_thinking(chat_template: str) -> bool:
-    """Return whether a chat template reads a variable that switches thinking on or off."""
-    return any(re.search(rf"\b{name}\b", chat_template) for name in _VARIABLES)
 
 
 def thinking_variables(effort: Effort | None, is_wanted: bool | None) -> dict[str, Any]:

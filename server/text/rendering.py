@@ -4,7 +4,8 @@ Templates differ in what they accept: arguments as an object or as text, ids of 
 digits, one call per message, no text next to thoughts and calls. The first variant that the
 template accepts is used. Then a copy of the conversation, with a marker word in each part, shows
 which parts the template omits. A system prompt that is omitted or refused moves into the user's
-last message. Calls after the first get messages of their turn, and omitted calls are rendered
+first message, and one between turns becomes the user's in its place: a prompt only grows at its
+end. Calls after the first get messages of their turn, and omitted calls are rendered
 without content. Omitted text next to calls moves before the calls, and any other omitted part is
 refused by name.
 
@@ -31,12 +32,14 @@ from engine.api import TEMPLATE_FAILED, RequestError
 from server.text.call_formats import LIST_MARK
 from server.text.chat_variants import (
     Messages,
+    num_leading_system_prompts,
     refusal,
     text_of,
     variants,
     with_arguments_as_text,
     with_calls_alone,
     with_calls_as_text,
+    with_late_system_prompts_in_user,
     with_one_call_a_turn,
     with_system_in_user,
 )
@@ -60,11 +63,15 @@ def render_conversation(
     for a mistake in the template. marks: texts with which the model's calls may begin; text before
     calls is inserted before them.
     """
+    said = list(messages)
+    is_late = any(message["role"] == "system" for message in said[num_leading_system_prompts(said) :])
+    if is_late and not _shows_late_system_prompts(render):
+        said = with_late_system_prompts_in_user(said)
     chat = _Chat(render, tools, documents)
-    chat.take_any(list(messages))
+    chat.take_any(said)
     if chat.missing("tools"):
         chat.render = partial(_with_tools_in_system, render)
-        chat.take_any(list(messages))
+        chat.take_any(said)
     if any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
         chat.take([with_one_call_a_turn(chat.messages)])
     if chat.missing("tool_calls"):
@@ -124,13 +131,13 @@ class _Chat:
         raise RequestError(message, "messages", TEMPLATE_FAILED) from errors[0]
 
     def take_any(self, messages: Messages) -> None:
-        """Take the first variant that the template accepts; if there is none, with the system
-        prompts in the user's last message.
+        """Take the first variant that the template accepts; if there is none, one in which the user
+        says the system prompts.
         """
         try:
             self.take(variants(messages))
         except RequestError as error:
-            system = [number for number, message in enumerate(messages) if message["role"] == "system"]
+            system = range(num_leading_system_prompts(messages))
             has_user = any(message["role"] == "user" for message in messages)
             if error.code == TEMPLATE_FAILED or not system or not has_user:
                 raise
@@ -140,11 +147,11 @@ class _Chat:
             raise
 
     def take_calls_alone(self) -> None:
-        """Take messages with a content of None in messages with calls; changes nothing if the
-        template refuses them.
+        """Take messages with a content of None in messages whose calls are omitted; changes nothing
+        if the template refuses them.
         """
         with contextlib.suppress(RequestError):
-            self.take(variants(with_calls_alone(self.messages)))
+            self.take(variants(with_calls_alone(self.messages, set(self.missing("tool_calls")))))
 
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
         """Return the prompt with the texts of some messages inserted before their calls, their
@@ -165,7 +172,9 @@ class _Chat:
             if not begins:
                 raise refusal("content", number)
             text = text_of(self.messages[number])
-            prompt = before[: begins[0]] + text + before[begins[0] :] + names[word] + after
+            # Some templates repeat the name before the result.
+            shown = before[begins[0] :] + word + after
+            prompt = before[: begins[0]] + text + shown.replace(word, names[word])
         return prompt
 
     def _parts_missing(self) -> list[tuple[str, int]]:
@@ -243,6 +252,23 @@ class _MarkedCopies:
                 marked[key] = words[-1]
         self.parts.append(_MarkedPart("documents", number, words))
         return marked
+
+
+def _shows_late_system_prompts(render: Render) -> bool:
+    """Return whether the template shows a system prompt between turns in its place, and changes
+    nothing before it.
+
+    The same conversation is always tried, so that later turns do not change the result.
+    """
+    roles = ("user", "assistant", "system", "user", "assistant", "user")
+    words = [f"Word{number:06d}" for number in range(len(roles))]
+    probe = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+    try:
+        before, _, _ = render(probe[:2], (), ()).partition(words[1])
+        prompt = render(probe, (), ())
+    except Exception:  # templates raise jinja2's errors and any others
+        return False
+    return prompt.startswith(before) and _MARKER.findall(prompt) == words
 
 
 def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:

@@ -4,6 +4,7 @@ of the table.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -56,14 +57,16 @@ MARKS: dict[str, ThoughtMarks] = {
 THINK = MARKS["qwen3"]
 _WRAPPERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
 """Tags of GLM-4.1V and Hunyuan, and of Granite 3.3."""
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
-    """Return the marks of thoughts, by the setting or else by the chat template; None if there are
-    none.
+    """Return the marks of thoughts, by the setting or else by the chat template without its
+    comments; None if there are none.
     """
     if setting != "auto":
         return MARKS.get(setting)
+    chat_template = _COMMENT.sub("", chat_template)
     if "<|channel|>" in chat_template and "<|message|>" in chat_template:
         return MARKS[HARMONY]
     wrapper = next((tags for tags in _WRAPPERS if tags[1] in chat_template), ("", ""))

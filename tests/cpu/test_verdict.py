@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 
 import engine.step.verify as verifying
 from analysis.enumeration import Path
-from engine.cpu.compiled import block_loops
+from engine.cpu.compiled import block_loops, row_loops
 from engine.drafting.draft import Draft
 from engine.plan import Plan, StepVerdict
 from engine.request import Speculation
@@ -176,6 +176,42 @@ def test_verdicts_are_those_of_the_general_path() -> None:
     by_kernel, generally = both([row_of(i, kinds[i % len(kinds)]) for i in range(800)])
     assert by_kernel[0] == generally[0]
     assert len({len(emission.accepted) for emission in by_kernel[0]}) > 2
+
+
+def near_a_border() -> tuple[np.ndarray, float]:
+    """(logits, uniform number) whose token changes if the distribution is divided by its sum."""
+    chance = np.random.default_rng(0)
+    while True:
+        logits = chance.normal(size=(1, VOCABULARY)).astype(np.float32)
+        law = np.empty_like(logits)
+        one = np.ones(1, np.float32)
+        row_loops.distributions(logits, one, -np.inf * one, np.zeros(1, np.int64), one, law)
+        scaled = (law / law.sum(dtype=np.float64)).astype(np.float32)
+        borders = [np.cumsum(row[0], dtype=np.float64) / row.sum(dtype=np.float64) for row in (law, scaled)]
+        place = int(np.argmax(abs(borders[0] - borders[1])))
+        if abs(borders[0][place] - borders[1][place]) > 1e-9:
+            return logits[0], float(borders[0][place] + borders[1][place]) / 2
+
+
+@pytest.mark.parametrize("neighbour", ["nothing", "text drafts alone", "race with text drafts"])
+def test_neighbours_change_no_bit_of_a_distribution(neighbour: str) -> None:
+    """A row without text drafts draws from the same bits next to rows that have some."""
+    logits, number = near_a_border()
+    names = tuple(inspect.signature(block_loops.decide.py_func).parameters)
+    verdicts = []
+
+    def decide(right: Any, *arrays: np.ndarray) -> None:
+        operands = dict(zip(names, arrays, strict=True))
+        operands["logits"][0] = logits
+        numbers = operands["uniforms"].copy()
+        numbers[block_loops._RESIDUAL, 0, 0] = number
+        right(*{**operands, "uniforms": numbers}.values())
+        verdicts.append(operands["verdict"][:3, 0].tolist())
+
+    with instead(block_loops, "decide", decide):
+        step([row_of(0, OFF)])
+        step([row_of(0, OFF), row_of(1, KINDS[neighbour])])
+    assert verdicts[0] == verdicts[1]
 
 
 @pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf])

@@ -235,11 +235,16 @@ def templates(name: str, texts: Mapping[str, str], **values: Any) -> TokenizerFi
 
 
 def test_chat_templates_write_the_begin_token_where_llama_cpp_adds_it() -> None:
-    plain = "{{ messages[0]['content'] }}"
+    """A rendered chat decides, and not the words of the template."""
+    plain = "{{ messages[0]['content'] + eos_token }}"
     assert templates("smollm", {"": plain}).chat_template == plain
-    assert templates("llama", {"": plain}).chat_template == "{{ bos_token }}" + plain
-    for begun in ("{{ bos_token }}" + plain, "<s>" + plain):
+    for mention in ("", "{# bos_token <s> #}", "{% if false %}{{ bos_token }}{% endif %}", "{% set begin = '<s>' %}"):
+        assert templates("llama", {"": mention + plain}).chat_template == "{{ bos_token }}" + mention + plain
+    for begun in ("{{ bos_token }}" + plain, "<s>" + plain, "{{ '<' }}s>" + plain):
         assert templates("llama", {"": begun}).chat_template == begun
+    for unknown in ("{{ raise_exception('no') }}", "{{ messages[1]['content'] + bos_token }}", "{% broken"):
+        changed = templates("llama", {"": unknown}).chat_template
+        assert changed == ("{{ bos_token }}" + unknown if "messages" in unknown else unknown)
     assert templates("llama", {}).chat_template is None
 
 

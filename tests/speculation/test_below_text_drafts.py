@@ -51,6 +51,13 @@ Ends = dict[tuple[Path, int], float]
 """Probability of every (accepted tokens, next token)."""
 
 
+def test_a_law_without_refused_tokens_keeps_its_bits() -> None:
+    laws = torch.tensor([[0.1, 0.2, 0.6], [0.1, 0.2, 0.6]])
+    refuse(laws, [0, 1], [[], [2]])
+    assert laws[0].tolist() == torch.tensor([0.1, 0.2, 0.6]).tolist()
+    assert laws[1, 2] == 0
+
+
 def world_of_likely_text_drafts(vocabulary: int) -> TabularModel:
     """A generic world, in which text drafts and sampled chains begin alike in most steps."""
     world = small_world("generic", vocabulary, 11)

@@ -231,12 +231,24 @@ def _begins(node_rows, length, walked, end):
 
 
 @compiled_for_cpu(**EXACT)
+def _has_children(parents, node):
+    """Whether a text draft continues at the node."""
+    child = node + 1
+    while child < len(parents) and parents[child] != node:
+        child += 1
+    return child < len(parents)
+
+
+@compiled_for_cpu(**EXACT)
 def _refuse(parents, node_tokens, node, distribution):
     """Set the probabilities of the node's children to 0, and scale the other probabilities to the
     sum 1.
 
-    A distribution without any other token is unchanged (this has probability zero).
+    A distribution without any other token is unchanged (this has probability zero), and so is that
+    of a node without children, in every bit.
     """
+    if not _has_children(parents, node):
+        return
     refused = np.zeros(len(parents), np.float32)
     total = 0.0
     for child in range(node + 1, len(parents)):
@@ -305,7 +317,7 @@ def decide(
         )  # fmt: skip
         _read_all(nodes, filters)
         end, walked = _walk(nodes, filters, walk_uniforms[request])
-        if temperature > 0 and walk_uniforms.shape[1] > 0:
+        if temperature > 0:
             _refuse(nodes.parents, nodes.tokens, end, distributions[end])
         verdict[3, request] = end
         end_chain = first_chain

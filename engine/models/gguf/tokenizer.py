@@ -25,6 +25,7 @@ from engine.models.gguf.vocabulary import GgufVocabulary, read_vocabulary
 _SPACE = "▁"
 """Sign of a space in SentencePiece's tokens."""
 _TEMPLATE = "tokenizer.chat_template"
+_SHORT_CHATS = ([{"role": "user", "content": "a"}], [{"role": role, "content": "a"} for role in ("system", "user")])
 _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _KEEP_SPACES_AFTER = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -71,7 +72,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> TokenizerFiles:
     begin = _added_role(metadata, vocabulary, "bos", built.adds_begin)
     end = _added_role(metadata, vocabulary, "eos", False)
     _add_around(built.tokenizer, vocabulary, begin, end)
-    templates = _templates(metadata, begin)
+    templates = _templates(metadata, vocabulary, begin)
     config = _config(vocabulary, begin, end)
     if len(templates) > 1:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
@@ -198,31 +199,56 @@ def _add_around(tokenizer: Tokenizer, vocabulary: GgufVocabulary, begin: str | N
         tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
-def _templates(metadata: Mapping[str, Any], begin: str | None) -> dict[str, str]:
+def _templates(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, begin: str | None) -> dict[str, str]:
     """Return the chat templates by name; the one without a name is `default`.
 
     llama.cpp begins each chat with the begin token if the file adds one to texts, so templates that
-    do not write it are changed to do so.
+    do not begin with it are changed to do so.
     """
     stored = {"default": metadata.get(_TEMPLATE)}
     stored |= {str(name): metadata.get(f"{_TEMPLATE}.{name}") for name in metadata.get(f"{_TEMPLATE}s", ())}
     texts = {name: str(text) for name, text in stored.items() if text}
     if begin is None:
         return texts
-    writes_begin = {name: "bos_token" in text or begin in text for name, text in texts.items()}
-    return {name: text if writes_begin[name] else "{{ bos_token }}" + text for name, text in texts.items()}
+    special = _special_tokens(vocabulary)
+    for name, text in texts.items():
+        if not _begins_with(begin, text, special):
+            texts[name] = "{{ bos_token }}" + text
+    return texts
+
+
+def _begins_with(begin: str, template: str, special: Mapping[str, str]) -> bool:
+    """Return whether a chat template begins a chat with this token; True if it renders none, so
+    that it is not changed.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for messages in _SHORT_CHATS:
+        try:
+            ((chat, *_), _) = render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=True, **special
+            )
+        except Exception:  # templates raise jinja2's errors and any others
+            continue
+        return str(chat).startswith(begin)
+    return True
+
+
+def _special_tokens(vocabulary: GgufVocabulary) -> dict[str, str]:
+    """Return the texts of the special tokens by their names in tokenizer_config.json."""
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    named = {f"{name}_token": vocabulary.text(role) for name, role in roles.items()}
+    return {name: text for name, text in named.items() if text is not None}
 
 
 def _config(vocabulary: GgufVocabulary, begin: str | None, end: str | None) -> dict[str, Any]:
     """Return the content of tokenizer_config.json."""
-    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    named = {f"{name}_token": vocabulary.text(role) for name, role in roles.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": begin is not None,
         "add_eos_token": end is not None,
-        **{name: text for name, text in named.items() if text is not None},
+        **_special_tokens(vocabulary),
         **_infill_marks(vocabulary),
     }
 

@@ -83,11 +83,16 @@ def walk(tree: Tree, first_text_draft: int, probability: dict[int, float], unifo
 
 
 def refuse(probs_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]) -> None:
-    """Set the probability of some tokens to zero in some laws, in place; a law without any other
-    token is unchanged (this has probability zero).
+    """Set the probability of some tokens to zero in some laws, in place.
+
+    A law without any other token is unchanged (this has probability zero), and so is a law without
+    refused tokens, in every bit.
     """
-    pairs = [(number, token) for number, tokens in enumerate(refused) for token in tokens]
-    arrays = np.array(rows), *np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    changed = [(row, tokens) for row, tokens in zip(rows, refused, strict=True) if tokens]
+    if not changed:
+        return
+    pairs = [(number, token) for number, (_, tokens) in enumerate(changed) for token in tokens]
+    arrays = np.array([row for row, _ in changed]), *np.array(pairs, dtype=np.int64).T
     row_M, number_P, token_P = to_device_at_once(arrays, probs_NV.device)
     rest_MV = probs_NV[row_M].double()
     rest_MV[number_P, token_P] = rest_MV.new_zeros(())  # a number of the host would be waited for

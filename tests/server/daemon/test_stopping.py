@@ -106,7 +106,6 @@ def test_a_second_sigterm_aborts_open_streams(daemon: Daemon) -> None:
     503.
     """
     engine = daemon.engine_pid()
-    errors_before = daemon.log.count("ERROR")
     with ThreadPoolExecutor() as threads, daemon.client() as client:
         whole = threads.submit(client.post, PATH, json=LONG)
         with open_stream(client, PATH, **LONG) as stream:

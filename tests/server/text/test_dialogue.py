@@ -134,7 +134,7 @@ def test_a_model_without_a_template_says_so(models: TinyModels) -> None:
         (THOUGHTS, "none", False),
         (THOUGHTS.replace("|{{", "<think>{{").replace("}}|", "}}</think>"), "auto", False),
         # The words are there, and the thoughts stand elsewhere.
-        (THOUGHTS + "{# <think></think> #}", "auto", True),
+        (THOUGHTS + "{% set words = '<think></think>' %}", "auto", True),
         (NO_TOOLS, "auto", False),
     ],
 )

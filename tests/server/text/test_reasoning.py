@@ -13,19 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.text.dialogue import has_thinking_switch
 from server.text.reasoning import (
     Reasoning,
     Thought,
     is_closed,
     is_open,
-    knows_thinking,
     reasoning_of,
     thinking_variables,
 )
 from server.text.thought_marks import MARKS, THINK, thought_marks
+from server.text.tokenizer import Tokenizer
 from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.event_stream import open_stream
+from tests.server.tiny_models import TOKENIZER
 
 QWEN = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% endif %}"
 # (whether the prompt has begun the thinking, answer, thoughts, what is said)
@@ -78,7 +80,7 @@ def test_nothing_of_a_tag_is_ever_released_early() -> None:
 
 def test_template_shows_whether_a_model_thinks() -> None:
     assert thought_marks("auto", QWEN) == THINK
-    assert thought_marks("auto", "{{ messages }}") is None
+    assert thought_marks("auto", "{{ messages }}{# <think></think>,\n<|channel|>x<|message|> #}") is None
     assert thought_marks("deepseek_r1", "{{ messages }}") == THINK
     assert thought_marks("none", QWEN) is None
     assert is_open("<|assistant|><think>\n")
@@ -101,9 +103,23 @@ def test_marks_of_every_family_are_read(name: str) -> None:
     assert is_closed(f"{marks.open}{marks.close}\n", marks)
 
 
-def test_effort_reaches_templates_that_know_it() -> None:
-    assert knows_thinking(QWEN)
-    assert not knows_thinking("{{ messages }}<think>")
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN, True),
+        ("{{ 'Think hard.' if reasoning_effort == 'high' }}", True),
+        ("{{ raise_exception('no') if reasoning_effort == 'none' }}", True),
+        ("{{ messages }}<think>", False),
+        ("{# enable_thinking #}{{ messages[0].thinking or messages[0]['reasoning_effort'] }}", False),
+    ],
+)
+def test_a_prompt_shows_whether_thinking_can_be_switched(template: str, expected: bool) -> None:
+    tokenizer = Tokenizer(str(TOKENIZER), "{{ messages[0].content }}" + template)
+    assert has_thinking_switch(tokenizer) == expected
+    tokenizer.close()
+
+
+def test_effort_reaches_templates() -> None:
     assert thinking_variables(None, None) == {}
     assert thinking_variables("none", None)["enable_thinking"] is False
     assert thinking_variables("low", None) == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
@@ -310,7 +326,7 @@ def test_tags_around_the_rest_are_dropped(case: tuple[str, str], data: st.DataOb
     the tags.
     """
     answer, expected = case
-    marks = thought_marks("auto", "{# <think></think><answer></answer> #}")
+    marks = thought_marks("auto", "<think></think><answer></answer>{# <seed:think> #}")
     assert marks is not None
     reader = reasoning_of(False, marks)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
@@ -321,7 +337,7 @@ def test_tags_around_the_rest_are_dropped(case: tuple[str, str], data: st.DataOb
 
 
 def test_tags_stay_if_the_template_has_none() -> None:
-    marks = thought_marks("auto", "{# <think></think><tool_response></tool_response> #}")
+    marks = thought_marks("auto", "<think></think><tool_response></tool_response>{# <answer></answer> #}")
     assert marks is not None
     assert marks.wrapper == ("", "")
     (_, said) = reasoning_of(False, marks).feed("<think>a</think><response>b</response>", True)

@@ -127,9 +127,12 @@ def without(*roles: str) -> Any:
 
 
 def test_a_system_prompt_that_is_not_shown_is_said_by_the_user() -> None:
-    """In the last message; without one it is refused by name."""
+    """In the first message, whether omitted or refused; without one it is refused by name."""
     turns = [says("system", "A."), says("user", "B"), ANSWER, says("user", "C")]
-    assert rendered(without("system"), *turns) == "<user>B<assistant>Ho<user>A.\n\nC"
+    no_system = template(lambda messages: all(one["role"] != "system" for one in messages))
+    for render in (without("system"), no_system):
+        assert rendered(render, *turns) == "<user>A.\n\nB<assistant>Ho<user>C"
+        assert rendered(render, *turns[1:3], turns[0]) == "<user>B<assistant>Ho<user>A."
     assert refused(without("system"), turns[0], ANSWER).param == "messages.0.content"
 
 
@@ -223,6 +226,22 @@ def test_a_text_beside_calls_stands_before_them() -> None:
     assert turns == before
     for marks in ((), ("never",)):
         assert refused(template(shows=calls_only), *turns, marks=marks).param == "messages.1.content"
+
+
+def test_a_result_names_its_call_next_to_a_text_that_is_not_shown() -> None:
+    """gpt-oss's template repeats the name of the last call before its result."""
+
+    def names_results(messages: Any, *_: Any) -> str:
+        text = name = ""
+        for one in messages:
+            for call in one.get("tool_calls", ()):
+                name = call["function"]["name"]
+            text += f"[CALL]{all_calls([one])}" if one.get("tool_calls") else f"<{name}>{one['content']}"
+        return text
+
+    text = rendered(names_results, USER, called(SHORT, content="So."), result(SHORT), marks=["[CALL]"])
+    assert text.startswith("<>HiSo.[CALL]")
+    assert text.endswith("<f0>12")
 
 
 def alternates(messages: list[Turn]) -> bool:

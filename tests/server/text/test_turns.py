@@ -130,13 +130,13 @@ def test_calls_that_are_shown_without_content_alone_go_back(models: TinyModels, 
 
 
 def test_a_system_prompt_that_is_refused_is_said_by_the_user(models: TinyModels) -> None:
-    """Gemma 1 and 2; several prompts, and several texts of the user in a row."""
+    """Gemma 1 and 2: in the first message, which stays the same in later turns."""
     tokenizer = Tokenizer(str(models.target), (TEMPLATES / "families" / "gemma2.jinja").read_text())
     turns = [("system", "Be brief."), ("user", "Hello."), ("assistant", "Hi."), ("user", "A"), ("user", "B")]
     messages = [{"role": role, "content": text} for role, text in turns]
     assert tokenizer.render_chat(messages).endswith(
-        "<start_of_turn>user\nHello.<end_of_turn>\n<start_of_turn>model\nHi.<end_of_turn>\n"
-        "<start_of_turn>user\nA\n\nBe brief.\n\nB<end_of_turn>\n<start_of_turn>model\n"
+        "<start_of_turn>user\nBe brief.\n\nHello.<end_of_turn>\n<start_of_turn>model\nHi.<end_of_turn>\n"
+        "<start_of_turn>user\nA\n\nB<end_of_turn>\n<start_of_turn>model\n"
     )
     with pytest.raises(RequestError, match="refuses these messages: System role not supported"):
         tokenizer.render_chat([messages[0], messages[2]])
