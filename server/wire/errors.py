@@ -7,6 +7,7 @@ null}}`. Not for: the responses that carry them (`http/error_responses.py`).
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from server.wire.unsupported_fields import shown
 
 _LONGEST_MESSAGE = 4096
 _LONGEST_PARAM = 256
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -83,7 +85,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, MemoryError):
         body = ErrorBody("the server has no memory left for this request; try again soon", "service_unavailable")
         return ApiError(503, msgspec.structs.replace(body, code="out_of_memory"), {"retry-after": "5"})
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno in _FULL:
         return StorageFault(error)
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, ErrorBody(str(error), "server_error", code="deadline_exceeded"))
