@@ -34,7 +34,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from deploy.ray_call import ReplicaCall, prefix_of
+from deploy.ray_call import ReplicaCall, prefix_of, repeatable
 from deploy.ray_metrics import CONTENT_TYPE, merged
 
 log = logging.getLogger("ray.serve")
@@ -142,7 +142,7 @@ class Front:
         call = ReplicaCall(
             request.method,
             target,
-            _forwarded(list(request.headers.items())),
+            repeatable(_forwarded(list(request.headers.items())), body),
             body,
             prefix_of(body) if is_post else "",
         )

@@ -6,7 +6,9 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
+IDEMPOTENCY_KEY = "idempotency-key"
 _PREFIX_CHARACTERS = 4000
 
 
@@ -25,6 +27,27 @@ class ReplicaCall:
     """
     replica: str = ""
     """Name of the replica; empty for any."""
+
+
+def repeatable(headers: list[tuple[str, str]], body: bytes) -> list[tuple[str, str]]:
+    """Return the headers of a request with a key by which each replica draws the same answer.
+
+    Otherwise other answers would replace those that a dying replica leaves, which are long in the
+    mean. A stream is never sent to another replica once it has tokens.
+    """
+    if _is_stream(body) or any(name == IDEMPOTENCY_KEY for name, _ in headers):
+        return headers
+    return [*headers, (IDEMPOTENCY_KEY, uuid4().hex)]
+
+
+def _is_stream(body: bytes) -> bool:
+    if b'"stream"' not in body:
+        return False
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and bool(fields.get("stream"))
 
 
 def prefix_of(body: bytes) -> str:

@@ -50,13 +50,17 @@ from server.wire.unsupported_fields import UnknownFields
 log = logging.getLogger("polydraft")
 
 # Longer than clients and proxies hold an idle connection (httpx, and so the openai client: 5 s;
-# load balancers often 60 s). A server that closes it first may cut off a request in transit.
-_IDLE_CONNECTION_S = 75
+# load balancers often 60 s; Go 90 s). A server that closes it first may cut off a request that is
+# in transit.
+_IDLE_CONNECTION_S = 120
 _MOST_FILES = 1 << 16
-_RESERVED_FILES = 96
-"""Open files other than connections: sockets to the engine, libraries, connections accepted in one
-round of the loop.
+_RESERVED_FILES = 48
+"""Files that may be opened after the start, other than connections: uploads, a new engine after a
+sleep, connections accepted in one round of the loop.
 """
+_FEW_CONNECTIONS = 64
+_LAST_EVENTS_S = 1.2
+"""Time that open streams have to send their last event."""
 _ACCEPTED_AT_ONCE = 8
 """Connections accepted in a turn of the event loop. libuv accepts one per listening descriptor."""
 _SHUTTING_DOWN = "the server is shutting down"
@@ -165,7 +169,8 @@ class _Daemon:
         self._server = server
         self._listener = listener
         self._batches = open_batches(server)
-        self._uvicorn = _Uvicorn(_uvicorn_config(server, self._batches))
+        self._waiting = Waiting(server.settings.max_connections, server.settings.receive_timeout)
+        self._uvicorn = _Uvicorn(_uvicorn_config(server, self._waiting, self._batches))
         self._stop_wanted = asyncio.Event()
         self._abort_wanted = asyncio.Event()
 
@@ -180,6 +185,7 @@ class _Daemon:
         client.on_step = self._on_step
         await client.start()
         copies = [self._listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1)]
+        self._waiting.most = most_connections(self._waiting.most)
         if self._batches is not None:
             self._batches.start()
         listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener, *copies]))
@@ -195,6 +201,9 @@ class _Daemon:
         for task in (listening, sleeping):
             if task.done():
                 task.result()
+        self._waiting.is_draining = True
+        for connection in self._connections():
+            connection.begin_drain()
         if self._batches is not None:
             await self._batches.stop()
         if stopping.done() and client.is_alive:
@@ -204,6 +213,9 @@ class _Daemon:
             reporting.cancel()
         await self._close(listening)
         return code
+
+    def _connections(self) -> list[Connection]:
+        return [cast(Connection, connection) for connection in self._uvicorn.server_state.connections]
 
     async def _sleep_when_idle(self) -> None:
         """Let the engine sleep as configured, until it has failed or this task is cancelled."""
@@ -279,8 +291,10 @@ class _Daemon:
         return EXIT_FAILURE
 
     async def _close(self, listening: asyncio.Task[None]) -> None:
-        # Open streams still have to send their final event.
-        await asyncio.sleep(0.2)
+        if answering := set(self._uvicorn.server_state.tasks):
+            await asyncio.wait(answering, timeout=_LAST_EVENTS_S)
+        for connection in self._connections():
+            connection.abandon()
         self._uvicorn.should_exit = True
         await asyncio.wait({listening}, timeout=5)
         await self._server.client.close()
@@ -289,15 +303,14 @@ class _Daemon:
             self._batches.close()
 
 
-def _uvicorn_config(server: Server, batches: Batches | None = None) -> uvicorn.Config:
+def _uvicorn_config(server: Server, waiting: Waiting, batches: Batches | None = None) -> uvicorn.Config:
     """Return the loaded settings of the HTTP server. Raises ConfigError for a TLS key or
     certificate that cannot be used.
     """
     settings = server.settings
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise ConfigError("--ssl-keyfile: a key without its --ssl-certfile")
-    waiting = Waiting(settings.max_connections or raise_file_limit(), settings.receive_timeout)
-    for name in ("uvicorn.error", "polydraft.connections", "polydraft.rendering"):
+    for name in ("uvicorn.error", "polydraft.connections", "polydraft.rendering", "polydraft.batches"):
         logging.getLogger(name).addFilter(Seldom())
     config = uvicorn.Config(
         build_app(server, batches),
@@ -323,15 +336,21 @@ def _uvicorn_config(server: Server, batches: Batches | None = None) -> uvicorn.C
     return config
 
 
-def raise_file_limit() -> int:
+def most_connections(wanted: int) -> int:
     """Raise the limit of open files to the system's maximum, and return the number of connections
-    that this allows.
+    that may be open: the wanted number, or all that the limit allows for 0.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES
+    most_files = _MOST_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(hard, _MOST_FILES)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return max(soft - _RESERVED_FILES, soft // 2)
+        most_files = min(hard, _MOST_FILES)
+    if soft < most_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard))
+        soft = most_files
+    num_open = len(os.listdir("/proc/self/fd"))
+    num_left = soft - num_open
+    allowed = max(1, num_left - _RESERVED_FILES, num_left // 2)
+    if allowed < (wanted or _FEW_CONNECTIONS):
+        text = "only %d connections can be served: %d of %d files are open; raise the limit of open files (ulimit -n)"
+        log.warning(text, allowed, num_open, soft)
+    return min(wanted or allowed, allowed)

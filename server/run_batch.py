@@ -1,15 +1,20 @@
 """`polydraft run-batch`: answers the lines of a file without a daemon, and goes on where an earlier
 run has ended.
+
+Until all lines are answered, a file next to the output has the name of the run. The random numbers
+of a line follow from this name, so a line that is attempted again draws the same numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,11 +30,14 @@ from server.batches.objects import ENDPOINTS, LineResponse, OutputLine
 from server.daemon import EXIT_FAILURE, EXIT_OK, build_server, engine_client
 from server.settings.flags import BatchCommand
 from server.state import Server
+from server.wire.ids import new_id
 
 log = logging.getLogger("polydraft")
 
 _CLIENT = "run-batch"
 _RETRY_S = 0.05
+_REPAIR_S = 10.0
+"""Time after which an answer is written again that the disk had no room for."""
 _WAITING = 8
 """Lines that wait for a seat, so that no seat is empty between two lines."""
 
@@ -43,8 +51,10 @@ def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.P
     lines = _lines_of(command.input_file)
     num_done, lines = _lines_left(command, lines)
     if not lines:
+        _run_file(command).unlink(missing_ok=True)
         print(f"polydraft run-batch: all {num_done} lines are in {command.output_file} already", file=sys.stderr)
         return EXIT_OK
+    run_name = _run_name(command)
     client = engine_client(command.settings, config)
     client.connect(process)
     try:
@@ -52,11 +62,39 @@ def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.P
     except BaseException:
         client.kill()
         raise
-    run = _Run(command, server, lines, num_done)
+    run = _Run(command, server, lines, num_done, run_name)
     try:
-        return uvloop.run(run.run())
+        code = uvloop.run(run.run())
     finally:
         server.tokenizer.close()
+    if code == EXIT_OK:
+        _run_file(command).unlink(missing_ok=True)
+    return code
+
+
+def _run_file(command: BatchCommand) -> Path:
+    return command.output_file.with_name(f"{command.output_file.name}.run")
+
+
+def _run_name(command: BatchCommand) -> str:
+    """Return the name of the run that the output belongs to; a new one is stored before any line
+    begins. Raises ConfigError if it cannot be.
+    """
+    path = _run_file(command)
+    try:
+        if command.overwrites:
+            path.unlink(missing_ok=True)
+        with path.open("a+") as file:
+            file.seek(0)
+            if name := file.read():
+                return name
+            name = new_id()
+            file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
+        return name
+    except OSError as error:
+        raise ConfigError(f"{path}: the name of the run cannot be stored ({error.strerror})") from error
 
 
 def _lines_of(path: Path) -> list[InputLine]:
@@ -121,8 +159,12 @@ class _Id(msgspec.Struct):
 class _Run:
     """One run of the command."""
 
-    def __init__(self, command: BatchCommand, server: Server, lines: Sequence[InputLine], num_done: int) -> None:
-        """lines: without an answer yet. num_done: lines that have one."""
+    def __init__(
+        self, command: BatchCommand, server: Server, lines: Sequence[InputLine], num_done: int, name: str
+    ) -> None:
+        """lines: without an answer yet. num_done: lines that have one. name: decides the random
+        numbers.
+        """
         self._command = command
         self._server = server
         self._client = server.client
@@ -131,6 +173,8 @@ class _Run:
         self._num_done = num_done
         self._total = num_done + len(lines)
         self._num_errors = 0
+        self._name = name
+        self._is_writing = asyncio.Lock()
 
     async def run(self) -> int:
         """Load, answer the lines, and stop the engine."""
@@ -178,7 +222,7 @@ class _Run:
         places = asyncio.Semaphore(self._server.settings.max_num_seqs + _WAITING)
         with (
             self._command.input_file.open("rb") as source,
-            self._command.output_file.open("ab") as output,
+            self._command.output_file.open("ab", buffering=0) as output,
             tqdm(total=self._total, initial=self._num_done, unit="line", mininterval=1, file=sys.stderr) as bar,
             logging_redirect_tqdm([log]),
         ):
@@ -189,23 +233,34 @@ class _Run:
                     task = group.create_task(self._answer(line, source.read(line.size), output, bar))
                     task.add_done_callback(lambda _: places.release())
 
-    async def _answer(self, line: InputLine, text: bytes, output: BinaryIO, bar: tqdm[Any]) -> None:
+    async def _answer(self, line: InputLine, text: bytes, output: FileIO, bar: tqdm[Any]) -> None:
         response = None
         if line.error is None:
-            response = await self._response(text)
+            response = await self._response(text, line.line_id)
         answer = OutputLine(line.line_id, line.custom_id, response, line.error)
-        output.write(msgspec.json.encode(answer) + b"\n")
-        output.flush()
+        await self._write(msgspec.json.encode(answer) + b"\n", output)
         self._num_done += 1
         self._num_errors += response is None or response.status_code >= 400
         bar.update()
 
-    async def _response(self, text: bytes) -> LineResponse:
+    async def _write(self, text: bytes, output: FileIO) -> None:
+        """Write an answer whole, once the disk has room for it."""
+        async with self._is_writing:
+            while text:
+                try:
+                    text = text[output.write(text) :]
+                except OSError as error:
+                    path = self._command.output_file
+                    log.warning("%s cannot be written (%s); lines wait until it can", path, error.strerror)
+                    await asyncio.sleep(_REPAIR_S)
+
+    async def _response(self, text: bytes, line_id: str) -> LineResponse:
         """Return the response of the endpoint, also if the engine is busy at first."""
         request = request_of(text)
         while True:
             # The call of a line replaces the one of its task.
-            response = await asyncio.create_task(self._endpoint.answer(request, _CLIENT))
+            attempt = self._endpoint.answer(request, _CLIENT, f"{self._name}:{line_id}")
+            response = await asyncio.create_task(attempt)
             if response.status_code not in NOT_NOW:
                 return response
             if not self._client.is_alive:

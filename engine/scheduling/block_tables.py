@@ -104,13 +104,21 @@ class BlockTables:
         """Allocate the target's blocks of a text up to index `stop`, and the draft model's of this
         row; return False if too few are free for the whole text.
         """
-        sequence = row.sequence
+        if not self.has_blocks(row.sequence, stop):
+            return False
+        drafts = row.sequence.request.speculation.num_drafts > 0
+        if self.draft is not None and drafts and not self._try_allocate_draft(row, self.draft):
+            return False
+        return self._extend_target(row.sequence, stop)
+
+    def has_blocks(self, sequence: Sequence, stop: int) -> bool:
+        """Whether blocks are free for the rest of a text up to index `stop`."""
+        num_blocks = -(-stop // self._size)
         if self.draft is not None and sequence.request.speculation.num_drafts:
             first = max(self._first_in_window(sequence), len(sequence.draft_block_ids))
-            num_missing = -(-stop // self._size) - first
-            if num_missing > self.draft.num_free or not self._try_allocate_draft(row, self.draft):
+            if num_blocks - first > self.draft.num_free:
                 return False
-        return self._extend_target(sequence, stop)
+        return num_blocks - len(sequence.block_ids) <= self.target.num_free
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence."""

@@ -20,7 +20,7 @@ from engine.speculation.conditions import check_conditions, may_adapt, served_ru
 MAX_LOGPROBS = 20
 """Most alternatives that are reported for a token."""
 
-_SEED_SHAPE_ON_CPU = (1, 4)
+_SHAPE_FOR_ANY_LOAD = (1, 4)
 
 
 def check_requests(requests: Sequence[Request], facts: EngineFacts, config: SpeculationConfig) -> None:
@@ -186,15 +186,18 @@ def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Specul
     )
 
 
-def with_fixed_shape(speculation: Speculation, config: SpeculationConfig, device: str) -> Speculation:
+def with_fixed_shape(
+    speculation: Speculation, config: SpeculationConfig, device: str, is_crowded: bool = False
+) -> Speculation:
     """Return speculation with a fixed shape, for a request with a seed: the same answer under any
     load.
 
-    On a CPU the shape is a short chain, which pays at any load; elsewhere it is the maximum.
+    On a CPU, or for one of many requests, the shape is a short chain, which pays at any load;
+    elsewhere it is the maximum.
     """
     shape = (speculation.num_drafts, speculation.draft_length)
-    if device.startswith("cpu"):
-        shape = _SEED_SHAPE_ON_CPU
+    if is_crowded or device.startswith("cpu"):
+        shape = _SHAPE_FOR_ANY_LOAD
     num_drafts, draft_length = config.seed_shape or shape
     return msgspec.structs.replace(
         speculation,

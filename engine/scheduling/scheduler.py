@@ -12,10 +12,11 @@ A step has a budget of tokens, which these rows take in this order:
 Decoding rows and prompts go by priority, then by turns of clients, then by the time since their
 last row. The queue goes by priority and arrival.
 
-If the pool has no free block for a row, the sequence of the lowest priority that loses least is
-preempted: it returns to the queue and is recomputed later. Its noise depends on positions only, so
-the output stays the same if the request fixes its drafts. The output of an adaptive request keeps
-its distribution.
+If the pool has no free block for a row, or a request in the queue finds no seat or no blocks while
+less urgent requests run, the sequence of the lowest priority that loses least is preempted: it
+returns to the queue and is recomputed later. Its noise depends on positions only, so the output
+stays the same if the request fixes its drafts. The output of an adaptive request keeps its
+distribution.
 
 The number of tokens that a row drafts never depends on the drafted tokens, which keeps the output
 exact. If the request fixes it, the answer does not depend on the load.
@@ -161,6 +162,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Plan the rows of a step within the token budget and the pool."""
         self._step += 1
+        self._make_way()
         self._share_draft_reading()
         planned: Planned = {}
         budget = self._plan_texts(planned)
@@ -402,6 +404,36 @@ class Scheduler:
             holders = [s for s in self._running.values() if self.tables.holds_lacking_blocks(s, row)]
             self._preempt(max(holders, key=expendability, default=row.sequence))
         return False
+
+    def _make_way(self) -> None:
+        """Preempt sequences for more urgent requests that wait.
+
+        This precedes all rows of a step: later the blocks of a victim may be published, and other
+        rows read them.
+        """
+        for number, urgent in enumerate(self._waiting[:MOST_SHARING]):
+            while victim := self._less_urgent(urgent):
+                has_seat = len(self._running) + number < self.config.max_num_seqs
+                # Blocks for all of them would be too many: they are admitted in order.
+                if has_seat and (number or self._has_blocks_for(urgent)):
+                    break
+                self._preempt(victim)
+            else:
+                return
+
+    def _less_urgent(self, urgent: Sequence) -> Sequence | None:
+        """Return the first victim among the sequences of a lower priority than a waiting one's."""
+        victim = max(self._running.values(), key=expendability, default=None)
+        if victim is None or victim.request.priority <= urgent.request.priority:
+            return None
+        return victim
+
+    def _has_blocks_for(self, waiting: Sequence) -> bool:
+        """Whether blocks are free for the text of a waiting sequence."""
+        self._take_cached(waiting)
+        has_blocks = self.tables.has_blocks(waiting, self._num_tokens_to_admit(waiting))
+        self._forget(waiting)
+        return has_blocks
 
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.sequence_id]

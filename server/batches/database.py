@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,9 @@ import msgspec
 
 from engine.api import ConfigError, RequestError
 from server.batches.objects import BatchObject, FileObject
-from server.wire.errors import ApiError, ErrorBody
+from server.wire.errors import ApiError, ErrorBody, StorageFault
+
+log = logging.getLogger("polydraft.batches")
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -98,8 +101,13 @@ class Database:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
 
     async def do(self, method: Callable[P, Result], *operands: P.args, **named: P.kwargs) -> Result:
-        """Run a method in the database's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: method(*operands, **named))
+        """Run a method in the database's thread. Raises StorageFault if the disk is full."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, lambda: method(*operands, **named))
+        except (OSError, sqlite3.OperationalError) as error:
+            log.warning("the folder of --batch-folder cannot be used (%s); see whether its disk is full", error)
+            raise StorageFault(error) from error
 
     def close(self) -> None:
         """Wait for the running method, and close the database."""
@@ -117,10 +125,12 @@ class Database:
         self.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self.execute("COMMIT")
         except BaseException:
-            self.execute("ROLLBACK")
+            # SQLite has rolled back by itself if the disk is full.
+            if self._connection.in_transaction:
+                self.execute("ROLLBACK")
             raise
-        self.execute("COMMIT")
 
     def now(self) -> int:
         """Return the Unix time in seconds."""

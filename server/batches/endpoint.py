@@ -19,6 +19,7 @@ from server.batches.objects import LineResponse
 from server.http import error_responses
 from server.http.openapi import Application
 from server.openai import routes as generate_routes
+from server.serving.engine_client import UNATTENDED
 from server.state import Server
 from server.wire.current_call import HttpCall, current_call
 from server.wire.errors import http_error
@@ -26,7 +27,7 @@ from server.wire.ids import new_id
 
 log = logging.getLogger("polydraft")
 
-LINE_PRIORITY = 1 << 32
+LINE_PRIORITY = 2 * UNATTENDED
 """Added to the priority of a line, so that all requests of interactive clients come before it."""
 NOT_NOW = (429, 503)
 """Statuses of an endpoint that is to be asked again later."""
@@ -54,13 +55,14 @@ class LineEndpoint:
         error_responses.install(self._app)
         self._app.include_router(generate_routes.build_router(server))
 
-    async def answer(self, request: LineRequest, client: str) -> LineResponse:
+    async def answer(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
         """Return the response of the endpoint. Cancelling it aborts the generation.
 
         client: opaque name; requests of the same client take turns with requests of other clients.
-        Call it in a separate task: it sets the task's current call.
+        line_id: decides the random numbers of every attempt. Call it in a separate task: it sets
+        the task's current call.
         """
-        call = HttpCall(new_id(), request.url, client=client, added_priority=LINE_PRIORITY)
+        call = HttpCall(new_id(), request.url, client=client, attempt_of=line_id, added_priority=LINE_PRIORITY)
         current_call.set(call)
         try:
             received = await self._received(request)

@@ -1,22 +1,27 @@
-"""Runs the lines of open batches, a bounded number at a time, and gives way to requests of
-interactive clients.
+"""Runs the lines of open batches, a bounded number at a time.
 
-Lines of all batches take turns. A line begins only while there is room, its requests have the last
-priority, and if a request of another client finds no free seat, the line that began last is aborted
-and begins again later.
+Lines of all batches take turns. A line begins only while there is room, and its requests have the
+last priority: the engine preempts them for requests of interactive clients, and goes on with them
+later. Whatever interrupts a line, its next attempt draws the same random numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
 from engine.api import log_fields
-from server.batches.endpoint import LINE_PRIORITY, NOT_NOW
+from server.batches.endpoint import NOT_NOW
 from server.batches.lines import InputLine, LineRequest, request_of
 from server.batches.objects import BatchObject, LineResponse, OutputLine
 from server.batches.store import BatchStore
+from server.serving.engine_client import UNATTENDED
+from server.wire.errors import StorageFault
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 log = logging.getLogger("polydraft")
 
@@ -46,7 +51,7 @@ class EngineLoad(Protocol):
 class Answering(Protocol):
     """Answers lines (`LineEndpoint`)."""
 
-    async def answer(self, request: LineRequest, client: str) -> LineResponse:
+    async def answer(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
         """Return the response of the endpoint."""
 
 
@@ -54,31 +59,29 @@ class BatchRunner:
     """Runs all batches of a store."""
 
     repair_s = 30.0
-    """Time after which a batch goes on that has met an error, for instance a full disk."""
+    """Time after which the store is asked again that has met a full disk, and after which a batch
+    goes on that has met another error.
+    """
 
-    def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, num_seats: int, at_once: int) -> None:
-        """num_seats: requests that the engine runs at once. at_once: lines that run at once."""
+    def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, at_once: int) -> None:
+        """at_once: lines that run at once."""
         self._store = store
-        self._do = store.database.do
         self._endpoint = endpoint
         self._load = load
-        self._num_seats = num_seats
         self._at_once = at_once
         self._places = asyncio.Semaphore(at_once)
         self._new: asyncio.Queue[str] = asyncio.Queue()
         self._begun: set[str] = set()
         self._lines_of: dict[str, asyncio.Task[None]] = {}
         """Tasks of the lines of each running batch."""
-        self._calls: dict[asyncio.Task[LineResponse], None] = {}
-        """Running calls of endpoints, in the order in which they began."""
-        self._has_calls = asyncio.Event()
+        self._num_calls = 0
+        """Running calls of endpoints."""
 
     async def run(self) -> None:
         """Run the batches that are open, and new ones, until cancelled. Cancelling aborts the
         running lines.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._give_way())
             for batch_id in await self._do(self._store.open_batches):
                 self.begin(batch_id)
             while True:
@@ -95,6 +98,14 @@ class BatchRunner:
         if (lines := self._lines_of.get(batch_id)) is not None:
             lines.cancel()
 
+    async def _do(self, method: Callable[P, Result], *operands: P.args, **named: P.kwargs) -> Result:
+        """Run a method of the store, again and again while the disk is full."""
+        while True:
+            try:
+                return await self._store.database.do(method, *operands, **named)
+            except StorageFault:
+                await asyncio.sleep(self.repair_s)
+
     async def _run_batch(self, batch_id: str) -> None:
         """Run a batch to its end, also if an error stops it meanwhile; other batches go on."""
         while True:
@@ -102,7 +113,7 @@ class BatchRunner:
                 await self._run_once(batch_id)
                 return
             except* Exception as group:
-                text = "a batch has stopped and goes on in %.0f s; see whether its folder has room"
+                text = "a batch has stopped and goes on in %.0f s"
                 log.error(text, self.repair_s, exc_info=group, extra=log_fields(id=batch_id))
             await asyncio.sleep(self.repair_s)
 
@@ -151,47 +162,28 @@ class BatchRunner:
     async def _run_line(self, batch: BatchObject, line: InputLine) -> None:
         store = self._store
         request = request_of(await self._do(store.read_line, batch.input_file_id, line))
-        response = await self._attempt(request, batch.id)
-        while response is None:
+        response = await self._attempt(request, batch.id, line.line_id)
+        while response.status_code in NOT_NOW:
             await asyncio.sleep(_RETRY_S)
-            response = await self._attempt(request, batch.id)
+            response = await self._attempt(request, batch.id, line.line_id)
         answer = OutputLine(line.line_id, line.custom_id, response)
         await self._do(store.record, batch.id, line.number, answer)
 
-    async def _attempt(self, request: LineRequest, client: str) -> LineResponse | None:
-        """Return the response to a line, once there is room; None if it must begin again."""
+    async def _attempt(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
+        """Return the response to a line, once there is room."""
         while not self._has_room:
             await asyncio.sleep(_LOOK_S)
-        call = asyncio.create_task(self._endpoint.answer(request, client))
-        self._calls[call] = None
-        self._has_calls.set()
+        self._num_calls += 1
         try:
-            await asyncio.wait({call})
+            # The call of a line replaces the one of its task.
+            return await asyncio.create_task(self._endpoint.answer(request, client, line_id))
         finally:
-            self._calls.pop(call, None)
-            if not self._calls:
-                self._has_calls.clear()
-            call.cancel()
-            await asyncio.wait({call})
-        if call.cancelled():
-            return None
-        response = call.result()
-        return None if response.status_code in NOT_NOW else response
+            self._num_calls -= 1
 
     @property
     def _has_room(self) -> bool:
         """Whether a line may begin. A line that has begun may not be among the open requests
         yet.
         """
-        num_taken = self._load.num_more_urgent(LINE_PRIORITY // 2) + len(self._calls)
+        num_taken = self._load.num_more_urgent(UNATTENDED) + self._num_calls
         return self._load.is_ready and max(num_taken, self._load.num_open) < self._at_once
-
-    async def _give_way(self) -> None:
-        """Abort lines while more requests are open than have seats, and other clients have some."""
-        while True:
-            await self._has_calls.wait()
-            await asyncio.sleep(_LOOK_S)
-            is_full = self._load.num_open > self._num_seats
-            if is_full and self._calls and self._load.num_more_urgent(LINE_PRIORITY // 2):
-                call, _ = self._calls.popitem()
-                call.cancel()

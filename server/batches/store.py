@@ -254,26 +254,28 @@ class BatchStore:
             last_status = "cancelled"
         elif num_left:
             last_status = "expired"
-        outputs = self.files.write_output(f"{batch_id}_output.jsonl", self._answers(batch_id, is_error=False))
-        errors = self.files.write_output(
-            f"{batch_id}_error.jsonl", self._errors(batch_id, with_expired=last_status == "expired")
-        )
         counts = batch.request_counts
         if last_status == "expired":
             counts = RequestCounts(counts.total, counts.completed, counts.failed + num_left)
-        ended = {
-            "status": last_status,
-            f"{last_status}_at": self.database.now(),
-            "output_file_id": outputs and outputs.id,
-            "error_file_id": errors and errors.id,
-            "request_counts": counts,
-        }
-        with self.database.transaction():
-            for stored in (outputs, errors):
-                if stored is not None:
-                    self.files.insert(owner, stored)
-            self.database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
-            batch = self._save(msgspec.structs.replace(batch, **ended))
+        with self.files.gone_after_an_error() as contents:
+            answers = self._answers(batch_id, is_error=False)
+            contents.append(self.files.write_output(f"{batch_id}_output.jsonl", answers))
+            errors = self._errors(batch_id, with_expired=last_status == "expired")
+            contents.append(self.files.write_output(f"{batch_id}_error.jsonl", errors))
+            with self.database.transaction():
+                for stored in contents:
+                    if stored is not None:
+                        self.files.insert(owner, stored)
+                self.database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+                output_file_id, error_file_id = (stored and stored.id for stored in contents)
+                ended = {
+                    "status": last_status,
+                    f"{last_status}_at": self.database.now(),
+                    "output_file_id": output_file_id,
+                    "error_file_id": error_file_id,
+                    "request_counts": counts,
+                }
+                batch = self._save(msgspec.structs.replace(batch, **ended))
         self.num_lines_left -= num_left
         return batch
 

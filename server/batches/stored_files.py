@@ -59,9 +59,22 @@ class StoredFiles:
             if not size:
                 raise RequestError("the file is empty", "file", "empty_file")
         stored = self._described(file_id, size, filename, "batch")
-        with self._database.transaction():
+        with self.gone_after_an_error() as contents, self._database.transaction():
+            contents.append(stored)
             self.insert(owner, stored)
         return stored
+
+    @contextmanager
+    def gone_after_an_error(self) -> Iterator[list[FileObject | None]]:
+        """Delete the contents of the listed files if the block raises: they have no rows."""
+        contents: list[FileObject | None] = []
+        try:
+            yield contents
+        except BaseException:
+            for stored in contents:
+                if stored is not None:
+                    self.path_of(stored.id).unlink(missing_ok=True)
+            raise
 
     def _described(self, file_id: str, size: int, filename: str, purpose: str) -> FileObject:
         return FileObject(id=file_id, bytes=size, created_at=self._database.now(), filename=filename, purpose=purpose)

@@ -16,7 +16,8 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from server.wire.errors import ErrorEnvelope, http_error
+from engine.api import EngineStopped
+from server.wire.errors import ApiError, ErrorEnvelope, http_error, to_api_error
 
 log = logging.getLogger("polydraft.connections")
 
@@ -26,6 +27,9 @@ _BYTES_OF_A_HEADER = 32
 _CHUNK_ALLOWANCE = 8
 """Bytes of chunk framing allowed for each byte of a body."""
 _LINGER_S = 2.0
+_REST_OF_REQUEST_S = 1.0
+"""Time that an incomplete request has after the drain has begun."""
+_SHUTTING_DOWN = "the server is shutting down and accepts no new requests"
 _LOG_INTERVAL_S = 60.0
 
 
@@ -59,6 +63,10 @@ class Waiting:
         self.most = most
         self.most_discarded_bytes = most_discarded_bytes
         self.receive_timeout_s = receive_timeout_s
+        self.is_draining = False
+        """Whether connections close with their next response, and incomplete requests are
+        refused.
+        """
         self.order: OrderedDict[Connection, None] = OrderedDict()
 
     def make_room(self, newest: Connection, num_open: int) -> None:
@@ -74,7 +82,8 @@ class Waiting:
         )
         longest = next(iter(self.order))
         if longest is newest:
-            newest.refuse(503, "too many connections are open; try again soon")
+            message = "too many connections are open; try again soon"
+            newest.refuse(http_error(503, message, {"retry-after": "1"}))
         else:
             del self.order[longest]
             longest.drop()
@@ -164,6 +173,8 @@ class Connection(HttpToolsProtocol):
         self._is_in_body = False
         self._is_closing = False
         self._is_refused = False
+        self._is_out_of_memory = False
+        self._is_hurried = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for a request."""
@@ -189,8 +200,26 @@ class Connection(HttpToolsProtocol):
             self._arm(self._waiting.receive_timeout_s)
         self._allowed_bytes -= len(data)
         super().data_received(data)
-        if self._allowed_bytes < 0 and not self._is_refused:
+        if self._is_refused:
+            return
+        if self._allowed_bytes < 0:
             self._refuse_head()
+        elif self._waiting.is_draining:
+            self.begin_drain()
+
+    def begin_drain(self) -> None:
+        """Close with the next response, and give an incomplete request little time."""
+        for cycle in [self.cycle, *(cycle for cycle, _ in self.pipeline)]:
+            if cycle is not None:
+                cycle.keep_alive = False
+        if self._is_in_message and not self._is_hurried:
+            self._is_hurried = True
+            self._arm(_REST_OF_REQUEST_S)
+
+    def abandon(self) -> None:
+        """Cut off a response that is not complete."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._raw_transport.abort()
 
     def on_message_begin(self) -> None:
         """Start to count the bytes of a head, and its time if it arrived together with an earlier
@@ -229,7 +258,11 @@ class Connection(HttpToolsProtocol):
         self._allowed_bytes += (1 + _CHUNK_ALLOWANCE) * len(body)
         if self.cycle.response_complete:
             self._discard(len(body))
-        super().on_body(body)
+        try:
+            super().on_body(body)
+        except MemoryError:
+            self._is_out_of_memory = True
+            raise
 
     def on_message_complete(self) -> None:
         """Stop counting time and bytes: the request is complete."""
@@ -256,13 +289,15 @@ class Connection(HttpToolsProtocol):
         """Refuse a request that cannot be parsed."""
         if self._head_bytes > _MOST_HEAD_BYTES:
             self._refuse_head()
+        elif self._is_out_of_memory:
+            self.refuse(to_api_error(MemoryError()))
         else:
-            self.refuse(400, msg)
+            self.refuse(http_error(400, msg))
 
     def _refuse_head(self) -> None:
-        self.refuse(431, f"address and headers are larger than {_MOST_HEAD_BYTES} bytes")
+        self.refuse(http_error(431, f"address and headers are larger than {_MOST_HEAD_BYTES} bytes"))
 
-    def refuse(self, status: int, message: str) -> None:
+    def refuse(self, error: ApiError) -> None:
         """Respond unless a response has started, and close after the client has had time to read
         it.
         """
@@ -274,9 +309,10 @@ class Connection(HttpToolsProtocol):
             # No client waits for its response any more.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        body = msgspec.json.encode(ErrorEnvelope(http_error(status, message).body))
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self._raw_transport.write(STATUS_LINE[status] + head + body)
+        body = msgspec.json.encode(ErrorEnvelope(error.body))
+        more = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        self._raw_transport.write(STATUS_LINE[error.status] + head + more + b"\r\n" + body)
         self._is_refused = True
         self.flow.resume_reading()
         self._arm(_LINGER_S)
@@ -323,8 +359,12 @@ class Connection(HttpToolsProtocol):
             self.drop()
         elif self._waits_for_an_answer:
             self._arm(self._waiting.receive_timeout_s)
+        elif self._is_in_body and self.cycle.response_complete:
+            self.drop()
+        elif self._is_hurried:
+            self.refuse(to_api_error(EngineStopped(_SHUTTING_DOWN)))
         elif has_begun:
-            self.refuse(408, "the request did not come whole in time; see --receive-timeout")
+            self.refuse(http_error(408, "the request did not come whole in time; see --receive-timeout"))
         else:
             self.drop()
 

@@ -6,6 +6,7 @@ the table of errors (`wire/errors.py`).
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,8 @@ from server.wire.errors import (
     to_api_error,
 )
 from server.wire.unsupported_fields import UNKNOWN
+
+log = logging.getLogger("polydraft")
 
 API_PATHS = (
     "/v1/chat/completions",
@@ -130,7 +133,7 @@ def install(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         _let_go_of_frames(error)
-        if isinstance(error.__cause__, RequestError | EngineBusy):
+        if isinstance(error.__cause__, RequestError | EngineBusy | MemoryError | OSError):
             # FastAPI replaces errors that are raised while it reads a body.
             return await on_error(request, error.__cause__)
         detail = str(error.detail)
@@ -141,6 +144,8 @@ def install(app: FastAPI) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         _let_go_of_frames(error)
+        if isinstance(error, MemoryError | OSError):
+            log.error("a request was refused, because memory or disk is full (%r)", error)
         # `RequestEnvelope` counts it.
         request.state.rejection = to_api_error(error).rejection
         return error_response(error, request.url.path)
@@ -148,5 +153,5 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     # `RequestEnvelope` answers, counts and logs any other exception.
-    for kind in (ApiError, RequestError, EngineBusy, EngineStopped, DeadlineExceeded):
+    for kind in (ApiError, RequestError, EngineBusy, EngineStopped, DeadlineExceeded, MemoryError):
         app.add_exception_handler(kind, on_error)

@@ -28,8 +28,9 @@ from engine.api import (
     with_fixed_shape,
 )
 from server.text.tokenizer import GenerationDefaults
+from server.wire.current_call import this_call
 from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
-from server.wire.ids import new_seed
+from server.wire.ids import new_seed, seed_of
 
 Value = TypeVar("Value")
 MAX_STOPS = 16
@@ -89,6 +90,13 @@ def repetition_penalty_of(body: GenerationFields) -> float | None:
     return body.repetition_penalty
 
 
+def fixed_seed(body: GenerationFields) -> int | None:
+    """Return the seed with which the answer must repeat; None if it need not."""
+    if body.seed is None and (name := this_call().attempt_of):
+        return seed_of(name)
+    return body.seed
+
+
 def sampling_of(
     body: GenerationFields,
     defaults: GenerationDefaults,
@@ -98,12 +106,12 @@ def sampling_of(
     thinking: Thinking | None = None,
 ) -> Sampling:
     """Return the sampling parameters. Omitted parameters come from the model's generation_config,
-    an omitted seed from the system.
+    an omitted seed from the call.
 
     bad_words: token ids of the body's words. grammar: grammar of its structured output.
     seed_stable: the server's setting. thinking: thoughts that the engine tracks.
     """
-    seed = body.seed
+    seed = fixed_seed(body)
     if seed is None:
         seed = new_seed()
     return Sampling(
@@ -341,14 +349,18 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
 
 
 def with_seed(
-    speculation: Speculation, sampling: Sampling, limits: SpeculationConfig, facts: EngineFacts
+    speculation: Speculation,
+    sampling: Sampling,
+    limits: SpeculationConfig,
+    facts: EngineFacts,
+    is_crowded: bool = False,
 ) -> Speculation:
     """Return speculation with a fixed shape for a request with a seed, unless the shape cannot
     change the answer.
     """
     if not speculation.adaptive or sampling.is_certain:
         return speculation
-    return with_fixed_shape(speculation, limits, facts.device)
+    return with_fixed_shape(speculation, limits, facts.device, is_crowded)
 
 
 def check_earlier_answers(body: GenerationFields, speculation: Speculation) -> None:

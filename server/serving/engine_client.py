@@ -45,6 +45,10 @@ from server.serving.ticket import Ticket
 
 log = logging.getLogger("polydraft")
 
+UNATTENDED = 1 << 31
+"""Least priority of requests that no client waits for. They have no time limit, and take no places
+in the queue from other requests.
+"""
 _POLL_S = 0.25
 _STOP_S = 5
 """Time that a stopped engine has to end; then it is killed."""
@@ -267,13 +271,9 @@ class EngineClient:
         """
         self.ready_facts()
         self.check_count(len(requests))
-        if self.num_open + len(requests) > self.max_open_requests:
-            raise EngineBusy(
-                f"{self.num_open} requests are open, the most is {self.max_open_requests} (--max-num-seqs and "
-                "--max-num-queued-reqs); try again soon"
-            )
-        self._check_queued_tokens(requests)
-        ticket = Ticket(requests, self._request_timeout_s)
+        is_unattended = requests[0].priority >= UNATTENDED
+        self._check_queue(requests, is_unattended)
+        ticket = Ticket(requests, 0.0 if is_unattended else self._request_timeout_s)
         for request in requests:
             self._tickets[request.request_id] = ticket
             self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
@@ -309,10 +309,17 @@ class EngineClient:
                 "n",
             )
 
-    def _check_queued_tokens(self, requests: Sequence[Request]) -> None:
+    def _check_queue(self, requests: Sequence[Request], is_unattended: bool) -> None:
+        """Raise EngineBusy if the queue has no room for the requests of a call."""
+        before = [name for name, ticket in self._tickets.items() if is_unattended or ticket.priority < UNATTENDED]
+        if len(before) + len(requests) > self.max_open_requests:
+            raise EngineBusy(
+                f"{len(before)} requests are open, the most is {self.max_open_requests} (--max-num-seqs and "
+                "--max-num-queued-reqs); try again soon"
+            )
         if not self._max_queued_tokens:
             return
-        queued = sum(self._queued_tokens.values())
+        queued = sum(self._queued_tokens.get(name, 0) for name in before)
         new = sum(len(request.prompt_token_ids) for request in requests)
         if queued and queued + new > self._max_queued_tokens:
             raise EngineBusy(

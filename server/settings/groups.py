@@ -326,7 +326,9 @@ class SchedulingSettings(_Group):
     limit
     """
     request_timeout: Seconds = 0.0
-    """seconds a request may take, waiting included; then it ends with 504; 0: no limit"""
+    """seconds a request may take, waiting included; then it ends with 504, unless it is a line of a
+    batch; 0: no limit
+    """
     stall_timeout: Rare[Seconds] = 60.0
     """seconds without a completed step after which /health is 503; 0: never"""
     shutdown_timeout: Seconds = 30.0

@@ -20,6 +20,10 @@ class HttpCall:
     """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has
     no keys.
     """
+    attempt_of: str = ""
+    """Name of the work that this call attempts. Each attempt draws the same random numbers, because
+    otherwise an interrupted answer, which is longer in the mean, would be replaced by another one.
+    """
     added_priority: int = 0
     """Added to the priority of its requests; a higher number is served later."""
     is_generation: bool = False

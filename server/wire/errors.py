@@ -7,6 +7,7 @@ null}}`. Not for: the responses that carry them (`http/error_responses.py`).
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from server.wire.unsupported_fields import shown
 
 _LONGEST_MESSAGE = 4096
 _LONGEST_PARAM = 256
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -51,6 +53,15 @@ class ApiError(Exception):
         self.rejection = rejection
 
 
+class StorageFault(ApiError):
+    """Error of a request whose files cannot be stored or read, usually because the disk is full."""
+
+    def __init__(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = f"the server's disk is full or cannot be used ({reason}); try again once the operator has made room"
+        super().__init__(507, ErrorBody(message, "server_error", code="storage_unavailable"), {"retry-after": "30"})
+
+
 def model_not_found(name: str, served: str) -> ApiError:
     """Return a 404 for a model that is not served."""
     message = f"The model {name!r} does not exist; this server serves {served!r}"
@@ -71,6 +82,11 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineBusy):
         body = ErrorBody(str(error), "rate_limit_error", code="queue_full")
         return ApiError(429, body, {"retry-after": "1"}, "queue_full")
+    if isinstance(error, MemoryError):
+        body = ErrorBody("the server has no memory left for this request; try again soon", "service_unavailable")
+        return ApiError(503, msgspec.structs.replace(body, code="out_of_memory"), {"retry-after": "5"})
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return StorageFault(error)
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, ErrorBody(str(error), "server_error", code="deadline_exceeded"))
     if isinstance(error, EngineStopped):

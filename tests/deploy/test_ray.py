@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError
 from starlette.requests import Request
 
 from deploy.ray_app import SUPERVISED, Front, Options, Replica, daemon_arguments, rest_of
-from deploy.ray_call import ReplicaCall, prefix_of
+from deploy.ray_call import ReplicaCall, prefix_of, repeatable
 from deploy.ray_metrics import merged
 from deploy.ray_router import PrefixRouter
 from server.settings.flags import parse_flags
@@ -59,6 +59,16 @@ def test_any_body_finds_a_replica(body: bytes) -> None:
     indefinitely.
     """
     assert sorted(order(*router(2), prefix_of(body))) == ["r0", "r1"]
+
+
+def test_a_request_that_may_be_sent_again_has_a_key() -> None:
+    """A stream is never sent again, and a client's key stays."""
+    headers = [("accept", "*/*")]
+    keys = {repeatable(headers, body)[-1] for body in (b"", b"{}", b'{"stream": false}', b'"stream"', b'{"stream"')}
+    assert {name for name, _ in keys} == {"idempotency-key"}
+    assert len(keys) == 5
+    assert repeatable(headers, chat(stream=True)) == headers
+    assert repeatable([("idempotency-key", "mine")], b"{}") == [("idempotency-key", "mine")]
 
 
 def router(count: int, **open_requests: int) -> tuple[Any, list[Any]]:

@@ -253,6 +253,40 @@ def test_the_least_urgent_is_preempted_first() -> None:
     assert ended == ["late", "early"]
 
 
+@pytest.mark.parametrize(("num_blocks", "num_seats"), [(64, 2), (8, 4)], ids=["seats", "blocks"])
+def test_an_urgent_request_takes_the_place_of_a_less_urgent_one(num_blocks: int, num_seats: int) -> None:
+    """The other one goes on with its text later, before requests that are as urgent as it is."""
+    scheduler = build(budget=64, num_blocks=num_blocks, max_num_seqs=num_seats)
+    for number, name in enumerate(("line 0", "line 1")):
+        scheduler.submit(request(name, 12, 6, priority=5, first=100 * number))
+    scheduler.submit(request("line 2", 12, 6, priority=5, first=200))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("urgent", 12, 4, first=300))
+    plan = scheduler.plan()
+    assert [row.request_id for row in plan.rows] == ["line 0", "urgent"], "one line, the latest, is preempted"
+    outcomes = scheduler.commit(plan, verdict(plan))
+    while scheduler.has_work:
+        outcomes += scheduler.commit(plan := scheduler.plan(), verdict(plan))
+        scheduler.check_invariants()
+    assert [outcome.request_id for outcome in outcomes if outcome.finish_reason] == [
+        "urgent",
+        "line 0",
+        "line 1",
+        "line 2",
+    ]
+    num_tokens = sum(len(outcome.token_ids) for outcome in outcomes if outcome.request_id == "line 1")
+    assert num_tokens == 5, "its first token is not drawn again"
+
+
+def test_a_request_of_the_same_priority_waits() -> None:
+    scheduler = build(max_num_seqs=1)
+    for name in "ab":
+        scheduler.submit(request(name, 3, 4, first=100))
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    assert [row.request_id for row in plan.rows] == ["a"]
+    assert scheduler.num_preemptions == 0
+
+
 def test_the_draft_length_leaves_room_for_one_more_token() -> None:
     scheduler = build(budget=64)
     scheduler.submit(request("a", 2, 3, drafts=2, draft_length=4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
 import json
 import os
@@ -9,17 +11,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from engine.api import ConfigError
+from server import run_batch
 from server.batches.lines import read_lines
 from server.batches.objects import ENDPOINTS
-from server.run_batch import _lines_left, _lines_of
+from server.run_batch import _lines_left, _lines_of, _Run, _run_name
 from server.settings.flags import BatchCommand, parse_batch_flags
+from server.settings.settings import Serve
 from tests.server.batches.inputs import line, short_lines
 from tests.server.daemon_process import ROOT, wait_until
+from tests.wrong import instead
 
 
 def command_of(pair_arguments: list[str], source: Path, output: Path) -> list[str]:
@@ -35,6 +41,11 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 def answers_in(output: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in output.read_text().splitlines()]
+
+
+def texts_in(output: Path) -> dict[str, str]:
+    """The answers of a completion file by custom id."""
+    return {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers_in(output)}
 
 
 @pytest.mark.slow
@@ -74,6 +85,9 @@ def test_lines_that_an_output_lacks_are_answered(pair_arguments: list[str], tmp_
 def test_a_stopped_run_goes_on(pair_arguments: list[str], tmp_path: Path, number: signal.Signals) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(short_lines(200, max_tokens=40)))
+    other = tmp_path / "other.jsonl"
+    (tmp_path / "out.jsonl.run").write_text("a name")
+    (tmp_path / "other.jsonl.run").write_text("a name")
     command = command_of(pair_arguments, source, output)
     running = start(command)
     wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") > 20, "the first lines")
@@ -89,6 +103,44 @@ def test_a_stopped_run_goes_on(pair_arguments: list[str], tmp_path: Path, number
     _, printed = running.communicate(timeout=120)
     assert running.returncode == 0, printed
     assert sorted(answer["custom_id"] for answer in answers_in(output)) == sorted(f"c-{n}" for n in range(200))
+    assert not (tmp_path / "out.jsonl.run").exists()
+    start(command_of(pair_arguments, source, other)).communicate(timeout=120)
+    assert texts_in(other) == texts_in(output), "an interrupted run has the answers of another one"
+
+
+def test_a_run_has_a_name_until_it_ends(tmp_path: Path) -> None:
+    """Each run has other random numbers than the one before, and a run that goes on has its own."""
+    command = BatchCommand(Serve(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", False)
+    name = _run_name(command)
+    assert len(name) == 32
+    assert _run_name(command) == name == (tmp_path / "out.jsonl.run").read_text()
+    assert _run_name(BatchCommand(Serve(), command.input_file, command.output_file, True)) != name
+    with pytest.raises(ConfigError, match="cannot be stored"):
+        _run_name(BatchCommand(Serve(), command.input_file, tmp_path / "no" / "out", False))
+
+
+def test_a_full_disk_delays_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are written whole, one after the other."""
+    monkeypatch.setattr("server.run_batch._REPAIR_S", 0.0)
+    command = BatchCommand(Serve(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", False)
+    written = bytearray()
+    errors = [OSError(errno.ENOSPC, "No space left")] * 3
+
+    def write(text: bytes) -> int:
+        if errors and len(written) % 2:
+            raise errors.pop()
+        written.extend(text[:3])
+        return len(text[:3])
+
+    async def run() -> None:
+        run = _Run(command, cast(Any, SimpleNamespace(client=None, settings=None)), [], 0, "name")
+        output = cast(Any, SimpleNamespace(write=write))
+        await asyncio.gather(*(run._write(b"answer\n", output) for _ in range(3)))
+
+    with instead(run_batch, "LineEndpoint", lambda *_: None):
+        asyncio.run(run())
+    assert written == b"answer\n" * 3
+    assert not errors
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ set.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
+import os
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,9 +25,11 @@ from server.batches.lines import LineRequest
 from server.batches.objects import BatchObject, LineResponse, OutputLine
 from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore, NewBatch, StoreLimits
+from server.wire.errors import StorageFault
 from server.wire.fields import GenerationFields
-from tests.server.batches.inputs import COMPLETIONS, short_lines
-from tests.wrong import instead
+from server.wire.ids import seed_of
+from tests.server.batches.inputs import COMPLETIONS, line, short_lines
+from tests.wrong import calls_of, instead
 
 PATIENCE_S = 20
 Reply = Callable[["Endpoint", LineRequest], Awaitable[int]]
@@ -67,8 +72,10 @@ class Endpoint:
         self.num_running = 0
         self.most_running = 0
         self.prompts: list[str] = []
+        self.line_ids: list[str] = []
 
-    async def answer(self, request: LineRequest, client: str) -> LineResponse:
+    async def answer(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
+        self.line_ids.append(line_id)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         prompt = json.loads(request.body)["prompt"]
@@ -106,7 +113,7 @@ def run(
         endpoint = Endpoint(reply)
         load = engine or Engine()
         load.endpoint = endpoint
-        runner = BatchRunner(store, endpoint, load, num_seats, max(1, num_seats - 1))
+        runner = BatchRunner(store, endpoint, load, max(1, num_seats - 1))
         runner.repair_s = 0.01
         running = asyncio.create_task(runner.run())
         async with asyncio.timeout(PATIENCE_S):
@@ -187,25 +194,39 @@ def test_no_more_lines_run_at_once_than_there_is_room(store: BatchStore) -> None
     assert endpoint.most_running == 2, "three places, one of which another client has"
 
 
-def test_lines_of_a_single_seat_give_way(store: BatchStore) -> None:
-    """The line is aborted for a request of another client, and begins again once the client has
-    left.
+def test_each_attempt_of_a_line_has_its_name(store: BatchStore, tmp_path: Path, clock: Clock) -> None:
+    """After a busy endpoint, a fault of the server, and another start; lines of equal content
+    differ.
     """
-    engine = Engine()
+    lines = [line(f"c-{number}", {"prompt": "equal"}) for number in range(3)]
+    batch = new_batch(store, lines)
+    statuses = [200, 503, 429]
 
     async def reply(endpoint: Endpoint, request: LineRequest) -> int:
-        if len(endpoint.prompts) > 1:
-            assert engine.num_urgent == 0
-            return 200
-        engine.num_urgent = 1
-        asyncio.get_running_loop().call_later(0.2, setattr, engine, "num_urgent", 0)
-        await asyncio.Event().wait()
-        raise AssertionError
+        if not statuses:
+            raise RuntimeError("a fault")
+        return statuses.pop()
 
-    batch, endpoint = run(store, new_batch(store, short_lines(2)), reply, engine, num_seats=1)
-    assert batch.request_counts.completed == 2
-    assert endpoint.prompts == ["word 0", "word 0", "word 1"]
-    assert endpoint.most_running == 1
+    async def interrupted() -> Endpoint:
+        await store.database.do(store.validate, batch.id)
+        endpoint = Endpoint(reply)
+        runner = BatchRunner(store, endpoint, Engine(), 1)
+        with pytest.raises(ExceptionGroup):
+            await runner._run_lines(await store.database.do(store.get_batch, "me", batch.id))
+        return endpoint
+
+    before = asyncio.run(interrupted()).line_ids
+    assert len(before) == 4, "the second line is interrupted"
+    assert before[0] == before[1] == before[2] != before[3]
+    store.database.close()
+    again = BatchStore(Database(tmp_path / "store", clock))
+    try:
+        _, endpoint = run(again, batch, at_once)
+    finally:
+        again.database.close()
+    assert endpoint.line_ids[0] == before[3]
+    assert len({*before, *endpoint.line_ids}) == 3
+    assert len({seed_of(name) for name in {*before, *endpoint.line_ids}}) == 3
 
 
 class LoadingEngine(Engine):
@@ -242,7 +263,7 @@ def test_the_outputs_of_a_batch_that_was_killed_while_they_were_written_are_writ
     async def answer_all() -> None:
         await store.database.do(store.validate, batch.id)
         endpoint = Endpoint(at_once)
-        runner = BatchRunner(store, endpoint, Engine(), 4, 3)
+        runner = BatchRunner(store, endpoint, Engine(), 3)
         await runner._run_lines(await store.database.do(store.get_batch, "me", batch.id))
 
     asyncio.run(answer_all())
@@ -281,19 +302,69 @@ def test_a_batch_may_be_cancelled_before_its_lines_are_read(store: BatchStore) -
     assert (batch.status, batch.output_file_id, endpoint.prompts) == ("cancelled", None, [])
 
 
-def test_a_full_disk_delays_a_batch(store: BatchStore, caplog: pytest.LogCaptureFixture) -> None:
+def fill(store: BatchStore, is_full: bool) -> None:
+    """Let the database grow no more, as on a full disk, or let it grow again."""
+    (num_pages,) = store.database.execute("PRAGMA page_count").fetchone()
+    store.database.execute(f"PRAGMA max_page_count = {num_pages if is_full else 1 << 30}")
+
+
+def test_a_full_disk_delays_the_writing_of_answers_alone(store: BatchStore) -> None:
+    """No line is answered twice: the others run on while the first answer waits for its place."""
+    batch = new_batch(store, short_lines(6))
+
+    async def reply(endpoint: Endpoint, request: LineRequest) -> int:
+        if len(endpoint.prompts) == 1:
+            await store.database.do(fill, store, True)
+        else:
+            while len(writes) < 3:
+                await asyncio.sleep(0.005)
+            await store.database.do(fill, store, False)
+        return 200
+
+    async def long_answer(right: Any, *operands: Any) -> LineResponse:
+        response: LineResponse = await right(*operands)
+        return msgspec.structs.replace(response, body=msgspec.Raw(b'"%s"' % (b"x" * 9000)))
+
+    with instead(Endpoint, "answer", long_answer), calls_of(BatchStore, "record") as writes:
+        batch, endpoint = run(store, batch, reply)
+    assert batch.status == "completed"
+    assert sorted(endpoint.prompts) == [f"word {number}" for number in range(6)]
+    assert len(writes) > 6
+
+
+def test_a_full_disk_is_an_error_of_the_request(store: BatchStore) -> None:
+    """Every change raises it; afterwards the store works as before, and no content is left without
+    a row.
+    """
     batch = new_batch(store, short_lines(3))
-    failures = [OSError("no space left")]
+    asyncio.run(store.database.do(store.validate, batch.id))
+    big = io.BytesIO(b"x" * 100_000)
+    num_contents = len(list(store.database.files_folder.iterdir()))
 
-    def record(right: Any, *operands: Any) -> None:
-        if failures:
-            raise failures.pop()
-        right(*operands)
+    def full(right: Any, *operands: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/path")
 
-    with instead(store, "record", record):
-        batch, _ = run(store, batch, at_once)
-    assert batch.request_counts.completed == 3
-    assert not failures
+    def fails(*call: Any) -> None:
+        with pytest.raises(StorageFault, match="the server's disk is full") as caught:
+            asyncio.run(store.database.do(*call))
+        assert caught.value.status == 507
+        assert caught.value.headers["retry-after"]
+        assert "/a/path" not in str(caught.value)
+        assert len(list(store.database.files_folder.iterdir())) == num_contents
+
+    with instead(shutil, "copyfileobj", full):
+        fails(store.files.add, "me", "big", big)
+    answered = OutputLine("id", "c-0", LineResponse(200, "r", msgspec.Raw(b'"%s"' % (b"x" * 9000))))
+    store.record(batch.id, 1, answered)
+    fill(store, True)
+    fails(store.record, batch.id, 2, answered)
+    name = "n" * 20_000
+    fails(store.files.add, "me", name, io.BytesIO(b"small"))
+    fails(store.add_batch, "me", NewBatch(batch.input_file_id, COMPLETIONS, "24h", {"k": name}))
+    fill(store, False)
+    with instead(store.files, "insert", full):
+        fails(store.finish, batch.id)
+    assert store.finish(batch.id).request_counts.completed == 1
 
 
 def test_a_batch_goes_on_after_a_fault_of_the_server(store: BatchStore) -> None:
@@ -312,7 +383,7 @@ def test_a_batch_runs_once(store: BatchStore) -> None:
     """Also if it is open at the start and begun by its client, too."""
     batch = new_batch(store, short_lines(5))
     endpoint = Endpoint(at_once)
-    runner = BatchRunner(store, endpoint, Engine(), 4, 3)
+    runner = BatchRunner(store, endpoint, Engine(), 3)
 
     async def run_both() -> None:
         runner.begin(batch.id)

@@ -47,10 +47,11 @@ def test_sigterm_drains_what_is_open_and_exits_0(one_seat: Daemon) -> None:
     """After SIGTERM a stream goes on to its end, and an answer that is read slowly is sent whole;
     new work is refused.
 
-    The engine has long been done with the slow answer. Then the daemon exits 0.
+    Each answer ends its connection, and a request whose body never comes holds nothing up. The
+    engine has long been done with the slow answer. Then the daemon exits 0.
     """
     engine = one_seat.engine_pid()
-    with one_seat.client(KEYS[0]) as client, slow_reader(one_seat) as slow:
+    with one_seat.client(KEYS[0]) as client, slow_reader(one_seat) as slow, half_request(one_seat) as half:
         begun = slow.recv(100)  # it comes whole, so the engine is done
         call = {**LONG, "max_tokens": 600, "stream_options": {"include_usage": True}}
         with open_stream(client, PATH, **call) as stream:
@@ -61,13 +62,27 @@ def test_sigterm_drains_what_is_open_and_exits_0(one_seat: Daemon) -> None:
             error = error_of(refused, 503)
             assert "shutting down" in error["message"]
             assert int(refused.headers["retry-after"]) > 0
-            assert client.get("/health").status_code == 200
+            health = client.get("/health")
+            assert health.status_code == 200
+            assert refused.headers["connection"] == health.headers["connection"] == "close"
             assert stream.read()[-1]["usage"]["completion_tokens"] == 600
             assert stream.is_done
+        answer = half.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"shutting down" in answer
         found = read_late(slow, begun)
     assert json.loads(found)["usage"]["completion_tokens"] == 600
     assert one_seat.exit_code() == 0
     wait_until(lambda: is_gone(engine), "the engine outlives its daemon")
+
+
+@contextlib.contextmanager
+def half_request(daemon: Daemon) -> Iterator[socket.socket]:
+    """A connection with a request whose body does not come."""
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS[0]}\r\n"
+    with socket.create_connection(("127.0.0.1", daemon.port), timeout=60) as connection:
+        connection.sendall(f"{head}content-length: 9\r\n\r\n{{".encode())
+        yield connection
 
 
 @contextlib.contextmanager

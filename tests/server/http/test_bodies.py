@@ -9,22 +9,25 @@ from __future__ import annotations
 import asyncio
 import codecs
 import ctypes
+import errno
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import httpx
 import pytest
-from fastapi import APIRouter
+import starlette.datastructures
+from fastapi import APIRouter, File, UploadFile
 from pydantic import BaseModel, model_validator
 
 from engine.api import RequestError
-from server.http import error_responses
+from server.http import bodies, error_responses
 from server.http.bodies import BodyRoute, read_json
 from server.http.openapi import Application
 from server.openai import routes as generate_routes
 from server.state import Server
 from server.wire.nesting import nests_too_deeply
+from tests.wrong import instead
 
 NO_SERVER = cast(Server, SimpleNamespace(client=None, tokenizer=None))
 OBJECTS, TEXTS, VALUES, DEEPEST = 1 << 14, 1 << 17, 1 << 20, 100
@@ -199,6 +202,43 @@ class Noted(BaseModel):
     def _note(self) -> Noted:
         self.turn = _Turns.number
         return self
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [(MemoryError(), 503, "out_of_memory"), (OSError(errno.ENOSPC, "No space left"), 507, "storage_unavailable")],
+    ids=["memory", "disk"],
+)
+@pytest.mark.parametrize("is_form", [False, True])
+def test_a_body_without_room_is_no_fault_of_its_client(fault: Exception, status: int, code: str, is_form: bool) -> None:
+    """The framework turns each error of reading into a 400."""
+    app, router = Application(), APIRouter(route_class=BodyRoute)
+
+    @router.post("/json")
+    async def read_body(body: dict[str, int]) -> None:
+        raise AssertionError
+
+    @router.post("/form")
+    async def read_form(file: Annotated[UploadFile, File()]) -> None:
+        raise AssertionError
+
+    app.include_router(router)
+    error_responses.install(app)
+
+    async def fails(right: Any, *operands: Any) -> None:
+        raise fault
+
+    async def run() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            if is_form:
+                return await client.post("/form", files={"file": b"x"})
+            return await client.post("/json", json={"a": 1})
+
+    with instead(starlette.datastructures.UploadFile, "write", fails), instead(bodies, "read_json", fails):
+        response = asyncio.run(run())
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert int(response.headers["retry-after"]) > 0
 
 
 def test_bodies_that_come_together_are_validated_in_different_turns() -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server import daemon
 from server.settings.settings import Serve
@@ -89,8 +90,8 @@ def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
 
 
 def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> None:
-    """A request on a connection that was idle for as long as load balancers keep one would be cut
-    off.
+    """A request on a connection that was idle for as long as load balancers and pools keep one
+    would be cut off.
     """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -98,10 +99,10 @@ def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> Non
 
     settings = Serve(model="m", max_connections=9, receive_timeout=TIMEOUT_S)
     with instead(daemon, "build_app", lambda *_: app):
-        server.config = daemon._uvicorn_config(cast(Any, SimpleNamespace(settings=settings)))
+        server.config = daemon._uvicorn_config(cast(Any, SimpleNamespace(settings=settings)), cast(Any, None))
     wire = server.connect()
     server.send(wire, GET)
-    server.pass_s(60)
+    server.pass_s(100)
     server.send(wire, GET)
     assert wire.statuses == [200, 200]
     assert wire.ended == ""
@@ -392,3 +393,92 @@ def test_a_tunnel_is_refused(server: Server) -> None:
     wire = server.connect()
     server.send(wire, b"CONNECT there:443 HTTP/1.1\r\nhost: there:443\r\n\r\n")
     assert wire.statuses == [400]
+
+
+# -- the drain -------------------------------------------------------------------------------------
+
+
+def drain(server: Server, *wires: Any) -> None:
+    """Begin to drain, as the daemon does."""
+    server.waiting.is_draining = True
+    for wire in wires:
+        wire.connection.begin_drain()
+    server.pass_s(0)
+
+
+@pytest.mark.parametrize("begins_first", [False, True])
+def test_each_answer_in_a_drain_closes_its_connection(server: Server, begins_first: bool) -> None:
+    """One was idle, one waited for two answers, and one is new. Heads that have been sent stay."""
+    idle, waiting = server.connect(), server.connect()
+    server.send(idle, GET)
+    server.may_answer.clear()
+    server.begins_first = begins_first
+    server.send(waiting, GET + GET)
+    drain(server, idle, waiting)
+    assert (idle.ended, waiting.ended) == ("", "")
+    new = server.connect()
+    server.send(new, GET)
+    server.may_answer.set()
+    server.send(idle, GET)
+    assert (idle.statuses, waiting.statuses, new.statuses) == ([200, 200], [200, 200], [200])
+    for wire in (idle, waiting, new):
+        assert wire.written.count(b"connection: close") == 1
+        assert wire.ended == "closed"
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET /a", POST + b"content-length: 9\r\n\r\n", POST + b"transfer-encoding: chunked\r\n\r\n3\r\na"]
+)
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_an_incomplete_request_has_a_second_in_a_drain(server: Server, begun: bytes, is_earlier: bool) -> None:
+    """If it had begun before, and if it begins later. Further bytes give no further time."""
+    wire = server.connect()
+    if is_earlier:
+        server.send(wire, begun)
+    drain(server, wire)
+    if not is_earlier:
+        server.send(wire, begun)
+    server.pass_s(0.9)
+    assert (wire.statuses, wire.ended) == ([], "")
+    server.send(wire, b"1")
+    server.pass_s(0.2)
+    assert wire.statuses == [503]
+    assert "shutting down" in wire.error["message"]
+    assert b"retry-after: " in wire.written
+    assert "left" in server.received or begun == b"GET /a"
+    server.pass_s(LINGER_S + 0.5)
+    assert wire.ended == "aborted"
+
+
+def test_the_rest_of_a_request_is_served_in_a_drain(server: Server) -> None:
+    """Clients send head and body in two pieces."""
+    wire = server.connect()
+    server.send(wire, POST + b"content-length: 2\r\n\r\n")
+    drain(server, wire)
+    server.send(wire, b"ab")
+    assert (wire.statuses, wire.ended) == ([200], "closed")
+    assert b"connection: close" in wire.written
+
+
+def test_an_answer_that_is_not_read_is_cut_off_at_the_end(server: Server) -> None:
+    """Its task ends by itself, so that none is cancelled; an idle connection is left alone."""
+    wire, idle = server.connect(), server.connect()
+    server.may_answer.clear()
+    server.send(wire, GET)
+    for connection in (wire.connection, idle.connection):
+        connection.abandon()
+    assert (wire.ended, idle.ended) == ("aborted", "")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_a_body_without_memory_gets_503(server: Server) -> None:
+    def out_of_memory(right: Any, connection: Any, body: bytes) -> None:
+        raise MemoryError
+
+    wire = server.connect()
+    with instead(HttpToolsProtocol, "on_body", out_of_memory):
+        server.send(wire, POST + b"content-length: 2\r\n\r\nab")
+    assert wire.statuses == [503]
+    assert wire.error["code"] == "out_of_memory"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -291,16 +290,21 @@ def test_more_answers_than_connections_are_refused(guarded: Daemon) -> None:
 
 
 @pytest.mark.slow
-def test_the_limit_of_open_files_is_raised() -> None:
-    """To the hard limit, some of it left for other files."""
+@pytest.mark.parametrize(
+    ("limit", "wanted", "expected", "warns"), [(300, 0, 249, False), (300, 100, 100, False), (60, 0, 28, True)]
+)
+def test_connections_leave_room_for_open_files(limit: int, wanted: int, expected: int, warns: bool) -> None:
+    """The limit of files is raised to the hard limit. Too few connections are a warning."""
     code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300));"
-        "from server.daemon import raise_file_limit;"
-        "print(raise_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (50, {limit}));"
+        "import logging; logging.basicConfig(); from server.daemon import most_connections;"
+        f"print(most_connections({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.split() == ["204", "300", "300"]
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) != (300, 300)
+    most, soft, hard = map(int, done.stdout.split())
+    assert expected - 8 < most <= expected
+    assert (soft, hard) == (limit, limit)
+    assert ("raise the limit of open files" in done.stderr) == warns
 
 
 def test_httpx_reuses_a_connection_after_a_refusal(daemon: Daemon) -> None:
