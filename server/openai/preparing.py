@@ -216,7 +216,7 @@ async def prepare(
     if max_tokens is not None and min(bounds) < max_tokens:
         cut_bound = min(bounds)
     this_call().on_prompt.close()
-    return Generation(requests, server.tokenizer, options, body.n, structure.param, cut_bound)
+    return Generation(requests, server.tokenizer, options, body.n, structure, cut_bound)
 
 
 async def _bad_words(server: Server, body: GenerationFields) -> tuple[tuple[int, ...], ...]:
