@@ -89,6 +89,16 @@ def repetition_penalty_of(body: GenerationFields) -> float | None:
     return body.repetition_penalty
 
 
+def seed_of(body: GenerationFields) -> int | None:
+    """Return the seed under either of its names. Raises RequestError if both are given and
+    differ.
+    """
+    if body.random_seed is None or body.seed is None or body.seed == body.random_seed:
+        return given_or(body.seed, body.random_seed)
+    message = f"random_seed {body.random_seed} is not seed {body.seed}; send one of them"
+    raise RequestError(message, "random_seed")
+
+
 def sampling_of(
     body: GenerationFields,
     defaults: GenerationDefaults,

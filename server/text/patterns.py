@@ -49,17 +49,17 @@ def without_look_around(pattern: str) -> list[str]:
     if not pattern.startswith("^") or has_outer_choice(pattern):
         return []
     rest = pattern[1:]
-    found = []
+    patterns = []
     while rest.startswith(("(?=", "(?!")):
         end = _group_end(rest)
-        found.append(_said_plainly(rest[:end]))
+        patterns.append(_said_plainly(rest[:end]))
         rest = rest[end:]
     if decimal := _DECIMAL.fullmatch(rest):
         begin, whole, digits, fraction = decimal.groups()
         rest = f"{begin}(?:{whole}$|{fraction})"
-        found.append(f"^{begin}{digits}")
-    found.insert(0, f"^{rest}")
-    return [] if any(map(has_look_around, found)) else found
+        patterns.append(f"^{begin}{digits}")
+    patterns.insert(0, f"^{rest}")
+    return [] if any(map(has_look_around, patterns)) else patterns
 
 
 def _said_plainly(look: str) -> str:
@@ -67,8 +67,8 @@ def _said_plainly(look: str) -> str:
     if look.startswith("(?="):
         return f"^(?:{look[3:]}"
     for denial, plain in _DENIALS:
-        if found := denial.fullmatch(look):
-            return found.expand(plain)
+        if match := denial.fullmatch(look):
+            return match.expand(plain)
     return look
 
 

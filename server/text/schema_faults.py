@@ -23,7 +23,7 @@ _NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[bB1-9]")
 """Parts of regular expressions that the library does not follow."""
 
 
-class _Place(NamedTuple):
+class _Keyword(NamedTuple):
     """A keyword of a schema."""
 
     path: str
@@ -35,21 +35,21 @@ class _Place(NamedTuple):
 class _Fault(NamedTuple):
     message: re.Pattern[str]
     """Message of the library."""
-    is_at: Callable[[_Place, re.Match[str]], bool]
+    is_at: Callable[[_Keyword, re.Match[str]], bool]
     """Whether a keyword has caused the message."""
     advice: str
 
 
-def _is_unknown_reference(place: _Place, _: re.Match[str]) -> bool:
+def _is_unknown_reference(place: _Keyword, _: re.Match[str]) -> bool:
     return place.key == "$ref" and referred(place.root, place.value) is True
 
 
-def _is_odd_pattern(place: _Place, _: re.Match[str]) -> bool:
+def _is_odd_pattern(place: _Keyword, _: re.Match[str]) -> bool:
     patterns = {"pattern": [place.value], "patternProperties": place.value}.get(place.key, [])
     return any(_NOT_REGULAR.search(str(pattern)) for pattern in patterns)
 
 
-def _is_overlap(place: _Place, _: re.Match[str]) -> bool:
+def _is_overlap(place: _Keyword, _: re.Match[str]) -> bool:
     if place.key != "oneOf" or not isinstance(place.value, list):
         return False
     return not all(_exclude(*pair, place.root) for pair in itertools.combinations(place.value, 2))
@@ -58,7 +58,7 @@ def _is_overlap(place: _Place, _: re.Match[str]) -> bool:
 _FAULTS = (
     _Fault(
         re.compile(r"Unimplemented keys: (\[.*?\])"),
-        lambda place, found: place.key in json.loads(found[1]),
+        lambda place, match: place.key in json.loads(match[1]),
         f"cannot be followed while an answer is written; leave it out, {_LENIENT}",
     ),
     _Fault(
@@ -111,22 +111,22 @@ def explained(reason: str, schema: Any) -> str:
 
 def _explained(reason: str, schema: Mapping[str, Any]) -> str:
     for fault in _FAULTS:
-        if not (found := fault.message.search(reason)):
+        if not (match := fault.message.search(reason)):
             continue
-        paths = [place.path for place in _places(schema, "", schema) if fault.is_at(place, found)]
+        paths = [place.path for place in _places(schema, "", schema) if fault.is_at(place, match)]
         if paths:
             more = f" and {len(paths) - _MOST_SHOWN} more" * (len(paths) > _MOST_SHOWN)
             return f"{', '.join(paths[:_MOST_SHOWN])}{more} {fault.advice}"
     return reason
 
 
-def _places(schema: Any, path: str, root: Mapping[str, Any]) -> Iterator[_Place]:
+def _places(schema: Any, path: str, root: Mapping[str, Any]) -> Iterator[_Keyword]:
     """Yield all keywords of a schema and of the schemas in it."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
         at = f"{path}.{shown(key)}".removeprefix(".")
-        yield _Place(at, key, value, root)
+        yield _Keyword(at, key, value, root)
         if key in NAMED_SCHEMAS and isinstance(value, dict):
             for name, part in value.items():
                 yield from _places(part, f"{at}.{shown(name)}", root)
@@ -137,16 +137,16 @@ def _places(schema: Any, path: str, root: Mapping[str, Any]) -> Iterator[_Place]
             yield from _places(value, at, root)
 
 
-def _exclude(one: Any, other: Any, root: Mapping[str, Any], with_properties: bool = True) -> bool:
+def _exclude(left: Any, right: Any, root: Mapping[str, Any], with_properties: bool = True) -> bool:
     """Return whether two schemas certainly have no value in common."""
-    one, other = _followed(one, root), _followed(other, root)
-    pairs = ((_types(one), _types(other)), (_values(one), _values(other)))
+    left, right = _followed(left, root), _followed(right, root)
+    pairs = ((_types(left), _types(right)), (_values(left), _values(right)))
     if any(mine and theirs and mine.isdisjoint(theirs) for mine, theirs in pairs):
         return True
     if not with_properties:
         return False
-    marks = set(one.get("required", ())) & set(other.get("required", ()))
-    first, second = one.get("properties", {}), other.get("properties", {})
+    marks = set(left.get("required", ())) & set(right.get("required", ()))
+    first, second = left.get("properties", {}), right.get("properties", {})
     return any(_exclude(first.get(name), second.get(name), root, False) for name in marks)
 
 

@@ -124,7 +124,7 @@ def tool_use_of(body: ChatRequest, format_name: str | None, refusal: str = "") -
         raise RequestError(f"tools: there are two functions {twice!r}", "tools")
     choice = body.tool_choice
     if not functions:
-        if isinstance(choice, NamedChoice | AllowedTools) or choice == "required":
+        if isinstance(choice, NamedChoice | AllowedTools) or choice in ("required", "any"):
             raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
         return None
     if choice == "none":

@@ -153,7 +153,7 @@ def test_schemas_of_everyday_tools_are_taken_or_refused_by_place() -> None:
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
 @pytest.mark.parametrize("is_forced", [True, False])
 def test_a_refused_tool_is_named_with_the_place_and_a_way_out_that_works(form: str, is_forced: bool) -> None:
-    """Tools beside it are not accused. Patterns have no lenient reading."""
+    """Other tools are not accused. Patterns have no lenient reading."""
     fine = {"type": "object", "properties": {"n": {"type": "integer"}}}
     for name in ("zod's xorOver", "zod's notfoo", f"pydantic's {set[int]}"):
         more = {"type": "object", "properties": {"deep": SCHEMAS[name]}}
@@ -269,7 +269,7 @@ EXAMPLES: Mapping[str, Any] = {
 
 
 def test_the_page_lists_the_keywords() -> None:
-    """As the library treats them."""
+    """The library decides which."""
     followed, not_followed = [], []
     for key, value in EXAMPLES.items():
         error = refusal(of_answer({"$defs": {"a": {}}, **BESIDE.get(key, {}), key: value}))
