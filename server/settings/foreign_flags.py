@@ -206,7 +206,7 @@ LONGEST_SHORT = 3
 """Most letters of a flag that may have one dash."""
 NAMES = frozenset({*SAME, *OPPOSITE, *FOREIGN, "speculative_config", "speculative_algorithm"})
 _FOREIGN_SWITCHES = [name for name, foreign in FOREIGN.items() if foreign.is_switch]
-SWITCHES = frozenset({*OPPOSITE, "disable_cuda_graph", "log_requests", *_FOREIGN_SWITCHES})
+SWITCHES = frozenset({*OPPOSITE, "cache_prompt", "disable_cuda_graph", "log_requests", *_FOREIGN_SWITCHES})
 
 _HEAD_METHODS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
 """Methods of trained heads: the head's own config.json says what it is."""
@@ -298,28 +298,30 @@ def _speculation(asked: dict[str, Any], name: str) -> dict[str, Any]:
     _check_speculation(asked, name)
     settings = _drafter_settings(asked, name)
     if asked.get("speculative_token_tree") is not None:
-        settings |= {"draft_length": None, "draft_tree": _widths(asked["speculative_token_tree"], name)}
+        settings |= _tree_settings(asked["speculative_token_tree"], name)
     return {setting: value for setting, value in settings.items() if value is not None}
 
 
-def _widths(tree: Any, name: str) -> str:
-    """Return vLLM's tree, a list of paths of child numbers, as children per node by depth. Raises
-    ConfigError for a tree whose nodes of a depth have different numbers of children.
+def _tree_settings(tree: Any, name: str) -> dict[str, Any]:
+    """Return settings for vLLM's tree, a list of paths of child numbers; none with one log line if
+    nodes of a depth have different numbers of children. Raises ConfigError for anything else.
     """
     place = f"{name} speculative_token_tree"
     try:
-        paths = sorted({tuple(map(int, path)) for path in ast.literal_eval(str(tree))})
+        paths = {tuple(map(int, path)) for path in ast.literal_eval(str(tree))}
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise ConfigError(f"{place}: not a list of paths such as [(0,), (1,), (0, 0)] ({error})") from error
     depth = max(map(len, paths), default=0)
     widths = [1 + max(path[level] for path in paths if len(path) > level) for level in range(depth)]
     num_nodes = sum(itertools.accumulate(widths, operator.mul))
-    is_full = num_nodes == len(paths) and all(
-        0 <= child < width for path in paths for child, width in zip(path, widths, strict=False)
-    )
-    if not depth or () in paths or not is_full:
-        raise ConfigError(f"{place}: all nodes of a depth need as many children here; send --draft-tree, such as 3,2,1")
-    return ",".join(map(str, widths))
+    has_negative = any(child < 0 for path in paths for child in path)
+    if () in paths or has_negative or num_nodes != len(paths):
+        log.warning("%s has no effect here: nodes of a depth need as many children (--draft-tree)", place)
+        return {}
+    rule = None
+    if any(width > 1 for width in widths[1:]):
+        rule = "traversal"  # the default rule verifies chains that share no token
+    return {"draft_length": None, "draft_tree": ",".join(map(str, widths)), "spec_rule": rule}
 
 
 def _check_speculation(asked: dict[str, Any], name: str) -> None:

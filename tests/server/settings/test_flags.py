@@ -102,6 +102,14 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
             'm --speculative-config \'{"model": "d", "speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0)]"}\'',
             "m --draft-model d --draft-tree 2,1",
         ),
+        (
+            'm --speculative-config \'{"model": "d", "speculative_token_tree": [[0], [0, 0], [0, 1]]}\'',
+            "m --draft-model d --draft-tree 1,2 --spec-rule traversal",
+        ),
+        (
+            'm --speculative-config \'{"model": "d", "speculative_token_tree": "[(0,), (1,), (0, 0)]"}\'',
+            "m --draft-model d",
+        ),
         ("m --speculative-algorithm NEXTN --speculative-num-steps 3", "m --draft-model mtp --draft-length 3"),
         (
             'm --speculative-config \'{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}\'',
@@ -154,7 +162,6 @@ def test_flags_of_other_servers_become_settings(pasted: str, ours: str) -> None:
         (["--top-p", "0.9"], "send it in requests"),
         (["--speculative-config", '{"method": "medusa", "model": "d"}'], "method medusa: not served; draft by a small"),
         (["--speculative-config", '{"method": "eagle3"}'], "names no draft model"),
-        (["--speculative-config", '{"model": "d", "speculative_token_tree": "[(0,), (1,), (0, 0)]"}'], "--draft-tree"),
         (["--speculative-config", '{"model": "d", "speculative_token_tree": "4"}'], "not a list of paths"),
         (["--speculative-config", '{"method": "mtp", "model": "d"}'], "inside the target; leave out model"),
         (["--speculative-config", '{"method": "mtp", "revision": "r"}'], "inside the target; leave out revision"),
