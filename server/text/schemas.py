@@ -7,6 +7,7 @@ expressions (`patterns.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ _SAY_NOTHING: Mapping[str, tuple[Any, ...]] = {
     **{key: ({},) for key in ("dependentRequired", "dependentSchemas", "dependencies")},
     **{key: (True, {}) for key in ("propertyNames", "unevaluatedProperties", "unevaluatedItems")},
 }
+_MOST_COPIED = 1 << 14
+"""Maximum number of characters of properties with equal values."""
 _NEEDS = {"then": ("if",), "else": ("if",), "if": ("then", "else")}
 _NEEDS |= {"minContains": ("contains",), "maxContains": ("contains",)}
 # Keys with which an object may have properties that are not listed.
@@ -163,7 +166,7 @@ class _Cleaner:
             name_schema = {key: value for key, value in name_schema.items() if key != "format"}
         try:
             names = alternatives(name_schema, self._root)
-        except CannotSplit:
+        except (CannotSplit, TypeError, AttributeError):  # the latter for values of other types than theirs
             return schema
         if [ANY_TEXT] in names.strings:
             return rest
@@ -173,6 +176,9 @@ class _Cleaner:
         if not is_known or not (listed or patterns):
             return schema
         value = rest.get("additionalProperties", True)
+        if len(listed) * len(str(value)) > _MOST_COPIED:
+            patterns += map(re.escape, listed)
+            listed = []
         rest["properties"] = dict.fromkeys(listed, value)
         if patterns:
             rest["patternProperties"] = {f"^(?:{'|'.join(patterns)})$": value}
@@ -195,15 +201,20 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     same.
     """
     pattern = schema.get("pattern")
-    if not isinstance(pattern, str) or not has_look_around(pattern):
+    if not isinstance(pattern, str) or not has_look_around(pattern) or not isinstance(schema.get("allOf", []), list):
         return schema
     first, *others = without_look_around(pattern) or [""]
+    if first and others:
+        return {
+            **schema,
+            "pattern": first,
+            "allOf": [*schema.get("allOf", ()), *({"pattern": other} for other in others)],
+        }
     if first:
-        every = [*schema.get("allOf", []), *({"pattern": other} for other in others)]
-        return {**schema, "pattern": first} | ({"allOf": every} if every else {})
-    if "format" not in schema:
-        return schema
-    return {key: value for key, value in schema.items() if key != "pattern"}
+        return {**schema, "pattern": first}
+    if "format" in schema:
+        return {key: value for key, value in schema.items() if key != "pattern"}
+    return schema
 
 
 def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Structure:
         reason = str(error)
         rule = ""
         if at := _LINE.search(reason):
-            line = self.grammar.splitlines()[int(at[1]) - 1]
+            line = self.grammar.split("\n")[int(at[1]) - 1]
             rule = _RULE.sub(r"args_\1", line.partition(":")[0])
         named = self.schemas.get(rule)
         if named is None or error.code is not None:

@@ -228,8 +228,20 @@ def test_other_look_around_is_not_guessed(pattern: str) -> None:
 def test_odd_keywords_do_not_hide_the_reason() -> None:
     for odd in ({"properties": 1}, {"required": [{}]}, {"$ref": 1}, {"minimum": "x"}, {"patternProperties": 3}):
         schema = {"oneOf": [odd, {"type": "object"}], **odd}
+        of_answer({"propertyNames": odd, "allOf": 1, "pattern": "^(?=a)b"})
         error = of_answer(schema).refused(RequestError("oneOf constraints, range, are not disjoint", GRAMMAR))
         assert str(error).startswith("response_format: ")
+
+
+def test_many_names_of_properties_make_no_long_grammar() -> None:
+    """Records in records, whose names would multiply."""
+    schema: Any = {"type": "integer"}
+    for _ in range(6):
+        names = {"enum": [f"name {number}" for number in range(100)]}
+        schema = {"type": "object", "propertyNames": names, "additionalProperties": schema}
+    assert len(of_answer(schema).grammar) < 100_000
+    assert accepts(schema["additionalProperties"]["additionalProperties"], {"name 7": {"name 99": {}}})
+    assert not accepts(schema, {"name 100": {}})
 
 
 def test_white_space_stays_compact_in_lenient_schemas() -> None:
