@@ -29,8 +29,8 @@ from server.wire.errors import ErrorEnvelope, to_api_error
 from server.wire.fields import MAX_STRINGS, CompletionRequest, GenerationFields, Listed, Wire
 from server.wire.unsupported_fields import UNSUPPORTED, refuse_unsupported
 
-_PARAMS = {"max_tokens": "n_predict", "prompt": "input_prefix", "n": "n_cmpl"}
-"""Names that `/infill` has for a completion's fields."""
+_PARAMS = {"max_tokens": "n_predict", "n": "n_cmpl"}
+"""Names that both endpoints have for a completion's fields."""
 _OWN_ORDER = ("penalties", "temperature", "min_p", "top_k", "top_p")
 """Samplers that are served, in the order in which they are applied."""
 _BY_OWN_FIELDS = frozenset({"dry", "xtc", "typ_p", "typical_p", "top_n_sigma", "adaptive_p"})
@@ -139,7 +139,10 @@ async def _prepared(
     """Return the generation of an answer. ends: tokens that end it, besides the model's."""
     completion = _as_completion(body, sampling, prompt)
     line_bounds = partial(LineBounds, body.n_indent, max(0, body.t_max_predict_ms) / 1000)
-    with endpoint_names(_PARAMS):
+    params = _PARAMS
+    if isinstance(body, InfillRequest):
+        params = _PARAMS | {"prompt": "input_prefix"}
+    with endpoint_names(params):
         return await prepare(server, completion, [prompt], _max_tokens(body), filling=Filling(ends, line_bounds))
 
 
