@@ -45,6 +45,7 @@ SAME = {
     "cache_prompt": "enable_prefix_caching",
     "page_size": "block_size",
     "reasoning_format": "reasoning_parser",
+    "spec_type": "spec_drafters",
     "speculative_eagle_topk": "num_drafts",
     "tokenizer_path": "tokenizer",
 }
@@ -60,6 +61,10 @@ OPPOSITE = {
 VALUES = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "generation_config": {"vllm": "neutral"},
+    "spec_drafters": {
+        "none": "model",
+        **dict.fromkeys(("ngram-cache", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "prompt_lookup"),
+    },
     "reasoning_parser": {
         "deepseek": "auto",
         "deepseek-r1": "deepseek_r1",

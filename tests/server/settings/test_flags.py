@@ -95,8 +95,8 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         ),
         ("m --speculative-eagle-topk 2 --speculative-num-draft-tokens 6", "m --num-drafts 2"),
         (
-            "m --no-cache-prompt --reasoning-format deepseek -sm none",
-            "m --no-enable-prefix-caching --reasoning-parser auto",
+            "m --no-cache-prompt --reasoning-format deepseek -sm none --spec-type ngram-simple",
+            "m --no-enable-prefix-caching --reasoning-parser auto --spec-drafters prompt_lookup",
         ),
         (
             'm --speculative-config \'{"model": "d", "speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0)]"}\'',
@@ -139,7 +139,7 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
             "--disable-radix-cache --speculative-algorithm STANDALONE --speculative-draft-model-path d "
             "--speculative-num-steps 3 --speculative-eagle-topk 2 --disable-cuda-graph",
             "m --tensor-parallel-size 2 --max-model-len 4096 --gpu-memory-utilization 0.8 --max-num-seqs 8 "
-            "--enforce-eager --no-enable-prefix-caching --draft-model d --draft-length 3",
+            "--enforce-eager --no-enable-prefix-caching --draft-model d --draft-length 3 --num-drafts 2",
         ),
         # llama.cpp
         (
