@@ -37,7 +37,7 @@ SHOWN_BY = {
         "server/wire/test_bad_requests"
     ),
     "stop include_stop_str_in_output": "server/text/test_stop_cut server/openai/test_stop_strings",
-    "suffix": "server/openai/test_suffix",
+    "suffix random_seed": "server/openai/test_suffix",
     "skip_special_tokens": "server/openai/test_logprobs",
     "logprobs top_logprobs echo prompt_logprobs": "engine/test_logprobs server/openai/test_logprobs",
     "response_format structured_outputs": "server/openai/test_structured",

@@ -12,31 +12,35 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import ConfigError, LoadError, first_line
-from engine.models.files import first_of, model_file, read_object
+from engine.models.files import model_file, read_object
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Prefix that peft gives the names of a model's modules."""
-_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "fan_in_fan_out": (None, False),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "layer_replication": (None, []),
-    "lora_bias": (None, False),
-    "bias": (None, "none"),
-}
-"""Fields of the configuration that change more than low-rank parts of weights, with the values that
-change nothing.
-"""
+_READ = frozenset(
+    "peft_type base_model_name_or_path r lora_alpha rank_pattern alpha_pattern use_rslora init_lora_weights".split()
+)
+_WITHOUT_EFFECT = frozenset(
+    """
+    task_type auto_mapping peft_version revision inference_mode target_modules exclude_modules layers_to_transform
+    layers_pattern lora_dropout megatron_core qalora_group_size runtime_config ensure_weight_tying
+    loftq_config eva_config corda_config lora_ga_config lora_dtype lorap_lr_ratio lorap_emb_lr
+    """.split()
+)
+"""Fields about training, and about layers that the tensors name."""
+_OFF: tuple[Any, ...] = (None, False, [], {}, "", "none")
+"""Values with which any other field has no effect, whichever version of peft added it."""
+INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations that leave the model's own weights as they are."""
+_CHECKPOINT_KEY = re.compile(r"\.lora_[AB]\.[^.]+\.weight$")
+_LONGEST_SHOWN = 80
+_MERGE = "merge it with peft (merge_and_unload) and serve the result"
 
 
 class Adapter(NamedTuple):
@@ -84,21 +88,46 @@ def read_adapter(name: str) -> Adapter:
     stored = read_object(path)
     if stored.get("peft_type") != "LORA":
         raise ConfigError(f"{name}: an adapter of the type {stored.get('peft_type')!r}; LORA alone is served")
-    for field, neutral in _UNSERVED.items():
-        if stored.get(field) not in neutral:
-            raise ConfigError(f"{name}: adapters with {field} = {stored[field]!r} are not served; merge it with peft")
+    for field in sorted(stored.keys() - _READ - _WITHOUT_EFFECT):
+        if stored[field] not in _OFF:
+            shown = repr(stored[field])[:_LONGEST_SHOWN]
+            raise ConfigError(f"{name}: adapters with {field} = {shown} are not served; {_MERGE}")
+    start = stored.get("init_lora_weights")
+    if (start.lower() if isinstance(start, str) else start) not in INITS:
+        raise ConfigError(
+            f"{name}: init_lora_weights = {start!r} has changed the model's own weights before the training; {_MERGE}, "
+            "or save it as plain LoRA (peft: path_initial_model_for_weight_conversion)"
+        )
     rank, alpha = stored.get("r"), stored.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if not isinstance(rank, int) or rank < 1 or not _is_number(alpha):
         raise ConfigError(f"{name}: r = {rank!r} and lora_alpha = {alpha!r} must be numbers, r at least 1")
+    if not isinstance(stored.get("use_rslora"), bool | None):
+        raise ConfigError(f"{name}: use_rslora = {stored['use_rslora']!r} must be true or false")
     return Adapter(
         name=name,
         base=str(stored.get("base_model_name_or_path") or ""),
         rank=rank,
         alpha=alpha,
-        rank_pattern=stored.get("rank_pattern") or {},
-        alpha_pattern=stored.get("alpha_pattern") or {},
+        rank_pattern=_patterns(name, stored, "rank_pattern"),
+        alpha_pattern=_patterns(name, stored, "alpha_pattern"),
         is_stabilised=bool(stored.get("use_rslora")),
     )
+
+
+def _patterns(name: str, stored: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Return numbers by patterns of modules' names. Raise ConfigError for anything else."""
+    patterns = stored.get(field) or {}
+    try:
+        if all(_is_number(patterns[pattern]) and re.compile(pattern) for pattern in patterns):
+            return dict(patterns)
+    except (TypeError, re.error):
+        pass
+    shown = repr(patterns)[:_LONGEST_SHOWN]
+    raise ConfigError(f"{name}: {field} = {shown} must have a number for each pattern of a module's name")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @torch.no_grad()
@@ -106,12 +135,15 @@ def merge(model: Any, adapter: Adapter) -> int:
     """Add an adapter to a model's weights, and return the number of changed weights.
 
     Raise LoadError if a tensor of the adapter has no place in the model, before any weight is
-    changed.
+    changed, and for merged weights beyond the range of their type.
     """
     parts = list(_parts(model, adapter))
     for linear, change, left, right in parts:
         delta = change * (left.to(linear.weight.device) @ right.to(linear.weight.device))
-        linear.weight.data = (linear.weight.float() + delta).to(linear.weight.dtype)
+        merged = (linear.weight.float() + delta).to(linear.weight.dtype)
+        if not merged.isfinite().all():
+            raise LoadError(f"{adapter.name}: merged weights exceed {merged.dtype}; start with --dtype float32")
+        linear.weight.data = merged
     return len(parts)
 
 
@@ -120,33 +152,52 @@ def _parts(model: Any, adapter: Adapter) -> Iterator[tuple[nn.Linear, float, Ten
     tensors = _tensors(adapter)
     modules = dict(model.named_modules())
     pairs: dict[str, dict[str, Tensor]] = {}
-    unplaced = []
     for key, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise LoadError(f"{adapter.name}: {key} has numbers that are not finite; train or save the adapter again")
         module, _, part = key.removeprefix(_PREFIX).rpartition(".lora_")
         if module and part in ("A.weight", "B.weight"):
+            _check_layer(adapter, modules, module)
             pairs.setdefault(module, {})[part[0]] = tensor
-        elif not _is_copy(modules, key, tensor):
-            unplaced.append(key)
-    unplaced += [module for module in pairs if type(modules.get(module)) is not nn.Linear]
-    if unplaced or not pairs:
-        shown = f"{len(unplaced)} tensors, such as {first_of(unplaced)}" if unplaced else "its weights"
-        raise LoadError(f"{adapter.name}: {shown} change no plain linear layer of the model; is it for another model?")
+            continue
+        own = _own_weight(modules, key)
+        if own is None or not torch.equal(own, tensor.to(own)):
+            raise LoadError(f"{adapter.name}: {_unplaced(key, own)}")
+    if not pairs:
+        raise LoadError(f"{adapter.name}: it has no low-rank part of a linear layer; save the adapter again")
     head = model.get_output_embeddings()
     for module, pair in sorted(pairs.items()):
         linear = modules[module]
         _check_pair(adapter, module, pair, linear.weight.shape)
         if linear is head and head.weight is model.get_input_embeddings().weight:
-            raise LoadError(f"{adapter.name}: {module} is also the model's embedding; merge the adapter with peft")
+            raise LoadError(f"{adapter.name}: {module} is also the model's embedding; {_MERGE}")
         yield linear, adapter.scale(module), pair["B"].float(), pair["A"].float()
 
 
-def _is_copy(modules: Mapping[str, Any], key: str, tensor: Tensor) -> bool:
-    """Whether a tensor is the model's own weight, which peft stores with adapters of the output
-    head.
-    """
-    name, _, rest = key.removeprefix(_PREFIX).partition(".base_layer")
-    weight = getattr(modules.get(name), "weight", None)
-    return rest == ".weight" and weight is not None and torch.equal(weight, tensor.to(weight))
+def _check_layer(adapter: Adapter, modules: Mapping[str, Any], module: str) -> None:
+    """Raise LoadError if an adapter changes a module that is no plain linear layer."""
+    layer = modules.get(module)
+    if layer is None:
+        base = adapter.base or "it names none"
+        raise LoadError(f"{adapter.name}: the model has no layer {module}; is it for another model ({base})?")
+    if type(layer) is not nn.Linear:
+        raise LoadError(f"{adapter.name}: {module} ({type(layer).__name__}) is no plain linear layer; {_MERGE}")
+
+
+def _own_weight(modules: Mapping[str, Any], key: str) -> Tensor | None:
+    """Return the model's weight in the place of a tensor, which peft stores with some adapters."""
+    module, _, name = key.removeprefix(_PREFIX).replace(".base_layer.", ".").rpartition(".")
+    weight = getattr(modules.get(module), name, None)
+    return weight if isinstance(weight, Tensor) else None
+
+
+def _unplaced(key: str, own: Tensor | None) -> str:
+    """Return why a tensor is not served, and what to do. own: the model's weight in its place."""
+    if _CHECKPOINT_KEY.search(key):
+        return f"{key} has an adapter's name in it, as in a checkpoint of a training; save it with save_pretrained"
+    if own is not None:
+        return f"{key} is a whole weight that differs from the model's (trained, or of another size); {_MERGE}"
+    return f"{key} is no part of a plain linear layer (another layer or method); {_MERGE}"
 
 
 def _check_pair(adapter: Adapter, module: str, pair: Mapping[str, Tensor], shape: torch.Size) -> None:

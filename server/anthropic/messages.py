@@ -103,7 +103,8 @@ class AnthropicMessage(Wire):
 class CountTokensRequest(Body):
     """Body of `POST /v1/messages/count_tokens`: the part of a request that makes its prompt."""
 
-    model: Name
+    model: Name | None = None
+    """Name of the model; without one the served model answers."""
     messages: Annotated[Listed[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Blocks | None = None
     tools: Annotated[Listed[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -400,7 +401,7 @@ def _block(part: Part) -> dict[str, Any]:
         return {"type": "tool_use", **fields}
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": "", "citations": None}
+    return {"type": "text", "text": ""}
 
 
 def _whole_input(arguments: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from server.anthropic.messages import CountTokensRequest, MessagesRequest, MessageWriter, as_chat
 from server.http.bodies import BodyRoute
-from server.openai.preparing import chat_prompt
+from server.openai.preparing import chat_prompt, check_model
 from server.openai.translating import answer_translated, checked, endpoint_names
 from server.state import Server
 
@@ -20,6 +20,7 @@ def build_router(server: Server) -> APIRouter:
     async def create_message(http: Request, body: MessagesRequest) -> Response:
         """Answer a conversation in the format of Anthropic's Messages API; nothing is stored."""
         server.unknown_fields.check(body)
+        body.model = check_model(server, body.model)
         return await answer_translated(http, server, body, as_chat, MessageWriter, _params(body))
 
     @router.post("/v1/messages/count_tokens")

@@ -43,11 +43,12 @@ API_PATHS = (
     "/tokenize",
     "/detokenize",
     "/infill",
+    "/completion",
 )
 """Paths that clients with a wrong base URL miss."""
 
 
-PROTECTED = ("/v1/", "/infill", "/tokenize", "/detokenize", "/dashboard/state")
+PROTECTED = ("/v1/", "/infill", "/completion", "/tokenize", "/detokenize", "/dashboard/state")
 """Beginnings of the paths that need a key, if the server has keys; `/tokenizer_info` is among
 them.
 """

@@ -40,7 +40,7 @@ _OPERATION_PATHS = frozenset(
 _FILES_PATH = "/v1/files"
 _FORM_BYTES = 1 << 16
 """Bytes of an upload besides its file."""
-_RATED = ("/v1/", "/infill")
+_RATED = ("/v1/", "/infill", "/completion")
 """Beginnings of the paths whose POSTs the rate limit counts."""
 _MAX_REQUEST_ID = 128
 # Names of clients go to the engine. The secret prevents guessing which key or address a name stands

@@ -76,7 +76,7 @@ _WHY = {
     "500": "The server has failed.",
     "503": "The model loads, the daemon drains, or the engine has stopped.",
 }
-_NEEDS_ENGINE = ("/v1/", "/infill", "/health", "/ping", "/ready")
+_NEEDS_ENGINE = ("/v1/", "/infill", "/completion", "/health", "/ping", "/ready")
 """Paths that are 503 without a running engine."""
 
 

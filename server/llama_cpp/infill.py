@@ -1,5 +1,5 @@
-"""`POST /infill` of llama.cpp's server, for editors: the body, its translation to a completion, and
-the answer.
+"""`POST /infill` and `/completion` of llama.cpp's server, for editors: the bodies, their
+translation to a completion, and the answer.
 
 Not for: marks of gaps and their order (`text/infill.py`), or bounds of lines
 (`text/line_bounds.py`).
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
@@ -29,14 +29,15 @@ from server.wire.errors import ErrorEnvelope, to_api_error
 from server.wire.fields import MAX_STRINGS, CompletionRequest, GenerationFields, Listed, Wire
 from server.wire.unsupported_fields import UNSUPPORTED, refuse_unsupported
 
-_PARAMS = {"max_tokens": "n_predict", "prompt": "input_prefix", "n": "n_cmpl"}
-"""Names that `/infill` has for a completion's fields."""
+_PARAMS = {"max_tokens": "n_predict", "n": "n_cmpl"}
+"""Names that both endpoints have for a completion's fields."""
 _OWN_ORDER = ("penalties", "temperature", "min_p", "top_k", "top_p")
 """Samplers that are served, in the order in which they are applied."""
 _BY_OWN_FIELDS = frozenset({"dry", "xtc", "typ_p", "typical_p", "top_n_sigma", "adaptive_p"})
 """Samplers that are off unless a field of theirs turns them on, and such fields are refused."""
 _INFILL = "infill"
 _MAX_FURTHER = 1024
+_OFF_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 _SUFFIX_SHARE = 4
 """A suffix that does not fit is cut to a quarter of the room, as in llama.cpp."""
 _DECIMALS = 3
@@ -49,15 +50,9 @@ class InputExtra(Wire):
     filename: str = "tmp"
 
 
-class InfillRequest(GenerationFields):
-    """Body of `POST /infill`."""
+class LlamaFields(GenerationFields):
+    """Common fields of `/infill` and `/completion`."""
 
-    input_prefix: str
-    input_suffix: str
-    input_extra: Listed[InputExtra] = Field(default_factory=list, max_length=_MAX_FURTHER)
-    """Texts of other files; those that do not fit are left out, the first ones first."""
-    prompt: str = ""
-    """Beginning of the answer, which is not repeated in it."""
     n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Maximum number of tokens; -1 for no other limit than the context."""
     n_cmpl: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -82,17 +77,30 @@ class InfillRequest(GenerationFields):
     n_keep: int | None = None
     t_max_prompt_ms: int | None = None
     timings_per_token: bool | None = None
+    penalty_last_n: Literal[-1, 0] | None = None
+    """Number of tokens that penalties count: all of them; 0 turns penalties off."""
+
+
+class InfillRequest(LlamaFields):
+    """Body of `POST /infill`."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Listed[InputExtra] = Field(default_factory=list, max_length=_MAX_FURTHER)
+    """Texts of other files; those that do not fit are left out, the first ones first."""
+    prompt: str = ""
+    """Beginning of the answer, which is not repeated in it."""
+
+
+class LlamaCompletionRequest(LlamaFields):
+    """Body of `POST /completion`."""
+
+    prompt: str | Listed[int]
 
 
 async def prepare_infill(server: Server, body: InfillRequest) -> tuple[Generation, bool]:
     """Return the generation that fills a gap, and whether the texts were cut to the context."""
-    refuse_drafts(body.speculation)
-    body.model = check_model(server, body.model or None)
-    server.unknown_fields.check(body)
-    refuse_unsupported(body)
-    _refuse_fields_of_completions(body)
-    if body.response_fields and body.stream:
-        server.unknown_fields.ignore("response_fields", "the events of streams have all fields")
+    _check(server, body)
     infill = infill_for(server, "input_suffix")
     context = server.client.ready_facts().max_model_len
     max_tokens = _max_tokens(body)
@@ -101,15 +109,44 @@ async def prepare_infill(server: Server, body: InfillRequest) -> tuple[Generatio
     room = context - _answer_room(max_tokens, context) - infill.num_marks
     gap, is_cut = await server.tokenizer.run(_gap_of, server, body, room, size=size)
     prompt = infill.prompt(gap)
+    return await _prepared(server, body, prompt, sampling, infill.ends), is_cut
+
+
+async def prepare_llama_completion(server: Server, body: LlamaCompletionRequest) -> Generation:
+    """Return the generation that continues a text."""
+    _check(server, body)
+    sampling = _sampling_fields(server, body)
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        prompt = await server.tokenizer.run_encode(prompt, True, server.client.ready_facts().max_model_len)
+    return await _prepared(server, body, prompt, sampling, frozenset())
+
+
+def _check(server: Server, body: LlamaFields) -> None:
+    """Raise RequestError for fields that are not served, and report fields without effect."""
+    refuse_drafts(body.speculation)
+    body.model = check_model(server, body.model or None)
+    server.unknown_fields.check(body)
+    refuse_unsupported(body)
+    _refuse_fields_of_completions(body)
+    if body.response_fields and body.stream:
+        server.unknown_fields.ignore("response_fields", "the events of streams have all fields")
+
+
+async def _prepared(
+    server: Server, body: LlamaFields, prompt: Sequence[int], sampling: dict[str, Any], ends: frozenset[int]
+) -> Generation:
+    """Return the generation of an answer. ends: tokens that end it, besides the model's."""
     completion = _as_completion(body, sampling, prompt)
     line_bounds = partial(LineBounds, body.n_indent, max(0, body.t_max_predict_ms) / 1000)
-    filling = Filling(infill.ends, line_bounds)
-    with endpoint_names(_PARAMS):
-        generation = await prepare(server, completion, [prompt], max_tokens, filling=filling)
-    return generation, is_cut
+    params = _PARAMS
+    if isinstance(body, InfillRequest):
+        params = _PARAMS | {"prompt": "input_prefix"}
+    with endpoint_names(params):
+        return await prepare(server, completion, [prompt], _max_tokens(body), filling=Filling(ends, line_bounds))
 
 
-def _refuse_fields_of_completions(body: InfillRequest) -> None:
+def _refuse_fields_of_completions(body: LlamaFields) -> None:
     """Raise RequestError for fields of completions that the answer or the prompt has no place
     for.
     """
@@ -118,7 +155,7 @@ def _refuse_fields_of_completions(body: InfillRequest) -> None:
             raise RequestError(f"{name} is not served here; leave it out, or use /v1/completions", name, UNSUPPORTED)
 
 
-def _max_tokens(body: InfillRequest) -> int | None:
+def _max_tokens(body: LlamaFields) -> int | None:
     """Return the maximum number of answer tokens; None if the context alone limits it."""
     if body.n_predict is not None:
         return None if body.n_predict < 0 else body.n_predict
@@ -134,12 +171,12 @@ def _answer_room(max_tokens: int | None, context: int) -> int:
     return min(max(1, max_tokens), context // 2)
 
 
-def _sampling_fields(server: Server, body: InfillRequest) -> dict[str, Any]:
+def _sampling_fields(server: Server, body: LlamaFields) -> dict[str, Any]:
     """Return the values of fields that the list of samplers changes. Raises RequestError for lists
     not served.
     """
     if body.samplers is None:
-        return {}
+        return _OFF_PENALTIES if body.penalty_last_n == 0 else {}
     names = [name for name in body.samplers if name not in _BY_OWN_FIELDS]
     is_infilling = _INFILL in names
     names = [name for name in names if name != _INFILL]
@@ -158,8 +195,8 @@ def _sampling_fields(server: Server, body: InfillRequest) -> dict[str, Any]:
         server.unknown_fields.ignore("samplers.infill", "it is not served; the answer is greedy in its place")
     neutral = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
     fields |= {name: value for name, value in neutral.items() if name not in names}
-    if "penalties" not in names:
-        fields |= {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    if "penalties" not in names or body.penalty_last_n == 0:
+        fields |= _OFF_PENALTIES
     return fields
 
 
@@ -217,7 +254,7 @@ def _further_of(infill: Infill, body: InfillRequest, room: int) -> tuple[list[in
     return taken, num_taken
 
 
-def _as_completion(body: InfillRequest, sampling: dict[str, Any], prompt: Sequence[int]) -> CompletionRequest:
+def _as_completion(body: LlamaFields, sampling: dict[str, Any], prompt: Sequence[int]) -> CompletionRequest:
     """Return the request as a completion of a prompt of token ids."""
     shared = set(GenerationFields.model_fields)
     fields = body.model_dump(exclude_unset=True, include=shared) | sampling
@@ -280,7 +317,7 @@ class InfillAnswer(InfillChunk, frozen=True):
 class InfillWriter(AnswerWriter):
     """Answers in the format of llama.cpp."""
 
-    def __init__(self, is_cut: bool, body: InfillRequest, generation: Generation, with_metrics: bool) -> None:
+    def __init__(self, is_cut: bool, body: LlamaFields, generation: Generation, with_metrics: bool) -> None:
         """is_cut: whether texts were cut to the context."""
         assert body.model is not None, "preparing names the served model"
         self._is_cut = is_cut

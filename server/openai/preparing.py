@@ -21,6 +21,7 @@ from server.openai.sampling_fields import (
     check_num_entries,
     given_or,
     max_tokens_of,
+    named_seed,
     num_logprobs_of,
     num_prompt_logprobs_of,
     sampling_of,
@@ -179,6 +180,7 @@ async def prepare(
 
     filling: ends of an answer that fills a gap; None for any other answer.
     """
+    body.seed = named_seed(body)
     bad_words = await _bad_words(server, body)
     structure: Structure = await server.tokenizer.run(structure_of, body)
     # Strict tools alone leave an answer free.
@@ -211,6 +213,7 @@ async def prepare(
         tools=tools,
         num_prompt_logprobs=body.prompt_logprobs,
         reports_drafts=_reports_drafts(body),
+        reports_speculation=server.settings.per_request_spec_decode_stats == "summary",
         reports_token_ids=bool(body.return_token_ids),
         end_token_ids=end_token_ids - frozenset(body.stop_token_ids or ()),
         line_bounds=filling.line_bounds,
@@ -219,7 +222,7 @@ async def prepare(
     if max_tokens is not None and min(bounds) < max_tokens:
         cut_bound = min(bounds)
     this_call().on_prompt.close()
-    return Generation(requests, server.tokenizer, options, body.n, structure.param, cut_bound)
+    return Generation(requests, server.tokenizer, options, body.n, structure, cut_bound)
 
 
 async def _bad_words(server: Server, body: GenerationFields) -> tuple[tuple[int, ...], ...]:
@@ -299,6 +302,7 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()
+    body.continue_final_message = body.continue_final_message or body.messages[-1].prefix
     messages = [template_message(message, number) for number, message in enumerate(body.messages)]
     for kind in other_kinds(body.tools):
         why = "only functions are supported; the prompt does not mention other tools"

@@ -90,6 +90,16 @@ def repetition_penalty_of(body: GenerationFields) -> float | None:
     return body.repetition_penalty
 
 
+def named_seed(body: GenerationFields) -> int | None:
+    """Return the seed under either of its names. Raises RequestError if both are given and
+    differ.
+    """
+    if body.random_seed is None or body.seed is None or body.seed == body.random_seed:
+        return given_or(body.seed, body.random_seed)
+    message = f"random_seed {body.random_seed} is not seed {body.seed}; send one of them"
+    raise RequestError(message, "random_seed")
+
+
 def fixed_seed(body: GenerationFields) -> int | None:
     """Return the seed with which the answer must repeat; None if it need not."""
     if body.seed is None and (name := this_call().attempt_of):

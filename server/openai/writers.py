@@ -32,6 +32,11 @@ from server.wire.ids import new_id
 Item = TypeVar("Item")
 
 
+def speculation_of(choice: Choice) -> dict[str, Any] | msgspec.UnsetType | None:
+    """Return `speculative_decoding_stats` of a choice; unset if they are not reported."""
+    return choice.speculation.vllm_report() if choice.reports_speculation else msgspec.UNSET
+
+
 def known(value: Item | None) -> Item | msgspec.UnsetType:
     """Return the value of a field of an answer; unset if it is not reported."""
     return msgspec.UNSET if value is None else value
@@ -169,6 +174,7 @@ class ChatWriter(ChunkWriter):
             prompt_logprobs=known(choice.prompt_logprobs),
             token_ids=known(choice.token_ids),
             drafts=known(choice.drafts),
+            speculative_decoding_stats=speculation_of(choice),
         )
 
     def choices_of(self, delta: Delta) -> list[ChunkChoice]:
@@ -185,7 +191,9 @@ class ChatWriter(ChunkWriter):
                 )
             ]
         if delta.finish_reason is not None:
-            chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason, stop_reason=delta.stop_reason))
+            stats = speculation_of(self._generation.choices[delta.index])
+            last = ChunkChoice(delta.index, {}, delta.finish_reason, stop_reason=delta.stop_reason)
+            chunks.append(msgspec.structs.replace(last, speculative_decoding_stats=stats))
         return chunks
 
 
@@ -245,6 +253,7 @@ class CompletionWriter(ChunkWriter):
             token_ids=known(choice.token_ids),
             prompt_token_ids=prompt_ids,
             drafts=known(choice.drafts),
+            speculative_decoding_stats=speculation_of(choice),
         )
 
     def choices_of(self, delta: Delta) -> list[CompletionChoice]:
@@ -262,5 +271,6 @@ class CompletionWriter(ChunkWriter):
             drafts=known(delta.drafts),
         )
         if delta.finish_reason is not None:
-            choice = msgspec.structs.replace(choice, stop_reason=delta.stop_reason)
+            stats = speculation_of(self._generation.choices[delta.index])
+            choice = msgspec.structs.replace(choice, stop_reason=delta.stop_reason, speculative_decoding_stats=stats)
         return [choice]

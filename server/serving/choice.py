@@ -53,6 +53,8 @@ class TextOptions:
     num_prompt_logprobs: int | None = None
     """Number of likeliest tokens that are reported for each token of the prompt."""
     reports_drafts: bool = False
+    reports_speculation: bool = False
+    """Whether choices have vLLM's `speculative_decoding_stats`."""
     """Report the chains of every step."""
     reports_token_ids: bool = False
     """Report the tokens of prompt and answer by id."""
@@ -101,6 +103,7 @@ class Choice:
         self.token_ids: list[int] | None = None
         if options.reports_token_ids:
             self.token_ids = []
+        self.reports_speculation = options.reports_speculation
         self.drafts: list[DraftedStep] | None = None
         if options.reports_drafts:
             self.drafts = []

@@ -17,6 +17,7 @@ from server.serving.observer import Observer
 from server.serving.statistics import Clock, GenerationState, SpeculationCount
 from server.text.logprobs import SpelledToken
 from server.text.prompts import Arrival, ShownPrompt, with_prompts
+from server.text.structured import Structure
 from server.text.tokenizer import Tokenizer
 from server.wire.answers import CompletionTokensDetails, DraftedStep, Metrics, PromptTokensDetails, Usage
 from server.wire.current_call import this_call
@@ -68,14 +69,14 @@ class Generation:
         tokenizer: Tokenizer,
         options: TextOptions,
         num_choices: int,
-        grammar_param: str | None = None,
+        structure: Structure | None = None,
         cut_bound: int | None = None,
     ) -> None:
-        """grammar_param: field of the body that defines the grammar. cut_bound: maximum number of
-        answer tokens, if the context left less room than the body asked for; the least bound of all
+        """structure: names the cause of errors of the grammar. cut_bound: maximum number of answer
+        tokens, if the context left less room than the body asked for; the least bound of all
         prompts.
         """
-        self._grammar_param = grammar_param
+        self._structure = structure
         self.cut_bound = cut_bound
         self._tokenizer = tokenizer
         self.num_choices = num_choices
@@ -143,9 +144,9 @@ class Generation:
         try:
             yield
         except RequestError as error:
-            if error.param != GRAMMAR or self._grammar_param is None:
+            if error.param != GRAMMAR or self._structure is None:
                 raise
-            raise RequestError(f"{self._grammar_param}: {error}", self._grammar_param, error.code) from error
+            raise self._structure.refused(error) from error
 
     def _advance(self, index: int, outcome: Outcome, stats: StepStats, observer: Observer) -> Delta:
         """Add a step to a choice, and return what the step has added."""

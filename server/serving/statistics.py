@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import msgspec
 
@@ -169,6 +170,14 @@ class SpeculationCount:
             bias_bound=float(f"{self.bias:.3g}"),
             drafters=self._drafters(),
         )
+
+    def vllm_report(self) -> dict[str, Any] | None:
+        """Return the report as vLLM's choices have it: the histogram has no zeros."""
+        report = self.report()
+        if report is None:
+            return None
+        histogram = {str(length): number for length, number in enumerate(report.acceptance_histogram) if number}
+        return msgspec.structs.asdict(report) | {"acceptance_histogram": histogram}
 
     def _drafters(self) -> dict[str, DrafterMetrics]:
         """Return the contribution of each drafter; the model has all that text drafters do not

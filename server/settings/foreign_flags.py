@@ -7,8 +7,11 @@ in the same way.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import logging
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +42,11 @@ SAME = {
     "log_requests": "enable_log_requests",
     "max_queued_requests": "max_num_queued_reqs",
     "mem_fraction_static": "gpu_memory_utilization",
+    "cache_prompt": "enable_prefix_caching",
     "page_size": "block_size",
+    "reasoning_format": "reasoning_parser",
+    "spec_type": "spec_drafters",
+    "speculative_eagle_topk": "num_drafts",
     "tokenizer_path": "tokenizer",
 }
 """Settings by their names in other servers."""
@@ -54,7 +61,16 @@ OPPOSITE = {
 VALUES = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "generation_config": {"vllm": "neutral"},
-    "reasoning_parser": {"deepseek-r1": "deepseek_r1", "openai_gptoss": "harmony", "gpt-oss": "harmony"},
+    "spec_drafters": {
+        "none": "model",
+        **dict.fromkeys(("ngram-cache", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod"), "prompt_lookup"),
+    },
+    "reasoning_parser": {
+        "deepseek": "auto",
+        "deepseek-r1": "deepseek_r1",
+        "openai_gptoss": "harmony",
+        "gpt-oss": "harmony",
+    },
 }
 """Values of settings, translated."""
 
@@ -122,8 +138,12 @@ FOREIGN: dict[str, Foreign] = {
     **_ignored("up to 20 are served", values="max_logprobs"),
     **_ignored("seeds are given by requests (field seed)", values="seed random_seed s"),
     **_ignored(
+        "a step has at most --num-drafts x --draft-length draft tokens",
+        values="speculative_num_draft_tokens",
+    ),
+    **_ignored(
         _SHAPED,
-        values="speculative_eagle_topk speculative_num_draft_tokens draft_min draft_p_min ngram_prompt_lookup_max "
+        values="draft_min draft_p_min ngram_prompt_lookup_max "
         "ngram_prompt_lookup_min speculative_draft_tensor_parallel_size speculative_disable_by_batch_size",
     ),
     **_refused(
@@ -158,6 +178,7 @@ FOREIGN: dict[str, Foreign] = {
     **_refused(
         "split the target by --tensor-parallel-size", values="pp pp_size pipeline_parallel_size nnodes", accepts=("1",)
     ),
+    **_refused("split the target by --tensor-parallel-size", values="sm split_mode ts tensor_split", accepts=("none",)),
     **_refused("name one adapter in peft's format: --lora-modules NAME=PATH", values="lora lora_scaled"),
     **_refused(
         "write it into the model's config.json",
@@ -190,7 +211,7 @@ LONGEST_SHORT = 3
 """Most letters of a flag that may have one dash."""
 NAMES = frozenset({*SAME, *OPPOSITE, *FOREIGN, "speculative_config", "speculative_algorithm"})
 _FOREIGN_SWITCHES = [name for name, foreign in FOREIGN.items() if foreign.is_switch]
-SWITCHES = frozenset({*OPPOSITE, "disable_cuda_graph", "log_requests", *_FOREIGN_SWITCHES})
+SWITCHES = frozenset({*OPPOSITE, "cache_prompt", "disable_cuda_graph", "log_requests", *_FOREIGN_SWITCHES})
 
 _HEAD_METHODS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
 """Methods of trained heads: the head's own config.json says what it is."""
@@ -201,9 +222,12 @@ _METHOD_KEYS = ("rejection_sample_method", "acceptance_method", "draft_sample_me
 _EXACT_METHODS = ("rejection_sampler", "strict", "probabilistic", "standard")
 _SPECULATION_IGNORED = frozenset(
     "prompt_lookup_max prompt_lookup_min draft_tensor_parallel_size disable_by_batch_size max_model_len enforce_eager "
-    "speculative_token_tree disable_padded_drafter_batch disable_logprobs parallel_drafting attention_backend".split()
+    "disable_padded_drafter_batch disable_logprobs parallel_drafting attention_backend".split()
 )
-_SPECULATION_KEYS = ("method", "model", "num_speculative_tokens", "revision", "quantization", *_SPECULATION_IGNORED)
+_SPECULATION_KEYS = (
+    *("method", "model", "num_speculative_tokens", "speculative_token_tree", "revision", "quantization"),
+    *_SPECULATION_IGNORED,
+)
 
 
 def translate(given: Mapping[str, Any], shown: str = "--{}") -> dict[str, Any]:
@@ -278,7 +302,31 @@ def _speculation(asked: dict[str, Any], name: str) -> dict[str, Any]:
     """Return settings for vLLM's speculative_config (or SGLang's algorithm)."""
     _check_speculation(asked, name)
     settings = _drafter_settings(asked, name)
+    if asked.get("speculative_token_tree") is not None:
+        settings |= _tree_settings(asked["speculative_token_tree"], name)
     return {setting: value for setting, value in settings.items() if value is not None}
+
+
+def _tree_settings(tree: Any, name: str) -> dict[str, Any]:
+    """Return settings for vLLM's tree, a list of paths of child numbers; none with one log line if
+    nodes of a depth have different numbers of children. Raises ConfigError for anything else.
+    """
+    place = f"{name} speculative_token_tree"
+    try:
+        paths = {tuple(map(int, path)) for path in ast.literal_eval(str(tree))}
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"{place}: not a list of paths such as [(0,), (1,), (0, 0)] ({error})") from error
+    depth = max(map(len, paths), default=0)
+    widths = [1 + max(path[level] for path in paths if len(path) > level) for level in range(depth)]
+    num_nodes = sum(itertools.accumulate(widths, operator.mul))
+    has_negative = any(child < 0 for path in paths for child in path)
+    if () in paths or has_negative or num_nodes != len(paths):
+        log.warning("%s has no effect here: nodes of a depth need as many children (--draft-tree)", place)
+        return {}
+    rule = None
+    if any(width > 1 for width in widths[1:]):
+        rule = "traversal"  # the default rule verifies chains that share no token
+    return {"draft_length": None, "draft_tree": ",".join(map(str, widths)), "spec_rule": rule}
 
 
 def _check_speculation(asked: dict[str, Any], name: str) -> None:

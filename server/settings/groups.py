@@ -473,3 +473,5 @@ class ObservabilitySettings(_Group):
     """also export metrics under vLLM's names"""
     per_request_spec_decode_metrics: Rare[Literal["none", "detailed"]] = "detailed"
     """whether answers carry `metrics` unless the request says otherwise"""
+    per_request_spec_decode_stats: Rare[Literal["none", "summary"]] = "none"
+    """whether choices carry vLLM's `speculative_decoding_stats`, too"""

@@ -28,7 +28,8 @@ from server.text.call_formats import (
     LLAMA3_JSON,
     SEPARATOR,
 )
-from server.text.structured import cleaned, closed, compact, lark_literal
+from server.text.schemas import cleaned, closed, compact
+from server.text.structured import lark_literal
 from server.text.xml_grammars import XML_SYNTAXES, XmlArguments
 from server.wire.fields import Tool
 

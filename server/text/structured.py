@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.api import RequestError
+from server.text.schema_faults import explained
+from server.text.schemas import COMPACT, FLEXIBLE, compact
 from server.wire.fields import GenerationFields
 from server.wire.unsupported_fields import UNKNOWN
 
@@ -29,37 +31,19 @@ _JSON_SCHEMA_KEYS = ("name", "description", "schema", "strict")
 # vLLM's options for white space in JSON.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 _GBNF_RULE = re.compile(r"\A(?:\s|#[^\n]*\n)*[A-Za-z][\w-]*\s*::=")
+_LINE = re.compile(r"\A[^:]*: at (\d+)\(\d+\): ")
+"""Line of a grammar in messages of the library."""
+_RULE = re.compile(r"\A(?:args?|json|TEXT)_(\d+).*")
 LONGEST_GRAMMAR = 1 << 16
 """Maximum number of characters."""
 
 
-# The grammar would allow any white space, and models at temperature 1 fill answers with it.
-_COMPACT = {"whitespace_flexible": False}
-_FLEXIBLE = {"whitespace_flexible": True}
+class NamedSchema(NamedTuple):
+    """Schema of a client, with its place in messages and its field."""
 
-
-_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
-"""Formats of strings that llguidance supports."""
-# Keys of a schema that contain schemas: by name; one, or a list.
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_SCHEMAS = frozenset(
-    {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"}
-    | {"additionalProperties", "unevaluatedProperties", "propertyNames"}
-    | {"anyOf", "allOf", "oneOf", "not", "if", "then", "else"}
-)
-
-
-_NULL_VALUES = frozenset({"const", "default"})
-"""Keywords with null as a value."""
-_LARGEST_INTEGER = 92 * 10**17
-"""Bound of integers without one: all of 64 bits but the last per cent, where the grammar library's
-own bounds are.
-"""
-_BOUNDS = (("minimum", "exclusiveMinimum", -_LARGEST_INTEGER), ("maximum", "exclusiveMaximum", _LARGEST_INTEGER))
-# Keys with which an object may have properties that are not listed.
-_PARTS = frozenset(
-    {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "dependentSchemas"}
-)
+    place: str
+    param: str
+    schema: Any
 
 
 @dataclass(frozen=True)
@@ -74,6 +58,20 @@ class Structure:
     """The same as the right side of a rule in Lark, to combine it with others; "" for grammars of
     clients.
     """
+    schemas: Mapping[str, NamedSchema] = field(default_factory=dict, compare=False)
+    """Schemas of the client by the rule of the grammar that follows them; "" for a schema alone."""
+
+    def refused(self, error: RequestError) -> RequestError:
+        """Return the error of a grammar that the engine refuses, with its place in the body."""
+        reason = str(error)
+        rule = ""
+        if at := _LINE.search(reason):
+            line = self.grammar.split("\n")[int(at[1]) - 1]
+            rule = _RULE.sub(r"args_\1", line.partition(":")[0])
+        named = self.schemas.get(rule)
+        if named is None or error.code is not None:
+            return RequestError(f"{self.param}: {error}", self.param, error.code)
+        return RequestError(f"{named.place}: {explained(reason, named.schema)}", named.param)
 
 
 class Wish(NamedTuple):
@@ -108,7 +106,10 @@ def structure_of(body: GenerationFields) -> Structure:
         raise RequestError(f"{param}: half characters or too much nesting ({type(error).__name__})", param) from error
     if len(grammar) > LONGEST_GRAMMAR:
         raise RequestError(f"{param}: the grammar has {len(grammar)} characters, more than {LONGEST_GRAMMAR}", param)
-    return Structure(grammar, param, rule)
+    schemas = {}
+    if kind == "json":
+        schemas[""] = NamedSchema(param, param, _schema_of(value, param))
+    return Structure(grammar, param, rule, schemas)
 
 
 def _response_format_wishes(value: Any) -> list[Wish]:
@@ -165,12 +166,12 @@ def _with_whitespace(wish: Wish, options: Mapping[str, Any]) -> Any:
     schema = _schema_of(wish.value, param)
     if not isinstance(schema, dict):
         return schema
-    space: Mapping[str, Any] = _FLEXIBLE
+    space: Mapping[str, Any] = FLEXIBLE
     if is_compact:
-        space = _COMPACT
+        space = COMPACT
     elif pattern is not None:
         space = {"whitespace_pattern": pattern}
-    return {"x-guidance": space, **schema}
+    return {**schema, "x-guidance": {**space, **schema.get("x-guidance", {})}}
 
 
 def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
@@ -189,113 +190,6 @@ def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
         return _lark(param, value), ""
     literal = lark_literal(value)
     return f"start: {literal}", literal
-
-
-def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return a schema whose JSON has no white space between its parts, unless it says otherwise.
-
-    schema: without unknown formats and nulls (`cleaned`), or with them.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    return {"x-guidance": _COMPACT, **cleaned(schema)}
-
-
-def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without keywords that are null, which generators write for absent keywords,
-    and without formats that the grammar library does not support, as JSON schema ignores unknown
-    formats. Its integers have bounds.
-    """
-    result: dict[str, Any] = _cleaned(schema)
-    return result
-
-
-def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-    """Return a schema of arguments whose objects allow only the listed properties, unless it says
-    otherwise.
-
-    Without this, a model may invent names. Objects without listed properties remain open, except
-    for the root. Objects that are combined from parts (`allOf`, a reference next to properties)
-    remain open, and so do definitions in such schemas: a closed part would forbid the properties of
-    the other parts.
-    """
-    result: dict[str, Any] = _closed(schema, is_root, with_definitions=not _has_parts(schema))
-    return result
-
-
-def _closed(schema: Any, is_root: bool, with_definitions: bool) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    result = dict(schema)
-    named = {"properties", "$defs", "definitions"} if with_definitions else {"properties"}
-    for key, value in schema.items():
-        if key in named and isinstance(value, dict):
-            result[key] = {name: _closed(part, False, with_definitions) for name, part in value.items()}
-        elif key in ("items", "additionalProperties"):
-            result[key] = _closed(value, False, with_definitions)
-        elif key in ("prefixItems", "anyOf", "oneOf") and isinstance(value, list) and "properties" not in schema:
-            result[key] = [_closed(part, False, with_definitions) for part in value]
-    is_object = schema.get("type", "object") == "object"
-    has_names = is_root or bool(schema.get("properties"))
-    if is_object and has_names and schema.keys().isdisjoint(_PARTS):
-        result.setdefault("additionalProperties", False)
-    return result
-
-
-def _has_parts(schema: Any) -> bool:
-    """Return whether a schema contains an object that is combined from several parts."""
-    if isinstance(schema, list):
-        return any(map(_has_parts, schema))
-    if not isinstance(schema, dict):
-        return False
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        return True
-    if "properties" in schema and not schema.keys().isdisjoint(_PARTS):
-        return True
-    return _has_parts([*schema.values()])
-
-
-def _cleaned(schema: Any, is_negated: bool = False) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    result: dict[str, Any] = {}
-    for key, value in schema.items():
-        if value is None and key not in _NULL_VALUES:
-            continue
-        if key == "format" and value not in _FORMATS:
-            continue
-        result[key] = _cleaned_value(key, value, is_negated)
-    if is_negated:
-        return result
-    return _with_bounds(result)
-
-
-def _cleaned_value(key: str, value: Any, is_negated: bool) -> Any:
-    """Return the value of a keyword with the schemas in it cleaned."""
-    if key in _NAMED_SCHEMAS and isinstance(value, dict):
-        return {name: _cleaned(schema, is_negated) for name, schema in value.items()}
-    if key not in _SCHEMAS:
-        return value
-    are_negated = is_negated or key in ("not", "if")
-    if isinstance(value, list):
-        return [_cleaned(schema, are_negated) for schema in value]
-    return _cleaned(value, are_negated)
-
-
-def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose integers have bounds: a small model that repeats a digit would never
-    end its answer.
-    """
-    types = schema.get("type")
-    if not isinstance(types, list):
-        types = [types]
-    if "integer" not in types or "number" in types or not schema.keys().isdisjoint(("enum", "const")):
-        return schema
-    stated = [schema[key] for keys in _BOUNDS for key in keys[:2] if key in schema]
-    if not all(isinstance(bound, int | float) and abs(bound) < _LARGEST_INTEGER for bound in stated):
-        return schema
-    missing = {key: bound for key, exclusive, bound in _BOUNDS if schema.keys().isdisjoint((key, exclusive))}
-    return {**schema, **missing}
 
 
 def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:

@@ -12,8 +12,11 @@ from typing import Any
 import regex
 
 from server.text.argument_types import has_type, referred
+from server.text.patterns import has_outer_choice
 
 Schema = Mapping[str, Any]
+ANY_TEXT = "(?s:.*)"
+"""Pattern of all texts."""
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
@@ -206,7 +209,7 @@ def patterns_of(schema: Schema) -> list[str]:
         patterns.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
     if "pattern" in schema:
         patterns.append(_whole(schema["pattern"]))
-    return patterns or ["(?s:.*)"]
+    return patterns or [ANY_TEXT]
 
 
 def _whole(pattern: str) -> str:
@@ -217,8 +220,8 @@ def _whole(pattern: str) -> str:
         regex.compile(pattern)
     except regex.error as error:
         raise CannotSplit(f"the pattern {pattern!r} ({error})") from error
-    begin = "(?s:.*)"
-    end = "(?s:.*)"
+    begin = ANY_TEXT
+    end = ANY_TEXT
     body = pattern
     if body.startswith("^"):
         begin = ""
@@ -228,28 +231,6 @@ def _whole(pattern: str) -> str:
         end = ""
         body = body[:-1]
     is_anchored = begin == "" or end == ""
-    if is_anchored and _has_outer_choice(body):
+    if is_anchored and has_outer_choice(body):
         raise CannotSplit(f"the pattern {pattern!r}, whose ends hold for one of its choices; put them into a group")
     return f"{begin}(?:{body}){end}"
-
-
-def _has_outer_choice(pattern: str) -> bool:
-    """Return whether a regular expression has a `|` outside groups and classes."""
-    depth = 0
-    in_class = False
-    position = 0
-    while position < len(pattern):
-        character = pattern[position]
-        is_escape = character == "\\"
-        position += 2 if is_escape else 1
-        if in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        elif character == "(":
-            depth += 1
-        elif character == ")":
-            depth -= 1
-        elif character == "|" and not depth:
-            return True
-    return False

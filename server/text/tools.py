@@ -22,7 +22,7 @@ import msgspec
 from engine.api import RequestError
 from server.text.call_formats import HARMONY
 from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
-from server.text.structured import LONGEST_GRAMMAR, Structure
+from server.text.structured import LONGEST_GRAMMAR, NamedSchema, Structure
 from server.wire.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.wire.nesting import nests_too_deeply
 from server.wire.unsupported_fields import shown
@@ -94,7 +94,13 @@ class ToolUse:
             lark = grammar.text_and_calls()
         if len(lark) > LONGEST_GRAMMAR:
             raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
-        return Structure(lark, "tools")
+        schemas = {
+            f"args_{number}": NamedSchema(f"tools: {tool.function.name}", "tools", tool.function.parameters)
+            for number, tool in enumerate(self.tools)
+        }
+        if "" in answer.schemas:
+            schemas["answer"] = answer.schemas[""]
+        return Structure(lark, "tools", schemas=schemas)
 
 
 def functions_of(tools: Sequence[AnyTool] | None) -> list[Tool]:
@@ -118,7 +124,7 @@ def tool_use_of(body: ChatRequest, format_name: str | None, refusal: str = "") -
         raise RequestError(f"tools: there are two functions {twice!r}", "tools")
     choice = body.tool_choice
     if not functions:
-        if isinstance(choice, NamedChoice | AllowedTools) or choice == "required":
+        if isinstance(choice, NamedChoice | AllowedTools) or choice in ("required", "any"):
             raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
         return None
     if choice == "none":

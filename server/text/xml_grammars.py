@@ -18,7 +18,8 @@ from typing import Any
 
 from engine.api import RequestError
 from server.text.argument_types import as_value
-from server.text.structured import compact, lark_literal
+from server.text.schemas import compact
+from server.text.structured import lark_literal
 from server.text.text_values import Alternatives, CannotSplit, Schema, alternatives, merged, with_root
 
 
@@ -129,7 +130,10 @@ class XmlArguments:
         them.
         """
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        self._rules.append(f"json_{name}: %json {json.dumps(compact(with_root(schema, root)))}")
+        whole = with_root(schema, root)
+        if "x-guidance" in root:
+            whole["x-guidance"] = root["x-guidance"]
+        self._rules.append(f"json_{name}: %json {json.dumps(compact(whole))}")
         parts = [f"json_{name}"]
         if self._syntax.padding:
             parts.append(json.dumps(self._syntax.padding))

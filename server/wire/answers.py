@@ -199,6 +199,8 @@ class ChatChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
+    speculative_decoding_stats: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    """Statistics of speculation (vLLM's field); null if the choice did not speculate."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -216,6 +218,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
+    speculative_decoding_stats: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -228,6 +231,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
+    speculative_decoding_stats: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -122,6 +122,8 @@ class GenerationFields(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
+    random_seed: Int64 | None = None
+    """Name of `seed` in Mistral's API."""
     stop: str | Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
     stop_token_ids: Annotated[Listed[Int64], Field(max_length=4096)] | None = None
     ignore_eos: bool = False
@@ -280,6 +282,8 @@ class Message(Wire):
     name.
     """
     reasoning: str | None = None
+    prefix: bool = False
+    """Whether the answer continues this message, the last one (Mistral's field)."""
     # Known and not supported.
     function_call: None = None
     audio: None = None
@@ -324,8 +328,10 @@ class ChatRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None = None
-    """Functions that the model may call; with `none` the prompt does not mention them."""
+    tool_choice: Literal["none", "auto", "required", "any"] | NamedChoice | AllowedTools | None = None
+    """Functions that the model may call; with `none` the prompt does not mention them. `any` is
+    Mistral's name of `required`.
+    """
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls."""
     # Known and not supported.

@@ -37,7 +37,7 @@ FOREIGN: dict[str, Neutral] = {
     **_off("repeat_last_n penalty_last_n repetition_penalty_range rep_pen_range", -1)
     | _off("rep_pen", way_out="send repetition_penalty"),
     # Other names of supported fields.
-    **_off("random_seed sampling_seed sampler_seed", way_out="send seed"),
+    **_off("sampling_seed sampler_seed", way_out="send seed"),
     **_off("n_predict num_predict", -1, way_out="send max_tokens"),
     **_off("max_new_tokens max_length", way_out="send max_tokens"),
     **_off("min_new_tokens min_length", 0, way_out="send min_tokens"),

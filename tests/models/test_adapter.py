@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def written(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an adapter, for copies."""
+    return write_adapter(base, tmp_path_factory.mktemp("written"))
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """Return a copy of the adapter, which a test may change."""
+    return Path(shutil.copytree(written, tmp_path / "adapter"))
+
+
+@pytest.fixture(scope="module")
+def unchanged(base: Path) -> Any:
+    """Return the small model, to which no adapter may be added."""
+    return load(str(base), None, "float32", CPU).model
+
+
 def write_adapter(base: Path, folder: Path, **options: Any) -> Path:
     """Write an adapter by peft, whose low-rank parts are random and large enough to change
     answers.
@@ -62,6 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "patterns": {"rank_pattern": {"layers.0.*q_proj": 2}, "alpha_pattern": {"down_proj": 5}},
     "head": {"target_modules": ["lm_head", "k_proj"]},
+    **{f"init {start}": {"init_lora_weights": start} for start in adapters.INITS if start is not None},
 }
 
 
@@ -117,21 +139,43 @@ def shorten(tensors: dict[str, Any]) -> None:
     tensors[name] = tensors[name][:, :-1].contiguous()
 
 
-def rename(tensors: dict[str, Any]) -> None:
-    name = next(iter(tensors))
-    tensors[name.replace("layers.", "blocks.")] = tensors.pop(name)
+def rename(old: str, new: str) -> Callable[[Path], None]:
+    """Return a change of the first tensor whose name has a text."""
+
+    def change(tensors: dict[str, Any]) -> None:
+        name = next(name for name in tensors if old in name)
+        tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return lambda folder: changed_tensors(folder, change)
 
 
+def add(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    return lambda folder: changed_tensors(folder, lambda tensors: tensors.update({name: tensor}))
+
+
+def fields(**changed: Any) -> Callable[[Path], None]:
+    return lambda folder: changed_config(folder, **changed)
+
+
+TABLE = "base_model.model.model.embed_tokens.weight"
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another type": (lambda folder: changed_config(folder, peft_type="IA3"), "'IA3'; LORA alone"),
-    "dora": (lambda folder: changed_config(folder, use_dora=True), "use_dora = True"),
-    "bias": (lambda folder: changed_config(folder, bias="all"), "bias = 'all'"),
-    "modules": (lambda folder: changed_config(folder, modules_to_save=["embed_tokens"]), "modules_to_save"),
-    "rank": (lambda folder: changed_config(folder, r=8), "rank 8"),
-    "no rank": (lambda folder: changed_config(folder, r=None), "r = None"),
+    "another type": (fields(peft_type="IA3"), "'IA3'; LORA alone"),
+    "rank": (fields(r=8), "rank 8"),
+    "no rank": (fields(r=None), "r = None"),
+    "alpha": (fields(lora_alpha="16"), "lora_alpha = '16'"),
+    "pattern": (fields(rank_pattern={"(": 1}), "rank_pattern = {'(': 1}"),
+    "pattern's value": (fields(alpha_pattern={"q_proj": "4"}), "alpha_pattern"),
     "width": (lambda folder: changed_tensors(folder, shorten), "is it for another model"),
-    "names": (lambda folder: changed_tensors(folder, rename), "blocks"),
+    "names": (rename("layers.", "blocks."), "is it for another model"),
     "half": (lambda folder: changed_tensors(folder, lambda tensors: tensors.popitem()), "one of its two parts"),
+    "checkpoint": (rename("lora_A.weight", "lora_A.default.weight"), "checkpoint of a training"),
+    "table": (add(TABLE, torch.zeros(3, 3)), "a whole weight that differs"),
+    "embedding": (
+        add("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(3)),
+        "another layer or method",
+    ),
+    "no linear layer": (rename("self_attn.q_proj", "input_layernorm"), "no plain linear layer"),
+    "not finite": (add("odd", torch.tensor([float("nan")])), "odd has numbers that are not finite"),
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
     "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
     "damaged": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"no tensors"), "cannot be read"),
@@ -140,18 +184,66 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_adapter_that_does_not_fit_is_refused_by_name(base: Path, tmp_path: Path, name: str) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_by_name(folder: Path, unchanged: Any, name: str) -> None:
     """Before any weight is changed."""
-    folder = write_adapter(base, tmp_path / "adapter")
     spoil, message = REFUSED[name]
     spoil(folder)
-    model = load(str(base), None, "float32", CPU).model
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in unchanged.state_dict().items()}
     with pytest.raises((ConfigError, LoadError)) as refused:
-        merge(model, read_adapter(str(folder)))
+        merge(unchanged, read_adapter(str(folder)))
     assert message in str(refused.value)
     assert str(folder) in str(refused.value)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in unchanged.state_dict().items())
+
+
+STARTS_ELSEWHERE = ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "nobody knows it")
+METHODS: dict[str, Any] = {
+    **dict.fromkeys("use_dora use_qalora fan_in_fan_out lora_bias".split(), True),
+    **{name: {"rank": 1} for name in "velora_config monteclora_config use_bdlora arrow_config kasa_config".split()},
+    **{name: ["embed_tokens"] for name in ("modules_to_save", "target_parameters")},
+    "bias": "lora_only",
+    "alora_invocation_tokens": [1],
+    "trainable_token_indices": [1],
+    "layer_replication": [[0, 1]],
+    "megatron_config": {"rank": 1},
+    "a_method_of_tomorrow": "on",
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [*(("init_lora_weights", start) for start in STARTS_ELSEWHERE), *METHODS.items()]
+)
+def test_initialisations_and_methods_that_are_not_plain_are_refused_by_name(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    """Everything but what is known: a field of tomorrow, too, unless it is off."""
+    (tmp_path / "adapter_model.safetensors").touch()
+    stored = peft.LoraConfig(r=4).to_dict() | {"a_method_of_tomorrow": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(stored, default=list))
+    assert read_adapter(str(tmp_path)).rank == 4
+    changed_config(tmp_path, **{field: value})
+    with pytest.raises(ConfigError, match=f"{field} = {re.escape(repr(value))}.*merge it with peft"):
+        read_adapter(str(tmp_path))
+
+
+def test_every_variant_of_peft_is_among_the_refused_methods() -> None:
+    """A new version of peft may add one."""
+    variants = {field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")}
+    assert variants <= METHODS.keys()
+
+
+def test_a_copy_of_the_models_own_table_is_harmless(base: Path, folder: Path) -> None:
+    """Peft stores it with adapters of models whose vocabulary was changed."""
+    model = load(str(base), None, "float32", CPU).model
+    add(TABLE, model.get_input_embeddings().weight.detach().clone())(folder)
+    assert merge(model, read_adapter(str(folder))) > 0
+
+
+def test_merged_weights_beyond_their_type_are_the_adapters_fault(base: Path, folder: Path) -> None:
+    changed_config(folder, lora_alpha=10**7)
+    model = load(str(base), None, "float32", CPU).model.half()
+    with pytest.raises(LoadError, match="merged weights exceed"):
+        merge(model, read_adapter(str(folder)))
 
 
 def test_the_comparison_finds_a_wrong_scale(base: Path, tmp_path: Path) -> None:

@@ -58,8 +58,20 @@ def test_an_answer_goes_on_with_how_the_last_turn_begins(client: anthropic.Anthr
     url = f"{tool_daemon.url}/v1/chat/completions"
     opened, closed = (httpx.post(url, json=chat | {"continue_final_message": opens}).json() for opens in (True, False))
     assert message.content[0].text == opened["choices"][0]["message"]["content"]
+    as_mistral = {"messages": [USER, {**turns[1], "prefix": True}]}
+    assert httpx.post(url, json=chat | as_mistral).json()["choices"] == opened["choices"]
     counted = client.messages.count_tokens(model=MODEL, messages=turns).input_tokens
     assert counted == opened["usage"]["prompt_tokens"] < closed["usage"]["prompt_tokens"]
+
+
+def test_a_body_needs_no_model_and_a_text_has_no_citations(http: httpx.Client) -> None:
+    """Strict clients refuse null for the list of citations."""
+    body = {"messages": [USER], "max_tokens": 3}
+    answer = http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == MODEL
+    assert answer.json()["content"][0].keys() == {"type", "text"}
+    assert http.post("/v1/messages/count_tokens", json={"messages": [USER]}).json()["input_tokens"] > 0
 
 
 def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:

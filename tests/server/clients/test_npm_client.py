@@ -33,6 +33,18 @@ def test_the_javascript_client_is_served(daemon: Daemon) -> None:
 
 
 @installed
+def test_the_ai_sdk_reads_messages(daemon: Daemon) -> None:
+    """Its schemas refuse nulls that Anthropic's server leaves out."""
+    done = subprocess.run(
+        ["node", "ai_sdk.mjs", daemon.url, MODEL], cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert answers.keys() == {"2", "3", "4"}
+    assert all(answer["whole"] == answer["streamed"] != "" for answer in answers.values())
+
+
+@installed
 def test_the_javascript_client_runs_a_batch(daemons: Daemons, pair_arguments: list[str], tmp_path: Path) -> None:
     daemon = daemons.get(*pair_arguments, "--no-calibrate", "--batch-folder", str(tmp_path / "batches"))
     done = subprocess.run(

@@ -128,6 +128,29 @@ def test_a_stream_ends_with_one_last_event(filling: httpx.Client) -> None:
     assert events[-1]["stop_type"] == "eos"
 
 
+def test_a_text_is_continued_as_tabby_asks(filling: httpx.Client) -> None:
+    """The same tokens as in a completion; the stream's last event stops."""
+    prompt = "def f(values):\n    return "
+    body = {
+        "seed": 3,
+        "prompt": prompt,
+        "n_predict": 8,
+        "temperature": 0.1,
+        "penalty_last_n": 0,
+        "presence_penalty": 0.5,
+    }
+    response = filling.post("/completion", json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    events = [json.loads(frame.removeprefix("data: ")) for frame in response.text.split("\n\n") if frame]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    plain = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0.1, "seed": 3}
+    expected = filling.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+    assert "".join(event["content"] for event in events) == expected
+    whole = filling.post("/completion", json=body).json()
+    assert (whole["content"], whole["stop_type"]) == (expected, events[-1]["stop_type"])
+    error_of(filling.post("/completion", json={**body, "penalty_last_n": 64}), 400)
+
+
 def test_bounds_of_lines_end_the_answer(filling: httpx.Client) -> None:
     cut = answer_of(filling, n_indent=4)
     assert (cut["content"], cut["stop_type"]) == ("sum(\n    values\n", "limit")

@@ -49,6 +49,15 @@ def test_the_official_client_fills_a_gap(filling_daemon: Daemon) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
 
 
+def test_mistrals_name_of_the_seed_is_served(filling: httpx.Client) -> None:
+    """Tabby always sends it."""
+    body = {"temperature": 2, "random_seed": 7}
+    named, plain = (answer_of(filling, FIM, **fields)["choices"] for fields in (body, {"temperature": 2, "seed": 7}))
+    assert named == plain
+    error = error_of(filling.post(FIM, json={**CALL, "random_seed": 7, "seed": 8}), 400)
+    assert error["param"] == "random_seed"
+
+
 def test_continue_completes_with_a_suffix(filling: httpx.Client) -> None:
     """Its provider `openai` (legacy completions)."""
     body = {**CALL, "max_tokens": 2048, "temperature": 0.01, "stream": True, "stop": QWEN_STOPS, "raw": False}

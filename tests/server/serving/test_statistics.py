@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,10 @@ def test_the_counts_agree_with_each_other(steps: list[tuple[int, bool, int]]) ->
     assert report.mean_acceptance_length == round(sum(kept for _, kept in drafted) / len(drafted), 2)
     assert report.drafters["model"].num_drafts == len(drafted) * CHAINS
     assert report.speedup is None
+    as_in_vllm = count_of(steps).vllm_report()
+    assert as_in_vllm is not None
+    histogram = {str(length): number for length, number in enumerate(report.acceptance_histogram) if number}
+    assert as_in_vllm == {**msgspec.structs.asdict(report), "acceptance_histogram": histogram}
 
 
 @pytest.mark.slow

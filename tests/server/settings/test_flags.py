@@ -93,6 +93,23 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
             'm --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\'',
             "m --draft-model mtp --draft-length 3",
         ),
+        ("m --speculative-eagle-topk 2 --speculative-num-draft-tokens 6", "m --num-drafts 2"),
+        (
+            "m --no-cache-prompt --reasoning-format deepseek -sm none --spec-type ngram-simple",
+            "m --no-enable-prefix-caching --reasoning-parser auto --spec-drafters prompt_lookup",
+        ),
+        (
+            'm --speculative-config \'{"model": "d", "speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0)]"}\'',
+            "m --draft-model d --draft-tree 2,1",
+        ),
+        (
+            'm --speculative-config \'{"model": "d", "speculative_token_tree": [[0], [0, 0], [0, 1]]}\'',
+            "m --draft-model d --draft-tree 1,2 --spec-rule traversal",
+        ),
+        (
+            'm --speculative-config \'{"model": "d", "speculative_token_tree": "[(0,), (1,), (0, 0)]"}\'',
+            "m --draft-model d",
+        ),
         ("m --speculative-algorithm NEXTN --speculative-num-steps 3", "m --draft-model mtp --draft-length 3"),
         (
             'm --speculative-config \'{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}\'',
@@ -122,7 +139,7 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
             "--disable-radix-cache --speculative-algorithm STANDALONE --speculative-draft-model-path d "
             "--speculative-num-steps 3 --speculative-eagle-topk 2 --disable-cuda-graph",
             "m --tensor-parallel-size 2 --max-model-len 4096 --gpu-memory-utilization 0.8 --max-num-seqs 8 "
-            "--enforce-eager --no-enable-prefix-caching --draft-model d --draft-length 3",
+            "--enforce-eager --no-enable-prefix-caching --draft-model d --draft-length 3 --num-drafts 2",
         ),
         # llama.cpp
         (
@@ -145,6 +162,7 @@ def test_flags_of_other_servers_become_settings(pasted: str, ours: str) -> None:
         (["--top-p", "0.9"], "send it in requests"),
         (["--speculative-config", '{"method": "medusa", "model": "d"}'], "method medusa: not served; draft by a small"),
         (["--speculative-config", '{"method": "eagle3"}'], "names no draft model"),
+        (["--speculative-config", '{"model": "d", "speculative_token_tree": "4"}'], "not a list of paths"),
         (["--speculative-config", '{"method": "mtp", "model": "d"}'], "inside the target; leave out model"),
         (["--speculative-config", '{"method": "mtp", "revision": "r"}'], "inside the target; leave out revision"),
         (["--speculative-config", '{"num_speculative_tokens": 5}'], 'names no draft model; add "model"'),
