@@ -20,7 +20,7 @@ class Variant:
     """A set of keys."""
 
     architecture: str
-    """As llama.cpp names it."""
+    """Name that llama.cpp has for it."""
     published: str
     """Models that have these keys."""
     model_type: str
@@ -148,6 +148,9 @@ VARIANTS = {
                         _rope(1e6) | _experts(WIDE) | {"shared_expert_intermediate_size": 2 * WIDE}, WIDE),
     "qwen3moe": Variant("qwen3moe", "Qwen 3 with experts", "qwen3_moe",
                         _rope(1e6) | _experts(WIDE) | {"head_dim": 128, "norm_topk_prob": True}, WIDE),
+    "qwen3-coder": Variant("qwen3moe", "Qwen 3 Coder", "qwen3_moe",
+                           _rope(1e7) | _experts(NARROW) | {"head_dim": 32, "norm_topk_prob": True,
+                                                            "shared_expert_intermediate_size": 0}),
     "qwen3moe-yarn": Variant("qwen3moe", "Qwen 3 with experts and YaRN", "qwen3_moe",
                              _rope(1e6, **_YARN) | _experts(NARROW) | {"head_dim": 32, "norm_topk_prob": True}),
     "gpt2": Variant("gpt2", "GPT-2", "gpt2"),

@@ -175,6 +175,10 @@ def test_a_file_with_factors(tmp_path: Path) -> None:
             {"type": "yarn", "factor": 4.0, "yarn_attn_factor": 0.5},
             {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5 * (1 + 0.1 * math.log(4.0))},
         ),
+        (
+            {"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 1.0},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0},
+        ),
     ],
 )
 def test_scaled_positions(keys: dict[str, Any], rope: dict[str, Any], tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_scaled_positions(keys: dict[str, Any], rope: dict[str, Any], tmp_path: 
         assert parameters == {"rope_theta": 10000.0, **rope}
         return
     *_, attention = frequencies({"original_max_position_embeddings": 128, **parameters})
-    assert attention == pytest.approx(keys.get("yarn_attn_factor", 1.0) * (1 + 0.1 * math.log(4.0)))
+    assert attention == pytest.approx(rope.get("attention_factor", 1 + 0.1 * math.log(4.0)))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

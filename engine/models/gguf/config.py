@@ -145,6 +145,8 @@ def _qwen2moe(file: GgufFile, keys: Keys) -> dict[str, Any]:
 
 
 def _qwen3moe(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    # The converter writes the 0 that Qwen3-Coder has.
+    keys.expect("expert_shared_feed_forward_length", (0,), OTHER_FORMAT)
     return {
         **_named("qwen3_moe", "Qwen3MoeForCausalLM"),
         **_experts(file, keys),

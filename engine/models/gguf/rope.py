@@ -49,11 +49,12 @@ def rope_of_phi3(file: GgufFile, keys: Keys, head_dim: int, context: int) -> dic
     Models with a longer context than their original one have two tensors of divisors.
     """
     num_rotated = keys.count("rope.dimension_count", head_dim)
-    if num_rotated > head_dim:
+    share = num_rotated / head_dim
+    if share > 1 or num_rotated % 2 or int(share * head_dim) != num_rotated:  # as transformers counts them
         raise keys.fault("rope.dimension_count", f"is {num_rotated} of {head_dim} numbers of a head; {OTHER_FORMAT}")
     rope: dict[str, Any] = {
         "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "partial_rotary_factor": num_rotated / head_dim,
+        "partial_rotary_factor": share,
         "original_max_position_embeddings": keys.count("rope.scaling.original_context_length", context),
     }
     keys.expect("rope.scaling.type", ("none", "longrope"), OTHER_FORMAT)
@@ -66,12 +67,13 @@ def rope_of_phi3(file: GgufFile, keys: Keys, head_dim: int, context: int) -> dic
             )
         return {"rope_type": "default", **rope}
     for field, factors in divisors.items():
-        if factors is None or factors.shape != (num_rotated // 2,):
+        if factors is None or factors.shape != (num_rotated // 2,) or not np.all(np.isfinite(factors) & (factors > 0)):
             raise LoadError(
-                f"{file.path}: the file does not have {num_rotated // 2} numbers of {field} of its rotary embedding; "
-                f"{CONVERT_AGAIN}"
+                f"{file.path}: the file does not have {num_rotated // 2} positive numbers of {field} of its rotary "
+                f"embedding; {CONVERT_AGAIN}"
             )
         rope[field] = [float(str(np.float32(factor))) for factor in factors]
+    rope["factor"] = context / rope["original_max_position_embeddings"]
     return {"rope_type": "longrope", **rope, "attention_factor": keys.number("rope.scaling.attn_factor")}
 
 
