@@ -212,6 +212,7 @@ def test_a_draft_in_few_bits_does_not_inherit_the_format_of_the_target(tmp_path:
             {"blk.7.ffn_norm.weight": np.ones(64, np.float32)},
             r"no place for 1 tensors .* \(blk.7.ffn_norm.weight\)",
         ),
+        ({"rope_factors_long.weight": np.ones(8, np.float32)}, "no place for 1 tensors of the file .rope_factors_long"),
         ({"blk.1.ffn_norm.weight": np.ones(63, np.float32)}, r"'blk.1.ffn_norm.weight' has the shape \[63\]"),
     ],
 )

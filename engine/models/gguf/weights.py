@@ -33,8 +33,8 @@ from engine.models.importing import import_transformers
 
 IN_BLOCKS = frozenset({"llama", "qwen2", "qwen3"})
 """Architectures that our decoder computes."""
-_OF_CONFIG = frozenset({FACTORS, LONG, SHORT})
-"""Tensors that the configuration has read."""
+_OF_CONFIG = {"phi3": {LONG, SHORT}}
+"""Tensors that the configuration has read, by architecture; `FACTORS` of the others."""
 _GATES_AND_UPS = "mlp.experts.gate_up_proj"
 """Weight of transformers that is two tensors of a file."""
 _WITH_SHIFTED_NORMS = frozenset({"gemma2", "gemma3"})
@@ -138,7 +138,8 @@ def _tensors_of(file: GgufFile, places: Iterable[str], num_layers: int) -> dict[
         raise LoadError(
             f"{file.path}: the file lacks {len(missing)} of the model's weights ({first_of(missing)}); {CONVERT_AGAIN}"
         )
-    without_place = file.tensors.keys() - _OF_CONFIG - {name for parts in names.values() for name in parts}
+    placed = {name for parts in names.values() for name in parts}
+    without_place = file.tensors.keys() - placed - _OF_CONFIG.get(file.architecture, {FACTORS})
     if without_place:
         raise LoadError(
             f"{file.path}: the model has no place for {len(without_place)} tensors of the file "
