@@ -21,6 +21,7 @@ from analysis.times import heads
 from loadtest import clients, overhead
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import shown_ratio, table
+from tests.models.converted_variants import types_markdown, variants_markdown
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -327,6 +328,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fixed-shapes": fixed_shapes,
     "generate": generate,
     "gguf-numbers": _whole("gguf-numbers", quality.markdown),
+    "gguf-types": types_markdown,
+    "gguf-variants": variants_markdown,
     "growth": _whole("growth", steps_by_chains.markdown),
     "heads-chains": heads_chains,
     "heads-prefix": prefixes,

@@ -30,11 +30,12 @@ from engine.cpu.compiled_files import SUFFIX, damaged_files, load_all
 from engine.cpu.compiler import cache_folder
 from engine.cpu.weights import form_of_type, forms_of, types_of
 from engine.models.gguf.blocks import Form
-from engine.models.gguf.weights import file_behind, type_of_embeddings, types_of_matrices
+from engine.models.gguf.file import GgufFile
+from engine.models.gguf.weights import check_types, file_behind, type_of_embeddings, types_of_matrices
 from engine.start.choosing import choose
 from engine.start.host import usable_cores
 from engine.start.loading import Progress
-from engine.start.number_formats import decoded_dtype
+from engine.start.number_formats import decoded_dtype, file_dtype
 
 log = logging.getLogger("polydraft")
 
@@ -87,9 +88,7 @@ def _forms_used(config: ModelConfig) -> _Forms:
     if dtype is None:
         return _Forms(frozenset(), frozenset())
     names = [name for name in (config.target, config.draft) if name is not None]
-    files = [file for name in names if (file := file_behind(name)) is not None]
-    if config.dtype != "auto":  # blocks are dequantised
-        files = []
+    files = [file for name in names if (file := file_behind(name)) is not None and _stays_in_blocks(file, config)]
     for file in files:
         products |= {form_of_type(kind) for kind in types_of_matrices(file)}
         embedded = type_of_embeddings(file)
@@ -102,6 +101,15 @@ def _forms_used(config: ModelConfig) -> _Forms:
             products |= set(forms)
             embeddings.add(forms.vocabulary)
     return _Forms(frozenset(products), frozenset(embeddings))
+
+
+def _stays_in_blocks(file: GgufFile, config: ModelConfig) -> bool:
+    """Whether a file's weights are not dequantised; raise LoadError for types that are not
+    served.
+    """
+    dtype = file_dtype(file, config.dtype, torch.device("cpu"))
+    check_types(file, dtype)
+    return dtype is None
 
 
 def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:

@@ -13,7 +13,7 @@ import torch
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.gguf.file import GgufFile
-from engine.models.gguf.weights import file_behind, is_by_name
+from engine.models.gguf.weights import IN_BLOCKS, file_behind
 from engine.models.kinds import may_decode
 from engine.models.quantising import FORMATS, TORCHAO, stored_method
 from engine.start.architectures import read_config
@@ -71,7 +71,7 @@ def file_dtype(file: GgufFile, wanted: str, device: torch.device) -> torch.dtype
     """
     if device.type != "cpu":
         return _DTYPES.get(wanted, torch.bfloat16)
-    if not is_by_name(file) or find_spec("numba") is None:
+    if file.architecture not in IN_BLOCKS or find_spec("numba") is None:
         return arithmetic_dtype(wanted, device)
     return _DTYPES.get(wanted)
 

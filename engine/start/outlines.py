@@ -22,7 +22,7 @@ from engine.models.quantising import check_quantised, stored_method
 from engine.models.rope import limit_reason, original_length
 from engine.models.weight_files import check_weight_files
 from engine.start.architectures import check_config, read_config
-from engine.start.number_formats import by_torchao, choose_device, draft_model_config
+from engine.start.number_formats import by_torchao, choose_device, draft_model_config, file_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def _check_file(name: str, file: GgufFile, wanted: ModelConfig, num_ranks: int) 
     """Raise LoadError for a GGUF file that cannot be served, ConfigError for formats that it cannot
     have.
     """
-    check_types(file)
+    check_types(file, file_dtype(file, wanted.dtype, choose_device(wanted.device)))
     if wanted.weights != "auto":
         raise ConfigError(
             f"--weights {wanted.weights}: the weights of {name} are quantised already, and nothing "

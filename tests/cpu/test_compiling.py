@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from engine.config import ModelConfig
+from engine.errors import LoadError
 from engine.models.gguf.folder import folder_of
 from engine.start import compiling
 from engine.start.compiling import compile_kernels
 from tests.grid import grid
+from tests.models.converted import write_converted
 from tests.models.gguf_models import write_model
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
@@ -216,6 +218,26 @@ def test_a_start_compiles_the_types_of_its_files_alone(tmp_path: Path) -> None:
     assert {"int4", "int8"} <= beside.products
     widened = compiling._forms_used(ModelConfig(target=folder, device="cpu", dtype="float32"))
     assert widened.products == {"float32"}
+
+
+@pytest.mark.parametrize("kinds", [("IQ4_NL", "Q8_0"), ("Q8_0", "IQ4_NL")], ids=["target", "draft"])
+def test_types_that_are_not_served_are_refused_before_kernels_are_compiled(
+    kinds: tuple[str, str], tmp_path: Path
+) -> None:
+    files = [write_model(tmp_path / f"{kind}.gguf", "llama", kind) for kind in kinds]
+    target, draft = (str(folder_of(file, "off")) for file in files)
+    said: list[str] = []
+    with pytest.raises(LoadError, match="tensors of type IQ4_NL are not served, only"):
+        compile_kernels(ModelConfig(target=target, draft=draft, device="cpu"), said.append)
+    assert not said
+
+
+def test_types_of_a_file_that_is_dequantised_are_not_compiled(tmp_path: Path) -> None:
+    write_converted(tmp_path / "draft.gguf", "gemma2", "IQ4_NL")
+    target = folder_of(write_model(tmp_path / "target.gguf", "llama", "Q8_0"), "off")
+    draft = folder_of(tmp_path / "draft.gguf", "off")
+    found = compiling._forms_used(ModelConfig(target=str(target), draft=str(draft), device="cpu"))
+    assert "q8_0" in found.products
 
 
 @pytest.mark.slow  # compiles everything once more

@@ -31,6 +31,8 @@ _SCALES: Mapping[str, tuple[int, float, int, float]] = {
     "Q4_K": (0, 260.0, 2, 7.5),
     "Q5_K": (0, 520.0, 2, 15.5),
     "Q6_K": (208, 1370.0, 0, 0.0),
+    "IQ4_NL": (0, 70.0, 0, 0.0),
+    "IQ4_XS": (0, 1300.0, 0, 0.0),
 }
 
 
@@ -55,10 +57,16 @@ def tokenizer_keys() -> dict[str, Any]:
     }
 
 
-def stored_weight(random: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """Random weights in blocks of a type, as bytes [N, bytes of a row]; shape: (N, K)."""
+def stored_weight(
+    random: np.random.Generator, shape: tuple[int, ...], kind: str, numbers: np.ndarray | None = None
+) -> np.ndarray:
+    """Weights in blocks of a type, as bytes [N, bytes of a row]; shape: (N, K).
+
+    numbers: of the weights; random ones by default, and for types that cannot be written.
+    """
     if kind not in _SCALES:
-        numbers = random.normal(0, _SPREAD, shape).astype(np.float32)
+        if numbers is None:
+            numbers = random.normal(0, _SPREAD, shape).astype(np.float32)
         return gguf.quants.quantize(numbers, GGMLQuantizationType[kind])
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (math.prod(shape) // block, size), dtype=np.uint8)
@@ -165,9 +173,23 @@ def write_model(
             keys.pop(name, None), tensors.pop(name, None)
         else:
             keys[name] = value
+    return write_file(path, architecture, keys, tensors, parts)
+
+
+def write_file(
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, tuple[np.ndarray, str]],
+    parts: int = 1,
+) -> Path:
+    """Write key-values, of which None is left out, and tensors with their types; return the first
+    part.
+    """
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-len(tensors) // parts) if parts > 1 else 0)
     for key, value in keys.items():
-        _add(writer, key, value)
+        if value is not None:
+            _add(writer, key, value)
     for name, (tensor, kind) in tensors.items():
         writer.add_tensor(name, tensor, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
@@ -182,7 +204,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
-        writer.add_uint32(key, value)
+        writer.add_int32(key, value) if value < 0 else writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):

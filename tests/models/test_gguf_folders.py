@@ -18,14 +18,12 @@ from tokenizers import Tokenizer
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ConfigError, LoadError
 from engine.models.gguf import folder as folders
-from engine.models.gguf.config import llama3_scaling
-from engine.models.gguf.file import open_file
 from engine.models.gguf.folder import file_of, folder_of
 from engine.models.gguf.names import with_folders
+from engine.models.gguf.rope import llama3_scaling
 from engine.models.importing import import_transformers
 from engine.models.weight_files import check_weight_files
-from engine.start.outlines import outline_pair
-from tests.models.gguf_models import CONTEXT, DEMO, head_dim_of, tokenizer_keys, write_model
+from tests.models.gguf_models import DEMO, tokenizer_keys, write_model
 from tests.wrong import calls_of
 
 # Before other tests import parts of it with packages that it is to be imported without.
@@ -53,25 +51,6 @@ def changed(folder: Path, architecture: str = "llama", **options: Any) -> dict[s
     return found
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_a_configuration_is_that_of_the_file(architecture: str, models: Path, cache: str) -> None:
-    """Transformers reads most of it from the file itself, and the engine outlines it."""
-    path = models / f"{architecture}.gguf"
-    derived = folder_of(path, cache)
-    found = transformers.AutoConfig.from_pretrained(derived)
-    theirs = transformers.AutoConfig.from_pretrained(models, gguf_file=path.name)
-    fields = (
-        "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size "
-        "max_position_embeddings tie_word_embeddings rope_parameters"
-    ).split()
-    assert {name: getattr(found, name) for name in fields} == {name: getattr(theirs, name) for name in fields}
-    assert found.rms_norm_eps == 1e-5
-    assert found.head_dim == head_dim_of(architecture, 64)
-    (outline,) = outline_pair(ModelConfig(target=str(derived), device="cpu"))
-    assert (outline.model_type, outline.vocab_size, outline.max_positions) == (architecture, 4096, CONTEXT)
-
-
 def test_files_of_the_tokenizer(models: Path, cache: str) -> None:
     derived = folder_of(models / "llama.gguf", cache)
     made, embedded = (Tokenizer.from_file(str(at / "tokenizer.json")) for at in (derived, DEMO))
@@ -81,11 +60,27 @@ def test_files_of_the_tokenizer(models: Path, cache: str) -> None:
     assert generation == {"bos_token_id": 1, "eos_token_id": [2]}
 
 
-def test_sampling_defaults_of_a_file(tmp_path: Path) -> None:
-    changes = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
-    path = write_model(tmp_path / "m.gguf", changes=changes)
-    generation = json.loads((folder_of(path, "off") / "generation_config.json").read_text())
-    assert (generation["temperature"], generation["top_k"]) == (0.5, 7)
+def generation_of(folder: Path, **sampling: Any) -> dict[str, Any]:
+    """The generation_config.json of a file with sampling defaults."""
+    changes = {f"general.sampling.{name}": value for name, value in sampling.items()}
+    derived = folder_of(write_model(folder / "m.gguf", changes=changes), "off")
+    found: dict[str, Any] = json.loads((derived / "generation_config.json").read_text())
+    return found
+
+
+def test_all_sampling_defaults_of_a_file_are_stored(tmp_path: Path) -> None:
+    """The daemon names those that it does not apply, as with every model."""
+    sampling = {"temp": 0.5, "top_k": 7, "penalty_repeat": 1.5, "xtc_probability": 0.25, "sequence": "kpt"}
+    stored = {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.5, "xtc_probability": 0.25, "sequence": "kpt"}
+    roles = {"bos_token_id": 1, "eos_token_id": [2]}
+    assert generation_of(tmp_path, **sampling, eos_token_id=9) == stored | roles
+
+
+def test_penalty_counts_as_its_number_of_tokens_says(tmp_path: Path) -> None:
+    penalty = {"repetition_penalty": 1.5}
+    for last_n, expected in {64: {"penalty_last_n": 64, **penalty}, -1: penalty, 0: {"penalty_last_n": 0}}.items():
+        found = generation_of(tmp_path, penalty_last_n=last_n, penalty_repeat=1.5)
+        assert {name: value for name, value in found.items() if "penalty" in name} == expected
 
 
 OUTPUT_BIASES = {f"blk.{layer}.attn_output.bias": np.zeros(64, np.float32) for layer in (0, 1)}
@@ -181,6 +176,10 @@ def test_a_file_with_factors(tmp_path: Path) -> None:
             {"type": "yarn", "factor": 4.0, "yarn_attn_factor": 0.5},
             {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5 * (1 + 0.1 * math.log(4.0))},
         ),
+        (
+            {"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 1.0},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0},
+        ),
     ],
 )
 def test_scaled_positions(keys: dict[str, Any], rope: dict[str, Any], tmp_path: Path) -> None:
@@ -191,14 +190,14 @@ def test_scaled_positions(keys: dict[str, Any], rope: dict[str, Any], tmp_path: 
         assert parameters == {"rope_theta": 10000.0, **rope}
         return
     *_, attention = frequencies({"original_max_position_embeddings": 128, **parameters})
-    assert attention == pytest.approx(keys.get("yarn_attn_factor", 1.0) * (1 + 0.1 * math.log(4.0)))
+    assert attention == pytest.approx(rope.get("attention_factor", 1 + 0.1 * math.log(4.0)))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not served; mixtures of experts in GGUF"),
+    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not served; mixtures of experts of"),
     "unknown key": ({"llama.residual_scale": 0.5}, "1 keys of this file are not known here and may change what the "
                     "model computes (llama.residual_scale); serve the same model in transformers format"),
-    "no key": ({"llama.block_count": None}, "llama.block_count is missing; download the file again"),
+    "no key": ({"llama.block_count": None}, "llama.block_count is missing; choose another file of the model"),
     "text": ({"llama.block_count": "two"}, "llama.block_count is 'two', not a number from 1"),
     "zero": ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0, not a number from 1"),
     "no number": ({"llama.attention.layer_norm_rms_epsilon": math.nan}, "rms_epsilon is nan, not a number above 0"),
@@ -231,43 +230,6 @@ def test_a_model_that_would_be_served_wrongly_is_refused(fault: str, tmp_path: P
     assert words in str(refused.value)
     assert str(refused.value).startswith(f"{tmp_path / 'changed.gguf'}: ")
     assert list(folders._temporary().glob(".*")) == [], "nothing half written stays"
-
-
-GEMMA = {"key_length": 16, "value_length": 16, "sliding_window": 128}
-
-
-@pytest.mark.slow
-def test_other_architectures_are_read_by_transformers(tmp_path: Path) -> None:
-    """With the keys that transformers drops."""
-    keys = {f"gemma2.attention.{key}": value for key, value in GEMMA.items()}
-    found = changed(tmp_path, "gemma2", changes=keys | {"gemma2.final_logit_softcapping": 20.0})
-    wanted = {"model_type": "gemma2", "final_logit_softcapping": 20, "sliding_window": 128, "head_dim": 16}
-    assert (wanted | {"query_pre_attn_scalar": 16, "eos_token_id": [2]}).items() <= found.items()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("architecture", "changes", "words"),
-    [
-        (
-            "mamba",
-            {},
-            "GGUF files of the architecture 'mamba' are not served, only those of llama, qwen2, qwen3, gemma2",
-        ),
-        ("gemma2", {"gemma2.secret": 1}, "not known here and may change what the model computes (gemma2.secret)"),
-        ("phi3", {"phi3.rope.dimension_count": 8}, "phi3.rope.dimension_count is 8, which is not served"),
-        ("phi3", {"rope_factors_long.weight": np.full(8, 2.0, np.float32)}, "(rope_factors_long.weight) are not read"),
-    ],
-)
-def test_other_architectures_are_not_read_in_part(
-    architecture: str, changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    from engine.models.gguf.foreign import foreign_config
-
-    path = write_model(tmp_path / "m.gguf", architecture, changes=changes)
-    with pytest.raises(LoadError) as refused:
-        foreign_config(open_file(path))
-    assert words in str(refused.value)
 
 
 def test_a_folder_is_derived_once(models: Path, cache: str, tmp_path: Path) -> None:

@@ -108,17 +108,6 @@ def test_stored_numbers_are_those_of_the_blocks(kind: str) -> None:
     assert np.allclose(stored, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.sole("tensors of GGUF files")
-@pytest.mark.sampled
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_tensors_have_their_places(architecture: str, tied: bool, tmp_path: Path) -> None:
-    """In the order of rows that transformers has, too: it reads the same file on its own."""
-    file = write_model(tmp_path / "model.gguf", architecture, "Q8_0", tied=tied)
-    found, expected = plain_logits(loaded(file, tmp_path / "cache").model), plain_logits(by_transformers(file))
-    assert torch.allclose(found, expected, atol=1e-4 * float(expected.std()), rtol=0)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
@@ -222,8 +211,12 @@ def test_a_draft_in_few_bits_does_not_inherit_the_format_of_the_target(tmp_path:
     ("changes", "said"),
     [
         ({"blk.1.ffn_up.weight": None}, "lacks 1 of the model's weights"),
-        ({"blk.1.ffn_up.scale": np.ones(1, np.float32)}, "'blk.1.ffn_up.scale' belongs to no model"),
-        ({"blk.7.ffn_norm.weight": np.ones(64, np.float32)}, "no place for the tensor 'blk.7.ffn_norm.weight'"),
+        ({"blk.1.ffn_up.scale": np.ones(1, np.float32)}, r"no place for 1 tensors .* \(blk.1.ffn_up.scale\)"),
+        (
+            {"blk.7.ffn_norm.weight": np.ones(64, np.float32)},
+            r"no place for 1 tensors .* \(blk.7.ffn_norm.weight\)",
+        ),
+        ({"rope_factors_long.weight": np.ones(8, np.float32)}, "no place for 1 tensors of the file .rope_factors_long"),
         ({"blk.1.ffn_norm.weight": np.ones(63, np.float32)}, r"'blk.1.ffn_norm.weight' has the shape \[63\]"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
@@ -67,6 +68,8 @@ class BlockTensor(Tensor):
 
     def dequantize(self) -> Tensor:
         """Return the float32 numbers [N, K]."""
+        if self.type not in BLOCK_TYPES | FLOATS:  # a type that is never multiplied in its blocks
+            return torch.from_numpy(dequantize(self.raw.numpy(), self.type))
         numbers, scales = unpacked(self)
         if not scales:
             return numbers.float()
@@ -137,7 +140,7 @@ def unpacked(weight: BlockTensor) -> StoredNumbers:
     numbers, scales = BLOCK_TYPES[weight.type].unpack(weight.raw.view(len(weight), -1, size))
     factors = [one.view(torch.float16) for one in scales if one.dtype == torch.int16]
     if not all(bool(one.isfinite().all()) for one in factors):
-        raise LoadError(f"a tensor of type {weight.type.name} has scales that are not finite; download the file again")
+        raise LoadError(f"a tensor of type {weight.type.name} has scales that are not finite; choose another file")
     return StoredNumbers(numbers.flatten(1), scales)
 
 

@@ -1,70 +1,49 @@
-"""Writes the configuration that transformers would have of a GGUF file of the architectures llama,
-qwen2 and qwen3.
+"""Writes the configuration that transformers would have of a GGUF file, by a table for each
+architecture of llama.cpp.
 
-All three are one decoder. llama.cpp names what a file was converted from, and transformers by the
-biases: q, k and v have biases in its Qwen2, and also the output projection in its Llama. So
-`model_type` follows from the tensors; the architecture of the file only says how its rows are
-ordered.
+Keys that no table reads are refused, because they may change what the model computes. Values that
+llama.cpp's converter does not write are those of the published models.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
-from gguf.quants import dequantize
 
 from engine.errors import LoadError
 from engine.models.gguf.file import GgufFile
-from engine.models.gguf.keys import Keys
+from engine.models.gguf.keys import CONVERT_AGAIN, OTHER_FORMAT, Keys
+from engine.models.gguf.rope import rope_of, rope_of_phi3
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-_FACTORS = "rope_freqs.weight"
-_PUBLISHED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Parameters of the published models of Llama 3.1 to 3.3."""
-_CLOSE = 1e-5
-_TRANSFORMERS = "serve the same model in transformers format"
+_WIDE_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27 B parameters, whose attention is scaled by another width. llama.cpp
+knows them by this number, too.
+"""
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the content of config.json, without its tokens; raise LoadError for a model that would
     be served wrongly.
-
-    file: of an architecture in `ARCHITECTURES`.
     """
+    read = _TABLES.get(file.architecture)
+    if read is None:
+        raise LoadError(
+            f"{file.path}: GGUF files of the architecture {file.architecture!r} are not served, only those of "
+            f"{', '.join(_TABLES)}; {OTHER_FORMAT}"
+        )
     keys = Keys(file)
-    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    head_dim = _head_dim(keys, hidden, heads)
-    model_type, biases = _biases(file)
-    context = keys.count("context_length")
     config = {
-        "num_hidden_layers": keys.count("block_count"),
-        "hidden_size": hidden,
-        "intermediate_size": keys.count("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": context,
-        "rope_parameters": _rope(file, keys, head_dim, context),
-        "hidden_act": "silu",
+        **read(file, keys),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "vocab_size": vocab_size(file),
         "dtype": "bfloat16",
-        **biases,
+        "pad_token_id": None,
     }
-    if keys.has("attention.sliding_window"):
-        model_type = _windowed(file, model_type)
-        config["sliding_window"] = keys.count("attention.sliding_window")
     keys.expect("attention.causal", (True,), "only models that generate are")
-    for key in ("expert_count", "expert_used_count"):
-        keys.expect(key, (0,), f"mixtures of experts in GGUF files are not: {_TRANSFORMERS}")
     keys.expect("pooling_type", (0,), "only models that generate are")
     keys.end()
-    return {"architectures": [f"{_CLASSES[model_type]}ForCausalLM"], "model_type": model_type, **config}
+    return config
 
 
 def vocab_size(file: GgufFile) -> int:
@@ -74,25 +53,175 @@ def vocab_size(file: GgufFile) -> int:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise LoadError(
-            f"{file.path}: the file has no tokens (tokenizer.ggml.tokens); download one that has its tokenizer, or "
+            f"{file.path}: the file has no tokens (tokenizer.ggml.tokens); choose one that has its tokenizer, or "
             "convert the model again"
         )
     for name in ("token_embd.weight", "output.weight"):
         tensor = file.tensors.get(name)
         if tensor is not None and tensor.shape[0] != len(tokens):
-            raise LoadError(
-                f"{file.path}: {name} has {tensor.shape[0]} rows for {len(tokens)} tokens; download the file again, or "
-                "convert the model again"
-            )
+            raise LoadError(f"{file.path}: {name} has {tensor.shape[0]} rows for {len(tokens)} tokens; {CONVERT_AGAIN}")
     return len(tokens)
 
 
-def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
-    """Return the width of a head, of which all numbers are rotated."""
+def _like_llama(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    """Return the configuration of the architectures llama, qwen2 and qwen3, which are one decoder.
+
+    llama.cpp names what a file was converted from, and transformers by the biases: q, k and v have
+    biases in its Qwen2, and also the output projection in its Llama. So `model_type` follows from
+    the tensors; the architecture of the file only says how its rows are ordered.
+    """
+    config = _decoder(keys)
+    model_type, biases = _biases(file)
+    window = keys.count("attention.sliding_window", 0, least=0)
+    if window:
+        model_type = _windowed(file, model_type)
+        config["sliding_window"] = window
+    for key in ("expert_count", "expert_used_count"):
+        keys.expect(key, (0,), f"mixtures of experts of this architecture are not: {OTHER_FORMAT}")
+    rope = rope_of(file, keys, config["head_dim"], config["max_position_embeddings"])
+    classes = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    named = _named(model_type, f"{classes[model_type]}ForCausalLM")
+    return named | config | biases | {"rope_parameters": rope, "hidden_act": "silu"}
+
+
+def _gemma2(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    config = _decoder(keys)
+    return {
+        **_named("gemma2", "Gemma2ForCausalLM"),
+        **config,
+        "query_pre_attn_scalar": _scaled_width(file, config),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "sliding_window": keys.count("attention.sliding_window", 4096),
+        "rope_parameters": rope_of(file, keys, config["head_dim"], config["max_position_embeddings"]),
+    }
+
+
+def _gemma3(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    """Return the configuration of a Gemma 3, of which every sixth layer attends to all positions.
+
+    Scaling counts for these layers. A file without a window has no others.
+    """
+    config = _decoder(keys)
+    full = rope_of(file, keys, config["head_dim"], config["max_position_embeddings"])
+    sliding = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
+    window = keys.count("attention.sliding_window", 0, least=0)
+    layers = range(1, config["num_hidden_layers"] + 1)
+    capping = None
+    if keys.has("final_logit_softcapping"):
+        capping = keys.number("final_logit_softcapping")
+    return {
+        **_named("gemma3_text", "Gemma3ForCausalLM"),
+        **config,
+        "query_pre_attn_scalar": _scaled_width(file, config),
+        "final_logit_softcapping": capping,
+        "sliding_window": window or config["max_position_embeddings"],
+        "layer_types": [_SLIDING if window and layer % 6 else _FULL for layer in layers],
+        "rope_parameters": {_SLIDING: sliding, _FULL: full},
+    }
+
+
+def _phi3(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    config = _decoder(keys)
+    rope = rope_of_phi3(file, keys, config["head_dim"], config["max_position_embeddings"])
+    return {
+        **_named("phi3", "Phi3ForCausalLM"),
+        **config,
+        # The converter writes 0 for Phi-4, which has none.
+        "sliding_window": keys.count("attention.sliding_window", 0, least=0) or None,
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "rope_parameters": rope,
+    }
+
+
+def _qwen2moe(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    return {
+        **_named("qwen2_moe", "Qwen2MoeForCausalLM"),
+        **_experts(file, keys),
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+
+
+def _qwen3moe(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    # The converter writes the 0 that Qwen3-Coder has.
+    keys.expect("expert_shared_feed_forward_length", (0,), OTHER_FORMAT)
+    return {
+        **_named("qwen3_moe", "Qwen3MoeForCausalLM"),
+        **_experts(file, keys),
+        "norm_topk_prob": True,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+
+
+def _experts(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    """Return the fields of a decoder with a mixture of experts in every layer."""
+    config = _decoder(keys)
+    return {
+        **config,
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "rope_parameters": rope_of(file, keys, config["head_dim"], config["max_position_embeddings"]),
+    }
+
+
+def _gpt2(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    del file
+    heads = keys.count("attention.head_count")
+    keys.expect("attention.head_count_kv", (heads,), OTHER_FORMAT)
+    return {
+        **_named("gpt2", "GPT2LMHeadModel"),
+        "n_layer": keys.count("block_count"),
+        "n_embd": keys.count("embedding_length"),
+        "n_inner": keys.count("feed_forward_length"),
+        "n_head": heads,
+        "n_positions": keys.count("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+    }
+
+
+_TABLES: dict[str, Callable[[GgufFile, Keys], dict[str, Any]]] = {
+    "llama": _like_llama,
+    "qwen2": _like_llama,
+    "qwen3": _like_llama,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "gpt2": _gpt2,
+}
+"""Tables by llama.cpp's names of architectures."""
+
+
+def _named(model_type: str, model_class: str) -> dict[str, Any]:
+    return {"architectures": [model_class], "model_type": model_type}
+
+
+def _decoder(keys: Keys) -> dict[str, Any]:
+    """Return the fields that all decoders have but GPT-2."""
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", hidden // heads)
     keys.expect("attention.value_length", (head_dim,), "values must be as wide as keys")
-    keys.expect("rope.dimension_count", (head_dim,), "all numbers of a head must be rotated")
-    return head_dim
+    return {
+        "num_hidden_layers": keys.count("block_count"),
+        "hidden_size": hidden,
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.count("context_length"),
+    }
+
+
+def _scaled_width(file: GgufFile, config: dict[str, Any]) -> int:
+    """Return the width whose root scales the attention of a Gemma."""
+    if config["num_hidden_layers"] == _WIDE_LAYERS[file.architecture]:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
 
 
 def _biases(file: GgufFile) -> tuple[str, dict[str, bool]]:
@@ -107,7 +236,7 @@ def _biases(file: GgufFile) -> tuple[str, dict[str, bool]]:
         have("ffn_gate", "ffn_up", "ffn_down"),
     )
     fault = LoadError(
-        f"{file.path}: only some layers have biases, which no decoder of this architecture has; {_TRANSFORMERS}"
+        f"{file.path}: only some layers have biases, which no decoder of this architecture has; {OTHER_FORMAT}"
     )
     if len(input_biases) + len(mlp_biases) > 2 or (output_biases == {True} and input_biases != {True}):
         raise fault
@@ -129,94 +258,6 @@ def _windowed(file: GgufFile, model_type: str) -> str:
     """Return the type of a Llama with a sliding window."""
     if model_type != "llama" or any(name.endswith(".bias") for name in file.tensors):
         raise LoadError(
-            f"{file.path}: {file.architecture}.attention.sliding_window is not served for this model; {_TRANSFORMERS}"
+            f"{file.path}: {file.architecture}.attention.sliding_window is not served for this model; {OTHER_FORMAT}"
         )
     return "mistral"
-
-
-def _rope(file: GgufFile, keys: Keys, head_dim: int, context: int) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding."""
-    theta = keys.number("rope.freq_base", 10000.0)
-    scaling = _scaling(keys, context)
-    factors = file.tensors.get(_FACTORS)
-    if factors is None:
-        return {"rope_theta": theta, **scaling}
-    numbers = dequantize(factors.data, factors.type).astype(np.float64)
-    if np.all(numbers == 1):
-        return {"rope_theta": theta, **scaling}
-    llama3 = None
-    if scaling["rope_type"] == "default":
-        llama3 = llama3_scaling(numbers, theta, head_dim)
-    if llama3 is None:
-        raise LoadError(
-            f"{file.path}: the factors of its rotary embedding ({_FACTORS}) are not those of a Llama 3.1 model; "
-            f"{_TRANSFORMERS}"
-        )
-    return {"rope_theta": theta, "rope_type": "llama3", **llama3}
-
-
-def _scaling(keys: Keys, context: int) -> dict[str, Any]:
-    """Return the scaling that the file's keys name, as llama.cpp reads them."""
-    old = keys.number("rope.scale_linear", 1.0)
-    kind = keys.text("rope.scaling.type", "linear")
-    factor = keys.number("rope.scaling.factor", old)
-    original = keys.count("rope.scaling.original_context_length", context)
-    if kind != "yarn":
-        keys.expect("rope.scaling.attn_factor", (1.0,), _TRANSFORMERS)
-    if kind == "none" or (kind == "linear" and factor == 1):
-        return {"rope_type": "default"}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise keys.fault("rope.scaling.type", f"is {kind!r}; linear and yarn are served: {_TRANSFORMERS}")
-    keys.expect("rope.scaling.yarn_ext_factor", (1.0,), _TRANSFORMERS)
-    yarn = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
-    }
-    attention = keys.number("rope.scaling.attn_factor", 1.0) * keys.number("rope.scaling.yarn_attn_factor", 1.0)
-    if attention != 1:
-        yarn["attention_factor"] = attention * (1 + 0.1 * math.log(factor))
-    return yarn
-
-
-def llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return transformers' parameters of the type llama3 for the divisors of the frequencies that a
-    file has; None if there are none.
-
-    Only the quotients of the parameters count, so three unknown numbers follow from two divisors
-    between the extremes: between them, the weight of the plain frequency is linear in the
-    frequency.
-    """
-    if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors)) or factors.min() < 1:
-        return None
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    largest = float(factors.max())
-    candidates = [{"factor": largest, **_PUBLISHED}]
-    between = (factors > 1 + _CLOSE) & (factors < largest * (1 - _CLOSE))
-    if between.sum() >= 2:
-        shares = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
-        slope, start = np.polyfit(frequencies[between] / (2 * math.pi), shares, 1)
-        original = int(_PUBLISHED["original_max_position_embeddings"])
-        width = original / slope
-        low, high = -start * width, -start * width + width
-        fitted = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
-        candidates.append({"factor": largest, **fitted})
-    for scaling in candidates:
-        if np.allclose(_divisors(scaling, frequencies), factors, rtol=_CLOSE, atol=0):
-            return scaling
-    return None
-
-
-def _divisors(scaling: Mapping[str, float], frequencies: np.ndarray) -> np.ndarray:
-    """Return the divisors of frequencies by llama3's parameters, as llama.cpp's converter writes
-    them.
-    """
-    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    divisors: np.ndarray = 1 / ((1 - share) / factor + share)
-    return divisors

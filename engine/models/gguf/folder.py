@@ -13,8 +13,6 @@ import hashlib
 import json
 import logging
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -23,23 +21,22 @@ from typing import Any
 
 from engine.errors import ConfigError, LoadError, PolydraftError, first_line
 from engine.models.files import WEIGHTS_ELSEWHERE, read_object
-from engine.models.gguf.config import ARCHITECTURES, config_of, vocab_size
+from engine.models.gguf.config import config_of, vocab_size
 from engine.models.gguf.file import GgufFile, open_file
 from engine.models.gguf.parts import parts_of
 from engine.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 
 log = logging.getLogger("polydraft")
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the derivation; increased if a folder of the same file would differ."""
 CACHE = "~/.cache/polydraft"
 _SUBFOLDER, _PARTIAL = "gguf", ".partial-"
 _LONGEST_STEM = 100
 """Characters of a file's name in the name of its folder, which people may see."""
-_SAMPLING = {f"general.sampling.{name}": field for name, field in {
-    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-}.items()}  # fmt: skip
-"""Sampling defaults that a file may have, by their names in generation_config.json."""
+_SAMPLING = "general.sampling."
+_RENAMED = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Sampling defaults of a file whose names in generation_config.json differ."""
 
 
 def folder_of(path: Path, cache: str = CACHE, needs_tokenizer: bool = True) -> Path:
@@ -155,10 +152,10 @@ def _check_kind(file: GgufFile) -> None:
 
 def _write(folder: Path, file: GgufFile, needs_tokenizer: bool) -> None:
     """Write the files of a model's folder."""
-    config = config_of(file) if file.architecture in ARCHITECTURES else _foreign_config(folder, file)
+    config = config_of(file)
     roles = _write_tokenizer(folder, file, needs_tokenizer)
     config |= roles
-    generation = {**roles, **_sampling(file.metadata)}
+    generation = {**_sampling(file.metadata), **roles}
     for name, content in {"config.json": config, "generation_config.json": generation}.items():
         (folder / name).write_text(json.dumps(content, indent=2))
     names = sorted(path.name for path in folder.iterdir())
@@ -183,7 +180,19 @@ def _write_tokenizer(folder: Path, file: GgufFile, is_needed: bool) -> dict[str,
 
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: metadata[key] for key, field in _SAMPLING.items() if key in metadata}
+    """Return all sampling defaults of a file. The daemon names those that it does not apply.
+
+    A penalty on no tokens is none, and a penalty on all tokens is that of generation_config.json.
+    """
+    found = {key.removeprefix(_SAMPLING): value for key, value in metadata.items() if key.startswith(_SAMPLING)}
+    if found.get("penalty_last_n") == 0:
+        found.pop("penalty_repeat", None)
+    if found.get("penalty_last_n") == -1:
+        del found["penalty_last_n"]
+    is_plain = (int, float, str)
+    return {
+        _RENAMED.get(name, name): value if isinstance(value, is_plain) else str(value) for name, value in found.items()
+    }
 
 
 def _tokenizer(file: GgufFile) -> TokenizerFiles:
@@ -200,15 +209,3 @@ def _tokenizer(file: GgufFile) -> TokenizerFiles:
         raise LoadError(
             f"{file.path}: the file's tokenizer cannot be used ({first_line(error)}); convert the model again"
         ) from error
-
-
-def _foreign_config(folder: Path, file: GgufFile) -> dict[str, Any]:
-    """Return the configuration of an architecture that transformers reads, from a process that may
-    load torch.
-    """
-    command = [sys.executable, "-P", "-m", "engine.models.gguf.foreign", str(file.path), str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode == 0:
-        return read_object(folder / "config.json")
-    lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
-    raise LoadError(f"{file.path}: {lines[-1]}")

@@ -13,6 +13,9 @@ import numpy as np
 from engine.errors import LoadError
 from engine.models.gguf.file import GgufFile
 
+OTHER_FORMAT = "serve the same model in transformers format"
+CONVERT_AGAIN = "choose another file of the model, or convert the model again"
+"""Ways out. A file that can be read is not improved by a second download."""
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 """Keys that change nothing: the list of tokens has their number, and how a model was trained is
 past.
@@ -33,20 +36,20 @@ class Keys:
         """Return the error for a value that cannot be used."""
         return LoadError(f"{self._file.path}: {self._file.architecture}.{key} {what}")
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a number of things, at least 1. A list, of a value for each layer, must have equal
-        values.
-        """
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return a number of things. A list, of a value for each layer, must have equal values."""
         value = self._scalar(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise self.fault(key, f"is {value!r}, not a number from 1; download the file again")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise self.fault(key, f"is {value!r}, not a number from {least}; {CONVERT_AGAIN}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above 0."""
+    def number(self, key: str, default: float | None = None, zero: float | None = None) -> float:
+        """Return a finite number above 0; zero: the meaning of 0, if it has one."""
         value = self._scalar(key, default)
+        if zero is not None and value == 0:
+            return zero
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.fault(key, f"is {value!r}, not a number above 0; download the file again")
+            raise self.fault(key, f"is {value!r}, not a number above 0; {CONVERT_AGAIN}")
         # The file has float32: 9.999999747378752e-06 was written as 1e-05.
         return float(str(np.float32(value)))
 
@@ -54,7 +57,7 @@ class Keys:
         """Return a text."""
         value = self._scalar(key, default)
         if not isinstance(value, str):
-            raise self.fault(key, f"is {value!r}, not a text; download the file again")
+            raise self.fault(key, f"is {value!r}, not a text; {CONVERT_AGAIN}")
         return value
 
     def expect(self, key: str, values: Iterable[object], served: str) -> None:
@@ -71,12 +74,8 @@ class Keys:
             shown = ", ".join(f"{self._file.architecture}.{key}" for key in sorted(self._left)[:3])
             raise LoadError(
                 f"{self._file.path}: {len(self._left)} keys of this file are not known here and may change what the "
-                f"model computes ({shown}); serve the same model in transformers format"
+                f"model computes ({shown}); {OTHER_FORMAT}"
             )
-
-    def skip(self, key: str) -> None:
-        """Count a key as read, because somebody else reads it."""
-        self._left.pop(key, None)
 
     def has(self, key: str) -> bool:
         """Whether the file has a key that has not been read."""
@@ -85,7 +84,7 @@ class Keys:
     def _scalar(self, key: str, default: Any, is_needed: bool = True) -> Any:
         value = self._left.pop(key, default)
         if value is None and is_needed:
-            raise self.fault(key, "is missing; download the file again, or convert the model again")
+            raise self.fault(key, f"is missing; {CONVERT_AGAIN}")
         if not isinstance(value, np.ndarray | list):
             return value
         several = set(value.tolist() if isinstance(value, np.ndarray) else value)

@@ -129,7 +129,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, least: int) -> list[float]:
     if stored is None:
         return []
     if len(stored) < least:
-        raise ConfigError(f"{_PREFIX}{key} has {len(stored)} entries for {least} tokens; download the file again")
+        raise ConfigError(f"{_PREFIX}{key} has {len(stored)} entries for {least} tokens; convert the model again")
     return list(stored[:least])
 
 

@@ -2,52 +2,47 @@
 
 On a CPU, weights of the architectures that our decoder computes stay in their blocks (`blocks.py`),
 views of the mapped file. Elsewhere, and if another type is asked for, they are dequantised while
-they are loaded. Not for: the configuration and the tokenizer (`folder.py`).
+they are loaded. Every tensor of the file must have a place in the model, and every weight of the
+model a tensor. Not for: the configuration and the tokenizer (`folder.py`).
 """
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, get_tensor_name_map
 from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize
 from torch import Tensor, nn
 
 from engine.attention.attention import HOOK
-from engine.errors import LoadError, first_line
+from engine.errors import LoadError
 from engine.models.files import first_of
 from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor
-from engine.models.gguf.config import ARCHITECTURES
 from engine.models.gguf.file import GgufFile, StoredTensor, open_file
 from engine.models.gguf.folder import file_of
+from engine.models.gguf.keys import CONVERT_AGAIN, OTHER_FORMAT
+from engine.models.gguf.rope import FACTORS, LONG, SHORT
 from engine.models.importing import import_transformers
 
-_MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_MODULES_OF_LAYERS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_OF_CONFIG = frozenset({"rope_freqs.weight"})
-"""Tensors that the configuration has read."""
+IN_BLOCKS = frozenset({"llama", "qwen2", "qwen3"})
+"""Architectures that our decoder computes."""
+_OF_CONFIG = {"phi3": {LONG, SHORT}}
+"""Tensors that the configuration has read, by architecture; `FACTORS` of the others."""
+_GATES_AND_UPS = "mlp.experts.gate_up_proj"
+"""Weight of transformers that is two tensors of a file."""
+_WITH_SHIFTED_NORMS = frozenset({"gemma2", "gemma3"})
+"""Architectures whose norms multiply by 1 + weight in transformers, and by the weight in
+llama.cpp.
+"""
+_TRANSPOSED = {"gpt2": ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")}
+"""Endings of the tensors whose rows are columns in transformers, by architecture."""
 
 
 @cache
@@ -63,25 +58,33 @@ def file_behind(name: str) -> GgufFile | None:
     return None if path is None else open_file(path)
 
 
-def is_by_name(file: GgufFile) -> bool:
-    """Whether a file's tensors are read by their names here; transformers reads files of other
-    architectures.
+def check_types(file: GgufFile, dtype: torch.dtype | None) -> None:
+    """Raise LoadError for tensors of types that are not served.
+
+    dtype: type to which weights are dequantised; None leaves them in their blocks.
     """
-    return file.architecture in ARCHITECTURES
-
-
-def check_types(file: GgufFile) -> None:
-    """Raise LoadError for tensors of types that are not served."""
-    if not is_by_name(file):
-        return
     types = {tensor.type for tensor in file.tensors.values()}
-    unknown = sorted(kind.name for kind in types if kind not in BLOCK_TYPES | FLOATS)
-    if unknown:
-        served = ", ".join(kind.name for kind in BLOCK_TYPES | FLOATS)
-        raise LoadError(
-            f"{file.path}: tensors of type {', '.join(unknown)} are not served, only {served}; download the model in "
-            "one of these types, for instance Q4_K_M"
-        )
+    served = BLOCK_TYPES | FLOATS
+    unknown = sorted(kind.name for kind in types if kind not in served and (dtype is None or not _is_readable(kind)))
+    if not unknown:
+        return
+    way_out = f"download the model in one of these types, for instance Q4_K_M, or {OTHER_FORMAT}"
+    if dtype is None and all(map(_is_readable, types)):
+        way_out += ", or dequantise the weights: --dtype bfloat16, 2 bytes a weight"
+    raise LoadError(
+        f"{file.path}: tensors of type {', '.join(unknown)} are not served, only "
+        f"{', '.join(kind.name for kind in served)}; {way_out}"
+    )
+
+
+@cache
+def _is_readable(kind: Type) -> bool:
+    """Whether blocks of a type can be dequantised."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def types_of_matrices(file: GgufFile) -> frozenset[Type]:
@@ -101,65 +104,100 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
     name: the model's folder; config: transformers' of the model; dtype: type to which weights are
     dequantised, None leaves them in their blocks.
     """
-    if not is_by_name(file):
-        return _by_transformers(name, file, config, dtype or torch.float32, device)
-    check_types(file)
+    check_types(file, dtype)
     transformers = import_transformers()
     # After transformers, whose import decides which packages are visible.
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=HOOK)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype or config.dtype, attn_implementation=HOOK
+        )
     places = dict(model.named_parameters(remove_duplicate=False))
-    filled = set()
-    for stored in file.tensors.values():
-        if stored.name in _OF_CONFIG:
-            continue
-        path = _path_of(file, stored.name)
-        if path not in places:
-            raise LoadError(f"{file.path}: the model has no place for the tensor {stored.name!r}; {_WRONG_FILE}")
-        if stored.shape != tuple(places[path].shape):
-            raise LoadError(
-                f"{file.path}: the tensor {stored.name!r} has the shape {list(stored.shape)}, and the file's "
-                f"configuration asks for {list(places[path].shape)}; {_WRONG_FILE}"
-            )
-        module, _, field = path.rpartition(".")
-        weight = _placed(_ordered(file, stored, config), dtype, device)
-        setattr(model.get_submodule(module), field, nn.Parameter(weight, requires_grad=False))
-        filled.add(path)
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-        filled.add("lm_head.weight")
-    missing = sorted(places.keys() - filled)
-    if missing:
-        shown = first_of(missing)
-        raise LoadError(f"{file.path}: the file lacks {len(missing)} of the model's weights ({shown}); {_WRONG_FILE}")
+        places.pop("lm_head.weight")
+    tensors = _tensors_of(file, places, config.num_hidden_layers)
+    for path, stored in tensors.items():
+        module, _, field = path.rpartition(".")
+        weight = _weight(file, stored, config, tuple(places[path].shape), dtype, device)
+        setattr(model.get_submodule(module), field, nn.Parameter(weight, requires_grad=False))
+    _tie(model)
     model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     return model.to(device)
 
 
-_WRONG_FILE = "download it again, or convert the model again"
-
-
-def _path_of(file: GgufFile, name: str) -> str:
-    """Return the name that a tensor has in transformers; raise LoadError for a name that no model
-    has.
+def _tensors_of(file: GgufFile, places: Iterable[str], num_layers: int) -> dict[str, list[StoredTensor]]:
+    """Return the tensors of each weight, by the weight's path; raise LoadError if some are left on
+    either side.
     """
-    layer = _OF_LAYER.fullmatch(name)
-    module, _, field = name.rpartition(".")
-    if layer is not None and layer[2] in _MODULES_OF_LAYERS:
-        return f"model.layers.{layer[1]}.{_MODULES_OF_LAYERS[layer[2]]}.{layer[3]}"
-    if module in _MODULES and field in ("weight", "bias"):
-        return f"{_MODULES[module]}.{field}"
-    raise LoadError(
-        f"{file.path}: the tensor {name!r} belongs to no model of the architecture {file.architecture!r} that is "
-        "served; serve the model in transformers format"
-    )
+    architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+    known = get_tensor_name_map(architecture, num_layers)
+    names = {path: _names(path, known) for path in places}
+    missing = sorted(path for path, parts in names.items() if not file.tensors.keys() >= set(parts))
+    if missing:
+        raise LoadError(
+            f"{file.path}: the file lacks {len(missing)} of the model's weights ({first_of(missing)}); {CONVERT_AGAIN}"
+        )
+    placed = {name for parts in names.values() for name in parts}
+    without_place = file.tensors.keys() - placed - _OF_CONFIG.get(file.architecture, {FACTORS})
+    if without_place:
+        raise LoadError(
+            f"{file.path}: the model has no place for {len(without_place)} tensors of the file "
+            f"({first_of(sorted(without_place))}); {OTHER_FORMAT}"
+        )
+    return {path: [file.tensors[name] for name in parts] for path, parts in names.items()}
+
+
+def _names(path: str, known: Any) -> list[str]:
+    """Return the names that a weight's tensors have in files.
+
+    known: llama.cpp's names by those of transformers, as its converter has them.
+    """
+    module, dot, field = path.rpartition(".")
+    if path.endswith(_GATES_AND_UPS):
+        return [f"{known.get_name(f'{module}.{part}_proj')}.weight" for part in ("gate", "up")]
+    name = known.get_name(path)
+    if name is not None:  # experts are parameters, not modules with a weight
+        return [f"{name}.weight"]
+    return [f"{known.get_name(module)}{dot}{field}"]
+
+
+def _weight(
+    file: GgufFile,
+    tensors: list[StoredTensor],
+    config: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Tensor:
+    """Return a weight of a model; raise LoadError if its tensors have another shape.
+
+    shape: in the model.
+    """
+    first = tensors[0]
+    is_transposed = first.name.endswith(_TRANSPOSED.get(file.architecture, ()))
+    stored_shape = first.shape[::-1] if is_transposed else first.shape
+    if len(tensors) > 1:
+        stored_shape = (first.shape[0], sum(stored.shape[1] for stored in tensors), *first.shape[2:])
+    # The tools of llama.cpp drop dimensions of size 1.
+    if [size for size in stored_shape if size > 1] != [size for size in shape if size > 1]:
+        raise LoadError(
+            f"{file.path}: the tensor {first.name!r} has the shape {list(first.shape)}, and the file's "
+            f"configuration asks for {list(shape)}; {CONVERT_AGAIN}"
+        )
+    parts = [_placed(_ordered(file, stored, config), dtype, device) for stored in tensors]
+    if dtype is None:
+        return parts[0]
+    shaped = [part.view(stored.shape) for part, stored in zip(parts, tensors, strict=True)]
+    weight = shaped[0] if len(shaped) == 1 else torch.cat(shaped, 1)
+    if is_transposed:
+        weight = weight.T.contiguous()
+    return weight.view(shape)
 
 
 def _ordered(file: GgufFile, stored: StoredTensor, config: Any) -> Tensor:
-    """Return a tensor with its rows in transformers' order: as blocks, or in its own type of
-    floats.
+    """Return a tensor's numbers with their rows in transformers' order: rows as blocks, or a vector
+    in float32.
 
     llama.cpp pairs neighbours when it rotates models of the architecture llama, and its files have
     the rows of queries and keys in an order for this.
@@ -167,24 +205,24 @@ def _ordered(file: GgufFile, stored: StoredTensor, config: Any) -> Tensor:
     with warnings.catch_warnings():
         # The mapped file cannot be written, and nothing writes.
         warnings.simplefilter("ignore", UserWarning)
-        raw = torch.from_numpy(stored.data)
-    rows = raw
-    if len(stored.shape) != 2:
-        rows = raw.view(FLOATS[stored.type]).unsqueeze(-1)
-    num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        rows = torch.from_numpy(stored.data).view(-1, stored.data.shape[-1])
+    is_vector = len(stored.shape) == 1
+    if is_vector:
+        rows = BlockTensor(rows, stored.type).dequantize().T
+    if file.architecture in _WITH_SHIFTED_NORMS and stored.name.endswith("norm.weight"):
+        rows = rows - 1
+    num_heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}
     part = stored.name.split(".")[-2]
     if file.architecture == "llama" and part in num_heads:
         pairs = rows.view(num_heads[part], -1, 2, rows.shape[-1])
         rows = pairs.transpose(1, 2).reshape(rows.shape)
-    if len(stored.shape) == 1:
-        return rows.squeeze(-1)
-    return BlockTensor(rows, stored.type)
+    return rows.squeeze(-1) if is_vector else BlockTensor(rows, stored.type)
 
 
 def _placed(weight: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """Return a weight as the model has it."""
     if dtype is None:
-        return weight.float() if weight.dim() == 1 else weight
+        return weight
     if isinstance(weight, BlockTensor):
         # Row by row, so that a large weight is never there in float32 as a whole.
         plain = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -206,23 +244,10 @@ def dequantise(model: Any, dtype: torch.dtype) -> None:
             if isinstance(weight, BlockTensor):
                 plain = _placed(weight, dtype, torch.device("cpu"))
                 module._parameters[name] = nn.Parameter(plain, requires_grad=False)
+    _tie(model)
+
+
+def _tie(model: Any) -> None:
+    """Give the head the embeddings' weight, if the model has one weight for both."""
     if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def _by_transformers(name: str, file: GgufFile, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the model of an architecture whose tensors transformers names, dequantised."""
-    transformers = import_transformers()
-    if len(file.paths) > 1:
-        raise LoadError(
-            f"{file.path}: files of the architecture {file.architecture!r} are served in one part only; merge the "
-            "parts (llama-gguf-split --merge of llama.cpp)"
-        )
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(file.path.parent), gguf_file=file.path.name, config=config, dtype=dtype, attn_implementation=HOOK
-        )
-    except Exception as error:  # transformers raises exceptions of many types
-        raise LoadError(f"{file.path}: the weights cannot be loaded: {first_line(error)}") from error
-    model.generation_config = transformers.GenerationConfig.from_pretrained(name)
-    return model.to(device)
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
