@@ -160,6 +160,7 @@ def loaded(path: Path, context: int = 0, dtype: str = "float32") -> LoadedModel:
     return load(str(folder_of(path, "off")), None, dtype, tiny.DEVICE, context=context)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(list(VARIANTS), {name for name in VARIANTS if "27b" not in name}))
 def test_logits_are_those_of_the_converted_model(name: str, tmp_path: Path) -> None:
     model = write_converted(tmp_path / "model.gguf", name)
