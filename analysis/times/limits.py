@@ -41,8 +41,8 @@ DEFAULTS: dict[str, Any] = {
     "draft_window": 0,
     "repeats": 8,
 }
-ROWS = (1, 6, 21)
-"""Rows of the measured passes: plain decoding, one chain of five drafts, four of them."""
+ROWS = (1, 6, 16, 21)
+"""Rows of the measured passes: plain decoding, one chain of five drafts, three of them, four."""
 _SHAPES = {"plain": Speculation(), "1x5": Speculation(rule="block", num_drafts=1, draft_length=5)}
 _PLACE = 64
 """Tokens of room beyond a text."""

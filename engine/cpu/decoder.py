@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.attention.attention import AttentionMetadata
 from engine.attention.tensors import NORMED, KVTensors
 from engine.cpu import weights
-from engine.cpu.compiled import model_pass, pass_table, product_phase
+from engine.cpu.compiled import model_pass, pass_table
 from engine.cpu.compiled.shared_work import PHASE_SIZE, TEAM
 from engine.cpu.compiled.simd_vectors import BLOCK
 from engine.cpu.weights import Array, Forms, Product, forms_of, represented, types_of
@@ -160,7 +160,7 @@ class CpuDecoder(Backend):
         for layer, layer_pieces in enumerate(product.layers):
             for number, piece in enumerate(layer_pieces):
                 pieces[layer, number] = [
-                    product_phase.piece_function(*types_of(piece.form)).address,
+                    weights.function_of(piece.form).address,
                     piece.words.ctypes.data,
                     piece.scales.ctypes.data,
                     product.bias[layer].ctypes.data,

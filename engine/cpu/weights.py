@@ -19,11 +19,14 @@ from numba import from_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.cpu.compiled import product_phase
 from engine.cpu.compiled.block_products import WIDENS_HALVES
 from engine.cpu.compiled.dot_products import HAS_PAIRS
 from engine.cpu.compiled.row_rounding import best_scales
 from engine.cpu.compiled.simd_vectors import BLOCK, GROUP, LINE
 from engine.cpu.compiled.stored_words import offset_of
+from engine.cpu.compiled.tile_products import HAS_TILES
+from engine.cpu.tiles import Tiles, tiles_of_process
 from engine.models.gguf.blocks import BLOCK_TYPES, FLOATS, BlockTensor, Form, StoredNumbers, unpacked
 
 Array = npt.NDArray[Any]
@@ -89,6 +92,21 @@ def types_of(form: Form) -> tuple[Any, Any]:
     return _WORDS[form], _SCALES.get(form, np.float32)
 
 
+def tiles() -> Tiles:
+    """Return whether this process multiplies on tiles, and why it does not."""
+    return tiles_of_process(HAS_TILES)
+
+
+def is_on_tiles(form: Form) -> bool:
+    """Whether rows are multiplied with weights of a form on tiles."""
+    return form == "pairs" and tiles().are_used
+
+
+def function_of(form: Form) -> Any:
+    """Return the C function that multiplies rows with weights of a form."""
+    return product_phase.piece_function(*types_of(form), is_on_tiles(form))
+
+
 def rounds_rows(form: Form) -> bool:
     """Whether rows are rounded before they are multiplied with weights of a form."""
     return form not in ("float32", "bfloat16", "float16")
@@ -105,7 +123,7 @@ def remark_on(forms: Collection[Form]) -> str:
     if "int8" in forms:
         return "8-bit weights, rows of products are rounded to 8 bits"
     if "pairs" in forms:
-        return "rows of products are rounded to bfloat16"
+        return f"rows of products are rounded to bfloat16 and multiplied {tiles().remark}"
     return ""
 
 

@@ -106,6 +106,7 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progre
     """Return the file for measurements of such an engine on this machine; None if there is none."""
     model = engine.target.model
     runner = engine.draft_runner
+    runners = [engine.target] if runner is None else [engine.target, runner]
     described = {
         "target": model.config.to_dict(),
         "draft": runner.model.config.to_dict() if runner is not None else None,
@@ -114,6 +115,7 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progre
         "scheduler": msgspec.to_builtins(config.scheduler),
         "speculation": [msgspec.to_builtins(speculation), config.speculation.draft_window],
         "runs on": [torch.get_num_threads(), str(model.device), _device_name(model.device)],
+        "products": [each.backend.remark for each in runners],
         "recorded": engine.recorded.num_recorded,
         "versions": [_FORMAT, torch.__version__, version("transformers")],
     }

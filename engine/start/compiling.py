@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from engine.config import ModelConfig
-from engine.cpu.compiled import draw_loop, model_pass, product_phase
+from engine.cpu.compiled import draw_loop, model_pass
 from engine.cpu.compiled_files import SUFFIX, damaged_files, load_all
 from engine.cpu.compiler import cache_folder
-from engine.cpu.weights import form_of_type, forms_of, types_of
+from engine.cpu.weights import form_of_type, forms_of, function_of, is_on_tiles, types_of
 from engine.models.gguf.blocks import Form
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.weights import check_types, file_behind, type_of_embeddings, types_of_matrices
@@ -63,12 +63,17 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     jobs: Jobs = {
         f"kv-{kv}": lambda: model_pass.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
-        **{f"products-{form}": partial(product_phase.piece_function, *types_of(form)) for form in used.products},
+        **{_name_of(form): partial(function_of, form) for form in used.products},
         "work": model_pass.work,
         **{f"embeddings-{form}": partial(model_pass.beginning, *types_of(form)) for form in used.embeddings},
         "levels": draw_loop.draw,
     }
     fill(folder, jobs, progress)
+
+
+def _name_of(form: Form) -> str:
+    """Return the name of the products with weights of a form."""
+    return f"tiles-{form}" if is_on_tiles(form) else f"products-{form}"
 
 
 class _Forms(NamedTuple):

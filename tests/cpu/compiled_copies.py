@@ -13,7 +13,15 @@ import pytest
 
 from engine.cpu import compiler
 
-NAMES = ("simd_vectors", "stored_words", "scale_vectors", "row_rounding", "dot_products", "block_products")
+NAMES = (
+    "simd_vectors",
+    "stored_words",
+    "scale_vectors",
+    "row_rounding",
+    "dot_products",
+    "tile_products",
+    "block_products",
+)
 MODULES = tuple(f"engine.cpu.compiled.{name}" for name in NAMES)
 """Modules of the products; each imports those before it."""
 

@@ -177,14 +177,15 @@ def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_results_depend_on_nothing_else_in_a_pass() -> None:
+@pytest.mark.parametrize("form", ["float32", *(["pairs"] if HAS_PAIRS else [])])
+def test_results_depend_on_nothing_else_in_a_pass(form: Form) -> None:
     """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do
     not divide.
     """
     # 13 blocks hold all tokens of `passes`, whatever a block's width.
     sizes = {**SIZES, "intermediate_size": 5 * BLOCK, "hidden_size": 3 * BLOCK, "vocab_size": 13 * BLOCK}
     loaded = randomised(transformers.LlamaConfig(**sizes, head_dim=8), seed=5)
-    decoder = CpuDecoder(loaded.model)
+    decoder = CpuDecoder(loaded.model, Forms(form, form))
     together = numbers(loaded, decoder, [EVERY_STEP])
     alone = numbers(loaded, decoder, [[number] for number in EVERY_STEP])
     assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))

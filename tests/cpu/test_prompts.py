@@ -16,6 +16,7 @@ from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.cpu import decoder
 from engine.cpu.compiled import pass_table
 from engine.cpu.compiled.attention_loops import TILE, attend
+from engine.cpu.compiled.dot_products import HAS_PAIRS
 from engine.cpu.compiled.shared_work import TEAM
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.weights import Form, Forms
@@ -114,7 +115,7 @@ TREES = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, windows in some layers"])
 @pytest.mark.parametrize("length", [TILE - 3, TILE - 1, TILE, 2 * TILE + 5])
-@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize("form", ["float32", "int8", *(["pairs"] if HAS_PAIRS else [])])
 def test_a_node_has_the_bits_of_its_token_in_the_text(form: Form, length: int, name: str) -> None:
     """Drafted answers are then plain decoding's, where rows are rounded and other bits would decide
     near ties, too.

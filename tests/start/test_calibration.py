@@ -16,6 +16,7 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import Point, StepTimes
 from engine.control.step_work import PLAIN, StepWork
+from engine.cpu.tiles import Tiles
 from engine.cuda.recorded.inputs import DISTRIBUTIONS, StepShape
 from engine.plan import Plan
 from engine.request import Speculation
@@ -313,12 +314,17 @@ def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("measures_once")
-def test_another_card_is_measured_even_if_all_its_steps_are_as_much_faster(engine: Engine, tmp_path: Path) -> None:
-    """Also the same card, if there was memory for fewer recorded steps."""
+def test_another_card_is_measured_even_if_all_its_steps_are_as_much_faster(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the same card with memory for fewer recorded steps, and a processor without tiles."""
     _, first = measured(engine, tmp_path)
     with taking(first, 0.5, 0.5):
         assert measured(engine, tmp_path)[0] == ["using the measurements of an earlier start"]
         with instead(calibration, "_device_name", lambda *_: "another"):
+            assert "there are no measurements" in measured(engine, tmp_path)[0][0]
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.target.backend, "remark", Tiles(False, "the system refuses tiles").remark)
             assert "there are no measurements" in measured(engine, tmp_path)[0][0]
         steps: Any = {StepShape(1, 0, 0, DISTRIBUTIONS[0]): None}
         engine.recorded.steps = steps

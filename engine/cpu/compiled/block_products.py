@@ -51,6 +51,7 @@ from engine.cpu.compiled.simd_vectors import (
     switch_by_size,
 )
 from engine.cpu.compiled.stored_words import DOT_TYPES
+from engine.cpu.compiled.tile_products import product_of_tiles
 from engine.cpu.compiler import compiled_for_cpu
 
 WIDENS_HALVES = "+f16c" in FEATURES or "+avx512f" in FEATURES
@@ -221,7 +222,16 @@ def product(rows, weights, scales, bias, result, blocks, columns):
     first, and end; columns: the block of the result that the weight's first block has, and the
     distance of the other blocks.
     """
+    if blocks[0] >= blocks[1]:
+        return
     _multiply_by_type(rows, weights, scales, bias, result, blocks, columns)
+
+
+@compiled_for_cpu(error_model="numpy")
+def product_on_tiles(rows, weights, scales, bias, result, blocks, columns):
+    """Do the work of `product` on tiles."""
+    if blocks[0] < blocks[1]:
+        product_of_tiles(rows, weights, scales, bias, result, blocks, columns)
 
 
 @compiled_for_cpu(error_model="numpy")

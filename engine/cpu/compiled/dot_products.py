@@ -26,7 +26,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.cpu.compiled.row_rounding import round_rows
+from engine.cpu.compiled.row_rounding import MOST_ROUNDED, round_rows
 from engine.cpu.compiled.scale_vectors import ScaleLoads
 from engine.cpu.compiled.simd_vectors import (
     BLOCK,
@@ -62,8 +62,6 @@ MOST_DOT_ROWS = 4 if LANES == 16 else 6
 of a group and 16 sums of all groups, which fill the 32 registers. With 256 bits six rows of one
 block are fastest.
 """
-_ROWS = 96
-"""Rows that are rounded together: they stay in a cache."""
 _SHORTS = ir.VectorType(SHORT, 2 * LANES)
 _PAIRS = ir.VectorType(Bfloat(), 2 * LANES)
 
@@ -300,8 +298,8 @@ def product_of_dots(rows, weights, scales, bias, result, blocks, columns):
     `block_products.product`.
     """
     num_groups = weights.shape[1] * numbers_of_word(weights) // GROUP
-    for first in range(0, len(rows), _ROWS):
-        last = min(len(rows), first + _ROWS)
+    for first in range(0, len(rows), MOST_ROUNDED):
+        last = min(len(rows), first + MOST_ROUNDED)
         rounded = np.empty((last - first, num_groups, GROUP * min(2, weights.itemsize)), np.int8)
         factors = np.empty((last - first, num_groups), np.float32)
         corrections = np.empty((last - first, num_groups, num_parts(scales)), np.int32)

@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray
 
 from engine.cpu.compiled import pass_table
-from engine.cpu.compiled.block_products import product
+from engine.cpu.compiled.block_products import product, product_on_tiles
 from engine.cpu.compiled.layer_loops import gate
 from engine.cpu.compiled.pass_table import array1, array2, array3, arrays_of_piece, table_at
 from engine.cpu.compiled.shared_work import c_function, call, claimed, pointer_to
@@ -58,9 +58,9 @@ def multiply(address, phase, layer, field, source, target):
 
 
 @compiled_for_cpu()
-def _multiply_piece(address, place, first, last, source, target, word_type, scale_type):
-    """Write those of the result's blocks `first` to `last` that a piece has; place: address of the
-    piece.
+def _operands_of_piece(address, place, first, last, source, target, word_type, scale_type):
+    """Return the operands of the product that writes those of the result's blocks `first` to `last`
+    that a piece has; place: address of the piece.
     """
     table = table_at(address)
     piece = carray(pointer_to(place), (pass_table.PIECE,), np.int64)
@@ -71,16 +71,17 @@ def _multiply_piece(address, place, first, last, source, target, word_type, scal
     start, step = piece[pass_table.FIRST], piece[pass_table.STEP]
     begin = max(0, (first - start + step - 1) // step)
     end = min(len(weights), (last - start + step - 1) // step)
-    if begin >= end:
-        return
-    product(rows, weights, scales, bias, result, (begin, end), (start, step))
+    return rows, weights, scales, bias, result, (begin, end), (start, step)
 
 
 @cache
-def piece_function(word_type, scale_type):
+def piece_function(word_type, scale_type, on_tiles=False):
     """Return the C function of a piece of a product, for numpy types of its words and scales."""
 
     def multiply_piece(address, place, first, last, source, target):
-        _multiply_piece(address, place, first, last, source, target, word_type, scale_type)
+        product(*_operands_of_piece(address, place, first, last, source, target, word_type, scale_type))
 
-    return c_function(multiply_piece)
+    def multiply_piece_on_tiles(address, place, first, last, source, target):
+        product_on_tiles(*_operands_of_piece(address, place, first, last, source, target, word_type, scale_type))
+
+    return c_function(multiply_piece_on_tiles if on_tiles else multiply_piece)

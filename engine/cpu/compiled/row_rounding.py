@@ -27,6 +27,8 @@ from engine.cpu.compiler import compiled_for_cpu
 
 _LEAST = 2.0**-100
 """A group whose largest magnitude is below it becomes zeros."""
+MOST_ROUNDED = 96
+"""Rows that are rounded together: they stay in a cache."""
 _ROUND = f"llvm.lrint.v{LANES}i32.v{LANES}f32"
 
 
@@ -103,8 +105,12 @@ def _reduced(emitter: Emitter, operation: str, vectors: Sequence[Any]) -> Any:
 
 @compiled_for_cpu(error_model="numpy")
 def round_rows(rows, weights, scales, rounded, factors, corrections):
-    """Round rows [T, K] group by group; a last part of a group is filled up with zeros."""
-    _, num_groups, size = rounded.shape
+    """Round rows [T, K] group by group; a last part of a group is filled up with zeros.
+
+    rounded: [T, groups, bytes], in any order in memory.
+    """
+    num_groups = rounded.shape[1]
+    bytes_of_group = rounded.strides[1]
     num_whole, rest = rows.shape[1] // GROUP, rows.shape[1] % GROUP
     bytes_of_corrections = corrections.shape[2] * 4
     tail = np.zeros(GROUP, np.float32)
@@ -118,7 +124,7 @@ def round_rows(rows, weights, scales, rounded, factors, corrections):
             numbers = source + group * GROUP * 4 if group < num_whole else np.int64(tail.ctypes.data)
             to_factor = to_factors + group * 4
             to_correction = to_corrections + group * bytes_of_corrections
-            _round_group(weights, scales, numbers, target + group * size, to_factor, to_correction)
+            _round_group(weights, scales, numbers, target + group * bytes_of_group, to_factor, to_correction)
 
 
 @compiled_for_cpu(**FAST)
