@@ -52,7 +52,7 @@ def attention_in_torch() -> Iterator[None]:
 
 # This file ends daemons that other files share, so they would have to start new ones after it.
 LAST = FOLDER / "server" / "daemon" / "test_stopping.py"
-DAEMONLESS = {"routes", "settings", "text", "wire"}
+BEFORE_DAEMONS, AFTER_DAEMONS = {"settings", "wire"}, {"text"}
 """Rooms of the server with few tests of daemons."""
 
 
@@ -104,7 +104,7 @@ def _place(item: pytest.Item) -> tuple[int, ...]:
     rooms = item.path.relative_to(FOLDER).parts
     if rooms[0] != "server":
         return (0,)
-    return (1, rooms[1] in DAEMONLESS, item.path == LAST)
+    return (1, (rooms[1] in AFTER_DAEMONS) - (rooms[1] in BEFORE_DAEMONS), item.path == LAST)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -164,6 +164,7 @@ WRONG: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", grid(WRONG, {"states left out", "text of the step before"}))
 def test_wrong_variants_are_found_out(machines: Machines, wrong: str) -> None:
     name, *variant = WRONG[wrong]

@@ -24,7 +24,6 @@ from tests.cpu.small_weights import rows_rounded
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, VOCABULARY, drafts, exact_distribution, g_test
-from tests.grid import grid
 from tests.heads import folders, oracles, recording
 from tests.models.gguf_models import write_model
 
@@ -99,11 +98,8 @@ def counted(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> 
     return output_distribution.sample(pair, SPECULATIONS[name], SAMPLINGS[sampling])
 
 
-FAST = {"sharing head, block, plain"}
-
-
-@pytest.mark.sole("sampled answers of a GGUF file")
-@pytest.mark.parametrize("case", grid(list(CASES), FAST))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_answers_have_the_distribution_of_the_file(
     case: str, target_of: Callable[..., LoadedModel], tmp_path: Path
 ) -> None:

@@ -357,6 +357,7 @@ class RandomShapes(Whims):
             self.tell(*shape, beside=self._random.random() < 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.usefixtures("attention_in_torch")
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_a_bound_beyond_the_context_is_cut_to_its_room(
     assert "max_tokens" not in fits.json()["metrics"]
 
 
+@pytest.mark.slow
 def test_an_answer_that_fills_the_context_says_so(http: httpx.Client) -> None:
     """Each API has its reason, also for the shortest room of several prompts, and the count of cut
     calls rises.

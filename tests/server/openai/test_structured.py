@@ -65,7 +65,7 @@ def test_other_structures_are_followed(http: httpx.Client, structure: dict[str, 
         assert re.fullmatch(pattern, choice["text"]), choice["text"]
 
 
-@pytest.mark.sole("structured answers of a daemon")
+@pytest.mark.slow
 def test_a_chat_answers_with_an_object(http: httpx.Client) -> None:
     """json_object: any object; usage counts its tokens."""
     call = {"model": MODEL, "messages": [{"role": "user", "content": "An object."}], "max_tokens": 1500, "top_k": 40}
