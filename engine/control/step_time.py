@@ -129,7 +129,7 @@ class StepTimes:
         return self.pace * self.text_row * self.prices.row_s
 
     def _prompts_s(self, work: StepWork) -> float:
-        return work.prompt * self._prompt_s + work.prompt_text * self._prompt_text_s
+        return self.pace * (work.prompt * self._prompt_s + work.prompt_text * self._prompt_text_s)
 
     def observe(self, work: StepWork, wall_s: float, draft_s: float, now_s: float, learns: bool = True) -> PlainTimes:
         """Record a step; return what plain decoding would have taken in its place.
@@ -157,7 +157,9 @@ class StepTimes:
             self._learn_pace(bucket, work, wall_s / unit_s)
         bucket.rows += _RATE * (work.rows - bucket.rows)
         bucket.text += _RATE * (work.text / work.rows - bucket.text)
-        arm = bucket.arms.setdefault(work.drafts, StepArm(1.0))
+        arm = bucket.arms.get(work.drafts)
+        if arm is None:
+            arm = bucket.arms[work.drafts] = StepArm(1.0)
         if not arm.weight:
             arm.cost = self.cost(bucket, work.drafts, work.rows, work.rows)
         bucket.observe(work.drafts, wall_s / unit_s, (wall_s - draft_s) / unit_s, wall_s, now_s)
@@ -197,7 +199,7 @@ class StepTimes:
             return
         rate = min(0.5, 8 * _RATE * work.prompt / 64)
         factor = min(2.0, max(0.5, prompt_s / usual_s)) ** rate
-        text_share = work.prompt_text * self._prompt_text_s / usual_s
+        text_share = self.pace * work.prompt_text * self._prompt_text_s / usual_s
         self._prompt_text_s *= factor**text_share
         self._prompt_s *= factor ** (1 - text_share)
 

@@ -184,6 +184,17 @@ def test_prompts_count_on_both_sides_and_the_draft_models_reading_on_one(reads: 
     assert (alone.plain_s, alone.prompt_s) == (0, pytest.approx(seconds - 0.02 * reads))
 
 
+def test_prompts_follow_the_speed_of_the_machine() -> None:
+    """Also if no plain step reads one."""
+    served = Served()
+    served.run(())
+    served.run(CHAIN)
+    served.machine.times = 3.0
+    served.run(CHAIN, 200)
+    plain, _ = served.step(CHAIN, prompt=100)
+    assert plain.prompt_s == pytest.approx(100 * 0.0009, rel=0.05)
+
+
 def test_drafts_that_lengthen_prompts_gain_nothing_by_it() -> None:
     """On a device the passes of such a step are not recorded."""
     served = Served(launch_s=0.05)
