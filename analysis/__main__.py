@@ -18,7 +18,6 @@ from analysis import (
     laws,
     pair,
     quality,
-    reports,
     selfcheck,
     shapes,
     times,
@@ -41,7 +40,6 @@ which command helps with what:
   smaller weights or a smaller K/V cache   quality; gguf-numbers for a GGUF file
   a GPU that you do not have yet           plan
   what takes the time on this machine      times
-  the numbers that answers report          reports
   the tokens of a GGUF file                gguf-tokens
   rules of verification on paper           laws, blocks, papers
 
@@ -98,9 +96,6 @@ ANALYSES = {
     ),
     "gguf-tokens": _analysis(
         gguf_tokens, "Has a GGUF file the same tokens here as in llama.cpp? Needs llama-cpp-python, and no weights."
-    ),
-    "reports": _analysis(
-        reports, "Is the speedup that each answer reports true? Compares it with answers without drafts."
     ),
     "plan": _analysis(
         device_model, "How fast would a pair be on a GPU that you do not have? A calculation: nothing is measured."

@@ -31,13 +31,13 @@ from analysis.turns import SEED_STABLE, SEEDED, Turn, beside_best, chart, price,
 from analysis.turns import markdown as markdown
 from engine.config import EngineFacts, SchedulerConfig, SpeculationConfig
 from engine.control.controller import Controller
-from engine.control.step_time import Point, StepTimes
+from engine.control.step_time import Prices, StepTimes
 from engine.errors import ConfigError
 from engine.fanout import num_nodes
 from engine.request import Request, Speculation
 from engine.scheduling.outcome import Outcome, Timing
 from engine.scheduling.request_checks import with_fixed_shape
-from engine.start.calibration import measure_points
+from engine.start.measuring import measure_prices
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
@@ -162,19 +162,18 @@ def speculation_of(name: str) -> Speculation:
     return with_fixed_shape(adaptive, _LIMITS, "cpu") if name == SEEDED else adaptive
 
 
-def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], load: Load) -> dict[str, Arm]:
+def make_arms(engine: Engine, names: Sequence[str], prices: Prices, load: Load) -> dict[str, Arm]:
     """Return engines around the models of one engine, each with its part of the blocks."""
     arms = {}
     # Fixed shapes also report the measurements of the plain arm's steps, as they would with other
     # requests; adaptive reports its own.
-    recorded = engine.recorded
-    shared = StepTimes(points, is_eager=recorded.is_eager)
+    shared = StepTimes(prices)
     for number, name in enumerate(names):
         scheduler = engine.scheduler.portion(number, len(names))
         speculation = speculation_of(name)
         scheduler.times = shared
         if speculation.adaptive:
-            scheduler.times = StepTimes(points, is_eager=recorded.is_eager)
+            scheduler.times = StepTimes(prices)
             scheduler.controller = Controller(scheduler.times, _LIMITS.max_draft_length)
         arm_engine = engine.with_scheduler(scheduler)
         arms[name] = Arm(arm_engine, load.requests(speculation, name == SEED_STABLE), speculation)
@@ -368,13 +367,13 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     loads = {kind: Load.of(prompts_of(kind, options), options) for kind in kinds}
     for load in loads.values():
         check_room(engine.facts, names, load, max(options.concurrency))
-    points = measure_points(engine, speculation_of(ADAPTIVE))
+    prices = measure_prices(engine, speculation_of(ADAPTIVE))
     total = (options.seconds + options.warm_up) * len(loads) * len(options.concurrency)
     cells = []
     with tqdm(total=total, desc="arms", unit="s", bar_format=_BAR) as progress:
         for kind, load in loads.items():
             for concurrency in options.concurrency:
-                make = partial(make_arms, engine, names, points, load)
+                make = partial(make_arms, engine, names, prices, load)
                 cell = measure(make, load, concurrency, Durations.of(options), progress)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     options.prompts = kinds

@@ -9,7 +9,6 @@ drafter NAME needs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from analysis.arms import Arm, Durations, add_turn_arguments, make_arms, measure
 from analysis.load import LOAD_NAMES, Load, add_load_arguments
 from analysis.loading import add_device_arguments, config_of, load_engine, names_of, prompts_of
 from engine.config import SchedulerConfig, SpeculationConfig
-from engine.control.step_time import Point
+from engine.control.step_time import Prices
 from engine.errors import ConfigError
-from engine.start.calibration import measure_points
+from engine.start.measuring import measure_prices
 from engine.step.engine import Engine
 from loadtest.arms import ADAPTIVE, OFF
 from loadtest.results import document, shown_ratio, table
@@ -62,12 +61,12 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
         options.threads, options.draft = named.threads, draft
     load = Load.of(prompts_of(options.prompts, options), options)
     # Only reports of speedups depend on them, and these are left out.
-    points = measure_points(next(iter(engines.values())), speculation_of(ADAPTIVE))
+    prices = measure_prices(next(iter(engines.values())), speculation_of(ADAPTIVE))
     cells = []
     total = (options.seconds + options.warm_up) * len(options.concurrency)
     with tqdm(total=total, desc="drafters", unit="s") as progress:
         for concurrency in options.concurrency:
-            make = partial(arms_of, engines, points, shapes, load)
+            make = partial(arms_of, engines, prices, shapes, load)
             cell = measure(make, load, concurrency, Durations.of(options), progress)
             for arm in cell["arms"].values():
                 del arm["reported_speedup"]
@@ -78,11 +77,11 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     return document(what, options, names, cells=cells)
 
 
-def arms_of(engines: dict[str, Engine], points: Sequence[Point], shapes: list[str], load: Load) -> dict[str, Arm]:
+def arms_of(engines: dict[str, Engine], prices: Prices, shapes: list[str], load: Load) -> dict[str, Arm]:
     """Return the arms of all engines, `off` first: plain decoding of the first engine."""
     arms: dict[str, Arm] = {}
     for name, engine in engines.items():
-        own = make_arms(engine, [OFF, *shapes], points, load)
+        own = make_arms(engine, [OFF, *shapes], prices, load)
         arms |= {OFF if shape == OFF and not arms else f"{name} {shape}": arm for shape, arm in own.items()}
     return arms
 

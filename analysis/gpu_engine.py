@@ -25,13 +25,13 @@ from analysis.load import Load
 from demo import bench_pair
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.control.step_time import Point
+from engine.control.step_time import Prices
 from engine.cuda.recorded.menu import distributions_on, menu
 from engine.plan import Plan
 from engine.start.building import assemble, recorded_drafts
-from engine.start.calibration import synthetic_plan
 from engine.start.distribution_check import check_distribution, check_power, is_blind
 from engine.start.loading import adopt
+from engine.start.measuring import synthetic_plan
 from engine.step.engine import Engine
 
 _LEAST_RECORDED = 0.5
@@ -259,12 +259,12 @@ class Candidates(NamedTuple):
     """Arms that are compared, and the measured steps that they begin with."""
 
     engine: Engine
-    points: Sequence[Point]
+    prices: Prices
     names: Sequence[str]
 
     def make(self, load: Load) -> dict[str, arms.Arm]:
         """Return new arms."""
-        return arms.make_arms(self.engine, self.names, self.points, load)
+        return arms.make_arms(self.engine, self.names, self.prices, load)
 
 
 def cells(

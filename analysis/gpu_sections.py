@@ -41,12 +41,12 @@ from analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s
 from analysis.load import Load
 from analysis.peer_arms import sampled
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
-from engine.control.step_time import Point
+from engine.control.step_time import Prices
 from engine.models.quantising import FORMATS
 from engine.start.building import assemble
-from engine.start.calibration import measure_points
 from engine.start.distribution_check import check_distribution
 from engine.start.loading import adopt, load_pair
+from engine.start.measuring import measure_prices
 from engine.start.probe import find_kv_shape, probe
 from engine.step.engine import Engine
 
@@ -76,8 +76,8 @@ def engine(options: argparse.Namespace, findings: SectionResults) -> None:
     loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
 
     def speeds() -> None:
-        points = measure_points(built, arms.speculation_of("adaptive"))
-        cells(options, findings, Candidates(built, points, _FEW_SHAPES), loads, 1.4)
+        prices = measure_prices(built, arms.speculation_of("adaptive"))
+        cells(options, findings, Candidates(built, prices, _FEW_SHAPES), loads, 1.4)
 
     findings.attempt("speeds", speeds)
     for name in ("off", "bv_race:4x5"):
@@ -130,13 +130,13 @@ def generate(options: argparse.Namespace, findings: SectionResults) -> None:
 def record(options: argparse.Namespace, findings: SectionResults) -> None:
     """Measure tokens per second of every shape, then of transformers' continuous batching."""
     built = build(options, findings, 48 << 30, options.eager)
-    points = measure_points(built, arms.speculation_of("adaptive"))
+    prices = measure_prices(built, arms.speculation_of("adaptive"))
     on_cuda = options.device == "cuda"
     loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
-    candidates = Candidates(built, points, _SHAPES)
+    candidates = Candidates(built, prices, _SHAPES)
     findings.attempt("speeds", partial(cells, options, findings, candidates, loads, 4.0))
     counts = (1, 16, 64) if on_cuda else (2,)
-    findings.attempt("batches", partial(batches, options, findings, built, points, counts))
+    findings.attempt("batches", partial(batches, options, findings, built, prices, counts))
     target = built.target.model
     del candidates, built
     _free(options)
@@ -148,14 +148,14 @@ def _batch(options: argparse.Namespace, count: int) -> Load:
 
 
 def batches(
-    options: argparse.Namespace, findings: SectionResults, built: Engine, points: Sequence[Point], counts: Sequence[int]
+    options: argparse.Namespace, findings: SectionResults, built: Engine, prices: Prices, counts: Sequence[int]
 ) -> None:
     """Measure tokens per second of batches that start and end together, as `continuous` measures
     transformers.
     """
     result: dict[str, dict[str, float]] = {}
     for count in counts:
-        made = arms.make_arms(built, ("off", "adaptive"), points, _batch(options, count))
+        made = arms.make_arms(built, ("off", "adaptive"), prices, _batch(options, count))
         result[str(count)] = {name: _rate(partial(_num_answered, arm, count)) for name, arm in made.items()}
         findings.add("batches, tokens per second", result)
 

@@ -46,8 +46,8 @@ from engine.speculation.conditions import served_rules
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
-from engine.start.calibration import synthetic_plan, usual_s
 from engine.start.distribution_check import CheckedAnswer, run_to_end
+from engine.start.measuring import synthetic_plan, usual_s
 from engine.step.engine import Engine
 from loadtest.arguments import integers
 from loadtest.environment import environment

@@ -24,8 +24,8 @@ from engine.control.step_time import StepTimes
 from engine.models.gguf.folder import file_of
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import default_speculation
-from engine.start.calibration import measure_points
 from engine.start.distribution_check import run_to_end
+from engine.start.measuring import measure_prices
 from engine.start.number_formats import arithmetic_dtype
 
 Prompts = Sequence[Sequence[int]]
@@ -52,8 +52,7 @@ class Own:
         limits = SpeculationConfig(drafters=drafters, adaptive=True)
         engine = load_engine(config_of(options, speculation=limits, needs_draft=False))
         self.served = default_speculation(limits, engine.facts)
-        points = measure_points(engine, self.served)
-        times = StepTimes(points, is_eager=engine.recorded.is_eager)
+        times = StepTimes(measure_prices(engine, self.served))
         engine.scheduler.times = times
         if self.served.adapts_shape:
             engine.scheduler.controller = Controller(times, limits.max_draft_length)

@@ -216,11 +216,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     calibrate: bool = True
-    """Measure step times at start. Without them answers report no speedup, adaptive requests draft
-    their maximum, and no time limits the prompts of a step in which other requests decode.
+    """Measure steps. Without it answers report no speedup, adaptive requests draft their maximum,
+    and no time limits the prompts of a step in which other requests decode.
     """
     profile_cache: str = "off"
-    """Folder for measurements that the next start can reuse; `off` stores none."""
+    """Folder for what is derived from GGUF files; `off` stores nothing."""
     self_check: bool = False
     """Check at start, on the loaded pair, that the configured rule preserves the target's
     distribution.

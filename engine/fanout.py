@@ -14,6 +14,11 @@ Fanout = tuple[int, ...]
 """Children of every drawn node by depth, from the root on; empty if nothing is drawn."""
 
 
+def chains(num_drafts: int, length: int) -> Fanout:
+    """Return the children of every drawn node of this number of chains."""
+    return (num_drafts, *(1,) * (length - 1)) if length else ()
+
+
 @lru_cache(maxsize=1024)
 def level_widths(fanout: Fanout) -> tuple[int, ...]:
     """Return the number of nodes by depth, from 1 on."""

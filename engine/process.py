@@ -34,6 +34,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, LoadError, RequestError
 from engine.logs import set_up_log, show_given_names
 from engine.step.engine import Engine, Failures, StepResult
+from engine.step.idle import IdleSteps
 
 log = logging.getLogger("polydraft")
 
@@ -86,6 +87,8 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
     while not mailbox.is_orphaned and loop.read():
         if engine.scheduler.has_work:
             loop.run_step()
+        else:
+            loop.idle.take()
 
 
 class Loop:
@@ -98,13 +101,14 @@ class Loop:
 
     def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
         self._engine, self._mailbox = engine, mailbox
+        self.idle = IdleSteps(engine)
         self._unread: deque[ToEngine] = deque()
         self._result: StepResult | None = None
         """Result of the last step if it has not been delivered."""
 
     def read(self) -> bool:
         """Do what the waiting messages ask for; return False at a `Stop`."""
-        self._unread += map(decode_to_engine, self._mailbox.receive(0 if self._unread else _wait_ms(self._engine)))
+        self._unread += map(decode_to_engine, self._mailbox.receive(self._wait_ms()))
         while self._unread:
             message = self._unread.popleft()
             if isinstance(message, Stop):
@@ -119,9 +123,21 @@ class Loop:
         self._queue_followed()
         return True
 
+    def _wait_ms(self) -> int:
+        """Return how long to wait for a message: 0 while there is work, and a short time while a
+        grammar is being read.
+        """
+        engine = self._engine
+        if self._unread or engine.scheduler.has_work:
+            return 0
+        if engine.grammar_queue.num_waiting:
+            return _GRAMMAR_POLL_MS
+        return 0 if self.idle.are_due else _IDLE_POLL_MS
+
     def run_step(self) -> None:
         """Run a step, and deliver its results or the results of the step before."""
         engine = self._engine
+        self.idle.end()
         try:
             result = engine.run_step(self._meanwhile if engine.works_meanwhile else None)
         finally:  # a step that fails must not take the results of another one with it
@@ -164,15 +180,6 @@ def _submit(engine: Engine, message: Submit, mailbox: Mailbox) -> None:
 def _refuse(failures: Failures, mailbox: Mailbox) -> None:
     for request_id, error in failures:
         mailbox.send(Refused(request_id, str(error), error.param, error.code))
-
-
-def _wait_ms(engine: Engine) -> int:
-    """Return how long to wait for a message: 0 while there is work, and a short time while a
-    grammar is being read.
-    """
-    if engine.scheduler.has_work:
-        return 0
-    return _GRAMMAR_POLL_MS if engine.grammar_queue.num_waiting else _IDLE_POLL_MS
 
 
 def start(config: EngineConfig, mailbox: Mailbox) -> Engine:

@@ -21,5 +21,5 @@ with OpenAI() as client:
             print(f"\n{metrics['tokens_per_second']:.0f} tokens/s")
             print(f"{speculation['tokens_per_pass']:.2f} tokens per pass")
             print(f"histogram of accepted tokens: {speculation['acceptance_histogram']}")
-            if speculation["speedup"] is not None:  # None without calibration
+            if speculation["speedup"] is not None:  # None before plain steps were measured
                 print(f"{speculation['speedup']:.2f} times plain decoding")

@@ -85,7 +85,7 @@ def adaptive_engine(compiled: bool) -> Engine:
             stack.enter_context(instead(building, "choose", lambda *_: TORCH))
         engine = tiny.build(target, draft, num_drafts=2, draft_length=3)
     defaults = SpeculationConfig(adaptive=True)
-    engine.scheduler.times = StepTimes(Machine().points())
+    engine.scheduler.times = StepTimes(Machine().prices())
     engine.scheduler.controller = Controller(engine.scheduler.times, defaults.max_draft_length)
     speculation = default_speculation(defaults, engine.facts)
     for name, prompt in zip("ab", tiny.prompts(101, [9, 12]), strict=True):

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from analysis import peers, quality, reports, shapes, turns
+from analysis import peers, quality, shapes, turns
 from analysis.report import number
 from analysis.times import chains as steps_by_chains
 from analysis.times import heads
@@ -342,7 +342,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "prompts": prompts,
     "published": published_summary,
     "published-model": published_model,
-    "reports": _whole("reports", reports.markdown),
     "rules": rules,
     "shapes-115m": _whole("shapes-115m", shapes.markdown),
     "shapes-dialogues": _whole("shapes-dialogues", shapes.markdown),

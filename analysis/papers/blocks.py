@@ -20,8 +20,8 @@ from analysis.papers import lengths
 from analysis.papers.cases import Progress, ServedPair
 from analysis.papers.grid import ONE_CHAIN, SEVERAL, BlocksGrid
 from engine.request import Speculation
-from engine.start.calibration import middle_steps, synthetic_plan
 from engine.start.distribution_check import check_distribution, make_prompt
+from engine.start.measuring import middle_steps, synthetic_plan
 from loadtest.statistics import ratio_of_sums
 
 NAMES = {

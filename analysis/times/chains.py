@@ -12,7 +12,7 @@ from typing import Any
 
 from analysis.times.steps import PAIR_DEFAULTS, load_single, measure_turns, most_drafts, part
 from engine.request import Speculation
-from engine.start.calibration import synthetic_plan
+from engine.start.measuring import synthetic_plan
 from engine.step.engine import Engine
 from loadtest.results import document, table
 

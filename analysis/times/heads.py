@@ -24,8 +24,8 @@ from engine.heads.head import TargetWeights
 from engine.heads.loading import build_head, shapes_of
 from engine.request import Speculation
 from engine.start.building import assemble
-from engine.start.calibration import synthetic_plan
 from engine.start.loading import LoadedModel, adopt, adopt_head, load
+from engine.start.measuring import synthetic_plan
 from engine.step.engine import Engine
 from loadtest.results import document, table
 

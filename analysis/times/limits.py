@@ -27,7 +27,7 @@ from engine.config import SpeculationConfig
 from engine.errors import ConfigError
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
-from engine.start.calibration import synthetic_plan
+from engine.start.measuring import synthetic_plan
 from engine.step.engine import Engine
 from loadtest.checkpoints import lengthened
 from loadtest.results import document, table

@@ -14,7 +14,7 @@ from analysis.times.steps import PAIR_DEFAULTS, load_single, measure_turns, most
 from engine.request import Speculation
 from engine.speculation.conditions import served_rules
 from engine.speculation.verification import RULES
-from engine.start.calibration import synthetic_plan
+from engine.start.measuring import synthetic_plan
 from loadtest.results import document, table
 
 DEFAULTS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from analysis.loading import config_of, load_engine
 from engine.config import SchedulerConfig, SpeculationConfig
 from engine.plan import Plan
-from engine.start.calibration import middle_steps
+from engine.start.measuring import middle_steps
 from engine.step.engine import Engine
 
 PAIR_DEFAULTS: dict[str, Any] = {

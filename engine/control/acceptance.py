@@ -33,27 +33,20 @@ def with_chains(acceptance: float, num_drafts: int) -> float:
 
 class Acceptance:
     """Acceptance of drafted tokens, by number of chains and position in the chain, given that the
-    tokens before were accepted; and the lengths of prompts and answers.
+    tokens before were accepted; and the prompts that the draft model must read.
     """
 
     def __init__(self, longest: int) -> None:
         """longest: most tokens of a chain."""
+        self._longest = longest
         self._counts: dict[int, Numbers] = {}
         """[2, longest] accepted and tried tokens of each position, by number of chains."""
-        self._longest = longest
         self._new: dict[tuple[int, int, int], int] = {}
         """Number of observations since the last `apply`, by the arguments of `observe`."""
-        self._known: dict[int, tuple[Numbers, list[float]]] = {}
-        """Cached results of `_estimates` until the counts change, by number of chains."""
-        self._answers = np.array([0.0, _ANSWER, 1.0])
-        """Faded sums over ended answers: prompt tokens that a draft model must read, answer tokens,
-        and answers.
-        """
-
-    @property
-    def usual_answer(self) -> float:
-        """Return the mean tokens of an answer."""
-        return float(self._answers[1] / self._answers[2])
+        self._reached: dict[int, Numbers] = {}
+        """Results of `reached` since the last `apply`."""
+        self._answers = np.array([0.0, _ANSWER])
+        """Faded sums over ended answers: prompt tokens that a draft model must read, and tokens."""
 
     @property
     def prompt_share(self) -> float:
@@ -61,18 +54,16 @@ class Acceptance:
         return float(self._answers[0] / self._answers[1])
 
     def note_answer(self, num_prompt: int, num_emitted: int) -> None:
-        """Record the end of an answer.
+        """Record the end of an answer. num_prompt: its tokens that a draft model must read."""
+        self._answers = _KEEP_ANSWERS * self._answers + (num_prompt, num_emitted)
 
-        num_prompt: tokens of its prompt that a draft model must read; num_emitted: its own tokens.
-        """
-        answer = np.array([num_prompt, num_emitted, 1.0])
-        self._answers = _KEEP_ANSWERS * self._answers + answer
+    def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
+        """Record that the first `num_taken` of `num_tried` positions were accepted, for `apply`."""
+        seen = (num_drafts, num_tried, num_taken)
+        self._new[seen] = self._new.get(seen, 0) + 1
 
     def apply(self, num_steps: int) -> None:
-        """Apply the observations since the last call, and reduce the weight of older observations.
-
-        num_steps: steps since the last call.
-        """
+        """Apply the observations of this number of steps; older ones lose weight."""
         for counts in self._counts.values():
             counts *= _KEEP**num_steps
         for (num_drafts, num_tried, num_taken), count in self._new.items():
@@ -80,45 +71,27 @@ class Acceptance:
             counts[0, :num_taken] += count
             counts[1, :num_tried] += count
         self._new.clear()
-        self._known.clear()
-
-    def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
-        """Record that the first `num_taken` of `num_tried` positions were accepted, for `apply`."""
-        seen = (num_drafts, num_tried, num_taken)
-        self._new[seen] = self._new.get(seen, 0) + 1
-
-    def expected(self, num_drafts: int, num_tried: int) -> float:
-        """Return the expected number of accepted tokens of a chain of which exactly the first
-        `num_tried` positions were tried: the sum of their acceptances.
-        """
-        return self._estimates(num_drafts)[1][num_tried]
+        self._reached.clear()
 
     def log_std(self, num_drafts: int) -> float:
         """Return the standard deviation of the logarithm of a step's tokens with these chains."""
-        num_tried = 0.0
-        if num_drafts in self._counts:
-            num_tried = float(self._counts[num_drafts][1].sum())
+        counts = self._counts.get(num_drafts)
+        num_tried = 0.0 if counts is None else float(counts[1].sum())
         # Drafts that are seldom accepted add little, whatever their acceptance is.
-        share = min(1.0, float(self.by_position(num_drafts)[0]) / _BELIEF)
+        share = min(1.0, float(self.reached(num_drafts)[0]) / _BELIEF)
         return share * _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + num_tried))
+
+    def reached(self, num_drafts: int) -> Numbers:
+        """Return [longest] the probability that drafts are accepted to each position."""
+        reached = self._reached.get(num_drafts)
+        if reached is None:
+            reached = self._reached[num_drafts] = self.by_position(num_drafts).cumprod()
+        return reached
 
     def by_position(self, num_drafts: int) -> Numbers:
         """Return [longest] the acceptance of each position, given the positions before. With few
         observations it is estimated from other numbers of chains and the prior.
         """
-        return self._estimates(num_drafts)[0]
-
-    def _estimates(self, num_drafts: int) -> tuple[Numbers, list[float]]:
-        """Return (the acceptance of each position, sums of the first 0, 1, ... acceptances)."""
-        known = self._known.get(num_drafts)
-        if known is not None:
-            return known
-        by_position = self._estimated_by_position(num_drafts)
-        sums = [0.0, *by_position.cumsum().tolist()]
-        self._known[num_drafts] = by_position, sums
-        return by_position, sums
-
-    def _estimated_by_position(self, num_drafts: int) -> Numbers:
         belief = with_chains(self._acceptance_of_single_chain(), num_drafts)
         by_position = np.full(self._longest, min(SUREST, belief))
         counts = self._counts.get(num_drafts)

@@ -1,412 +1,220 @@
-"""Duration of a step's two parts: one regression over the sizes of its work, fitted at start and
-updated by every step.
+"""Measured times of steps, and of plain decoding in their place.
 
-rest  = machine * shape * sum of (rate * size)     the target's pass, verification, K/V moves
-draft = machine * sum of (rate * size)             drawing the drafts
-
-The time outside both parts is predicted by `host_time.py`; `step_s` is the sum of all three.
-
-Sizes are numbers of tokens, rows and passes. A pass grows with its rows piecewise linearly.
-Calibration fits the rates (non-negative least squares). From then on an extended Kalman filter
-corrects them. Its state is the logarithms of factors, at first 0: a factor on each calibrated rate,
-the machine's factor and a factor for each shape. The points of calibration pass through the filter
-too, which reduces the variance of the rates that they determine. The machine's factor drifts, so
-that steps of a single shape show how fast steps of all other shapes are now; the rest of the state
-returns slowly to the calibrated values. A plain step is the same model without nodes: choices and
-reports use the same numbers.
+Steps of a similar number of requests share a bucket of arms (`arms.py`); steps that read prompts
+have separate buckets. The time of plain decoding in the place of a step is the step's own time over
+the cost of its arm, and unknown until plain steps have been measured in the bucket. Before any
+comparison a cost is a guess from prices that are measured once at start.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from bisect import bisect_left
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
-from engine.control.host_time import HostTime
-from engine.control.step_work import MIXED, PLAIN, Shape, StepWork
+from engine.control.arms import Bucket, StepArm
+from engine.control.step_work import MIXED, NO_DRAFTS, StepWork
+from engine.fanout import Fanout, level_widths
 
-Numbers = npt.NDArray[np.float64]
-_KNOTS = 2.0 ** np.arange(11)
-"""Rows of a pass between which its duration grows linearly."""
-# The standard deviations from here to `_COLD_STD` are of logarithms.
-_MACHINE_STD = 0.1
-"""Initial standard deviation of the machine's factor."""
-_MACHINE_DRIFT = 0.03
-"""Increase of its uncertainty per second (in quadrature)."""
-_RATE_STD = 0.3
-"""A rate before calibration."""
-_SHAPE_STD = 0.07
-"""Factor by which served steps of a shape differ from calibrated steps."""
-_POINT_STD = 0.03
-"""Noise of a calibrated step."""
-_STEP_STD = 0.15
-"""Noise of a served step; it is larger because errors of consecutive steps are correlated."""
-_COLD_STD = 1.0
-"""Noise of a served step after drafting began or stopped, while the processor's caches still hold
-other weights. On processors with 480 MB of cache such plain steps took up to 9 % longer.
-"""
-_COLD_STEPS = (4, 32)
-"""Fewest and most plain steps that count as cold after a stop of drafting. After a start of
-drafting only the fewest steps are cold.
-"""
-_COLD_S = 0.2
-"""Seconds of plain steps that count as cold, within these limits."""
-_MUCH_FASTER = 0.75
-"""A cold step that takes less than this share of the prediction has full weight."""
-_SHORT_TEXT = 256
-"""Tokens of a text beyond which each token may cost more: on a CPU 6 microseconds, not 2.7."""
-_BEND_WEIGHT = 0.1
-"""Weight of a change of slope between two knots in the fit; the points' errors have weight 1."""
-_LEAST_SHARE = 0.01
-"""Share of the shortest measured step that every step takes, whatever the fit says."""
-_FORGET_S = 1800.0
-"""Seconds after which about a third of the served steps' influence remains."""
-_MOST_SHAPES = 16
-_LONGEST_PAUSE_S = 60.0
+LOADS = (1, 4, 16, 64)
+"""Most requests in the steps of each bucket but the last."""
+_PLAIN_LASTS_S = 60.0
+"""Seconds for which the time of plain steps stands for steps of no arm, as text drafts."""
+_TEXT_SHARE = 1e-3
+"""Guess of how much a prompt's token costs more for each token before it."""
+_RATE = 1 / 32
+"""Influence of a step on prices, means and the pace of the machine."""
 
 
-Point = tuple[StepWork, float, float]
-"""A measured step: its work, the seconds of drafting, and the seconds of the rest."""
-Passes = tuple[int, ...]
-"""Rows of each pass of the draft model."""
+class Prices(msgspec.Struct, frozen=True):
+    """Seconds that are measured once at start (`start/measuring.py`)."""
+
+    step_s: float
+    """Plain step of one request, and further row of the target's pass."""
+    row_s: float
+    pass_s: float = 0.0
+    """Pass of the draft model, and its further row."""
+    draw_s: float = 0.0
+    prompt_s: float = 0.0
+    """Token of a prompt that the target reads, and that the draft model reads."""
+    read_s: float = 0.0
+
+    def plain_s(self, rows: int) -> float:
+        """Return the seconds of a plain step."""
+        return self.step_s + self.row_s * (rows - 1)
+
+    def excess(self, rows: int, fanout: Fanout) -> float:
+        """Return the extra time of a step whose requests draft, in plain steps."""
+        widths = level_widths(fanout)
+        num_drawn = rows * (1 + sum(widths[:-1])) - len(widths)
+        passes_s = len(widths) * self.pass_s + num_drawn * self.draw_s
+        return (passes_s + rows * sum(widths) * self.row_s) / self.plain_s(rows)
 
 
-def _ramps(rows: float) -> Numbers:
-    """Return [knots] the share of each interval between knots that a pass of this many rows covers.
-    The last share may exceed 1.
-    """
-    shares = (rows - _KNOTS[:-1]) / np.diff(_KNOTS)
-    shares[:-1] = shares[:-1].clip(max=1.0)
-    return shares.clip(min=0.0)
+class PlainTimes(msgspec.Struct, frozen=True):
+    """Times that plain decoding would have taken in place of a step; see `StepStats`."""
 
-
-_NUM_RAMPS = len(_KNOTS) - 1
-# Places of the terms: first the terms of the rest, then the terms of drafting. `sizes_of` fills in
-# the terms of texts. `_DRAFT_RAMPS` counts from the first term of drafting.
-_TEXTS = _NUM_RAMPS + 8
-_NUM_REST = _TEXTS + 5
-_READ = _NUM_REST + 1
-_DRAFT_RAMPS = 5
-_DRAFT_TEXTS = _NUM_REST + _DRAFT_RAMPS + _NUM_RAMPS
-NUM_TERMS = _DRAFT_TEXTS + 2
-# Places in the state: the machine's factor, the rates of the terms, and the shapes' factors.
-_MACHINE = 0
-_RATES = slice(1, 1 + NUM_TERMS)
-_SHAPES = slice(1 + NUM_TERMS, None)
-_ALL_BUT_MACHINE = slice(1, None)
-
-
-def _is_shared(passes: Passes) -> bool:
-    """Whether the draft model computes several texts in a pass."""
-    return bool(passes) and passes[0] > 1
-
-
-@lru_cache(maxsize=4096)
-def _sizes_without_texts(
-    rows: int, nodes: int, num_drafting: int, passes: Passes, prompt: int, read: int, is_eager: bool
-) -> Numbers:
-    sizes = np.zeros(NUM_TERMS)
-    sizes[0] = 1.0
-    sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
-    counts = (rows, rows > 1, bool(nodes), num_drafting, nodes, bool(prompt), is_eager)
-    sizes[1 + _NUM_RAMPS : _TEXTS] = counts
-    if not passes and not read:
-        return sizes
-    draft_sizes = sizes[_NUM_REST:_DRAFT_TEXTS]
-    draft_sizes[0] = 1.0
-    num_passes = len(passes)
-    num_eager_passes = max(1, num_passes) * is_eager
-    draft_counts = (read, num_passes, num_passes * _is_shared(passes), num_eager_passes)
-    draft_sizes[1:_DRAFT_RAMPS] = draft_counts
-    for num_rows in passes:
-        draft_sizes[_DRAFT_RAMPS:] += _ramps(num_rows)
-    return sizes
-
-
-def sizes_of(work: StepWork, window: int, is_eager: bool) -> Numbers:
-    """Return [terms] the sizes by which the rates are multiplied.
-
-    window: tokens that the draft model sees; 0 is all. is_eager: see `StepTimes`.
-    """
-    sizes = _sizes_without_texts(
-        work.rows, work.nodes, work.num_drafting, work.passes, work.prompt, work.read, is_eager
-    ).copy()
-    length = work.text / max(1, work.rows)
-    seen = min(length, window) if window else length
-    # The first pass has a row for each request that draws drafts; text drafts need no pass.
-    num_drawing = work.passes[0] if work.passes else 0
-    drafted_from = len(work.passes) * num_drawing * seen
-    sizes[_TEXTS:_NUM_REST] = (
-        work.text,
-        work.text * (work.rows > 1),  # attention to a lone text uses a separate kernel
-        work.rows * max(0.0, length - _SHORT_TEXT),
-        work.nodes * length,
-        work.prompt_text,
-    )
-    sizes[_DRAFT_TEXTS:] = (drafted_from, drafted_from * _is_shared(work.passes))
-    return sizes
-
-
-def _by_part(work: StepWork, draft_s: float, rest_s: float) -> tuple[float, float]:
-    """Return (seconds of drafting, of the rest); a step without drafting has only a rest."""
-    if work.passes or work.read:
-        return draft_s, rest_s
-    return 0.0, draft_s + rest_s
-
-
-def _fitted(sizes: Numbers, seconds: Numbers, ramps: slice, rows: Numbers) -> Numbers:
-    """Return [terms] non-negative rates for sizes [points, terms] and seconds [points].
-
-    If points do not determine the growth of a pass with its rows, the slope changes as little as
-    possible between the knots. rows: of the points' passes, [points].
-    """
-    from scipy.optimize import nnls  # the import is slow, and not needed if rates are given
-
-    order = np.argsort(rows)
-    usual_s = np.interp(_KNOTS[1:-1], rows[order], np.maximum.accumulate(seconds[order]))
-    slopes = _BEND_WEIGHT * _KNOTS[1:-1, None] / usual_s[:, None] / np.diff(_KNOTS)
-    bends = np.zeros((_NUM_RAMPS - 1, sizes.shape[1]))
-    ramp_bends = bends[:, ramps]
-    before = np.arange(_NUM_RAMPS - 1)
-    ramp_bends[before, before] = -slopes[before, before]
-    ramp_bends[before, before + 1] = slopes[before, before + 1]
-    system = np.concatenate([sizes / seconds[:, None], bends])
-    wanted = np.concatenate([np.ones(len(seconds)), np.zeros(len(bends))])
-    scale = np.maximum(abs(system).max(0), 1e-300)  # sizes differ by many orders of magnitude
-    rates, _ = nnls(system / scale, wanted)
-    result: Numbers = rates / scale
-    return result
+    plain_s: float | None = None
+    usual_plain_s: float = 0.0
+    prompt_s: float = 0.0
 
 
 class StepTimes:
-    """Predicts the duration of steps, and learns from completed steps."""
+    """Measures steps, and returns what plain decoding would have taken in their place."""
 
-    def __init__(
-        self,
-        points: Sequence[Point],
-        window: int = 0,
-        rates: Sequence[float] = (),
-        is_eager: Callable[[StepWork], bool] = lambda _: False,
-    ) -> None:
-        """points: measurements of calibration. window: tokens that the draft model sees; 0 is all.
-        rates: fitted to these points before. is_eager: predicts whether the operations of such a
-        step are launched one by one, although other steps are recorded.
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self.now_s = 0.0
+        """End of the last step."""
+        self.pace = 1.0
+        """Time of the recent steps over that at start, if they had been plain."""
+        self.text_row = 1.0
+        """Price of a text draft's row over that at start."""
+        self._buckets: dict[tuple[int, bool], Bucket] = {}
+        self._prompt_s = prices.prompt_s
+        self._prompt_text_s = _TEXT_SHARE * prices.prompt_s
+        self.drafting: Bucket | None = None
+        """Bucket of the last step that drafted without prompts."""
+
+    def bucket(self, rows: int, with_prompts: bool = False) -> Bucket:
+        """Return the bucket of steps with this number of requests."""
+        key = (bisect_left(LOADS, rows), with_prompts)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            usual = self.bucket(rows) if with_prompts else None
+            bucket = self._buckets[key] = Bucket(rows, usual=usual)
+        return bucket
+
+    def cost(self, bucket: Bucket, fanout: Fanout, num_drafting: int, rows: int) -> float:
+        """Return the time of a step over that of a plain step.
+
+        num_drafting: requests that draft; the measured cost is that of steps in which all do.
         """
-        self.points = points
-        self.host = HostTime()
-        self._window = window
-        self._is_eager = is_eager
-        # Places of the shapes' factors in the state.
-        self._slots = {PLAIN: _SHAPES.start, MIXED: _SHAPES.start + 1}
-        self._started: float | None = None
-        self._unaged_s = 0.0  # seconds whose forgetting is pending
-        self._last_shape: Shape | None = None
-        self._num_since = 0  # steps since drafting began or stopped
-        self.rates = np.array(rates) if len(rates) else self._fit(points)
-        """[terms] seconds per unit of each size, as calibrated."""
-        self._rates_now: Numbers | None = None  # cached `_current_rates` until the state changes
-        num_states = _SHAPES.start + _MOST_SHAPES
-        self._state = np.zeros(num_states)
-        self._variance = np.zeros((num_states, num_states))
-        np.fill_diagonal(self._variance[_RATES, _RATES], _RATE_STD**2)
-        for work, draft_s, rest_s in points:
-            self._learn(work, draft_s, rest_s, _POINT_STD)
-        # Served steps differ from calibrated steps, by shape.
-        np.fill_diagonal(self._variance[_SHAPES, _SHAPES], _SHAPE_STD**2)
-        # Calibration does not measure mixed steps, such as steps with text drafts.
-        mixed = self._slots[MIXED]
-        self._variance[mixed, mixed] = _RATE_STD**2
-        self._fitted = self._state.copy()
-        self._fitted_variance = self._variance.copy()
-        self._variance[_MACHINE, _MACHINE] = _MACHINE_STD**2
+        if not fanout:
+            return 1.0
+        arm = bucket.arms.get(fanout)
+        share = num_drafting / rows
+        if arm is not None and arm.weight:
+            return 1.0 + share * (arm.cost - 1.0)
+        if bucket.usual is not None:
+            usual = self.cost(bucket.usual, fanout, num_drafting, rows)
+            return 1.0 + (usual - 1.0) / (1.0 + bucket.prompt)
+        return 1.0 + share * self._guess_factor(bucket) * self.prices.excess(rows, fanout)
 
-    def _fit(self, points: Sequence[Point]) -> Numbers:
-        """Return [terms] rates for the points."""
-        works = [work for work, _, _ in points]
-        sizes = np.array([self._sizes_of(work) for work in works])
-        drafts_s, rests_s = np.array([_by_part(*point) for point in points]).T
-        rates = np.zeros(NUM_TERMS)
-        rows = np.array([work.rows + work.nodes + work.prompt for work in works])
-        ramps = slice(1, 1 + _NUM_RAMPS)
-        rates[:_NUM_REST] = _fitted(sizes[:, :_NUM_REST], rests_s, ramps, rows)
-        rates[0] = max(rates[0], _LEAST_SHARE * rests_s.min())
-        has_passes = np.array([bool(work.passes) for work in works])
-        if not has_passes.any():
-            return rates
-        rows = np.array([max(work.passes) for work in works if work.passes])
-        ramps = slice(_DRAFT_RAMPS, _DRAFT_RAMPS + _NUM_RAMPS)
-        draft_sizes = sizes[has_passes, _NUM_REST:]
-        rates[_NUM_REST:] = _fitted(draft_sizes, drafts_s[has_passes], ramps, rows)
-        return rates
+    def step_s(self, work: StepWork) -> float:
+        """Return the seconds of a step without its prompts."""
+        cost = self.cost(self.bucket(work.rows), work.drafts, work.rows, work.rows)
+        return self.pace * cost * self.prices.plain_s(work.rows)
 
-    def _sizes_of(self, work: StepWork) -> Numbers:
-        return sizes_of(work, self._window, self.is_eager(work))
-
-    # -- predicting -------------------------------------------------------------------------------
-
-    def is_eager(self, work: StepWork) -> bool:
-        """Whether such a step is launched eagerly, although other steps are recorded."""
-        return self._is_eager(work) if work.is_eager is None else work.is_eager
+    def _guess_factor(self, bucket: Bucket) -> float:
+        """Return how much more the measured arms cost than their guesses."""
+        rows = round(bucket.rows)
+        measured = [
+            (arm.cost - 1.0, self.prices.excess(rows, fanout))
+            for fanout, arm in bucket.arms.items()
+            if arm.weight and fanout and fanout != MIXED
+        ]
+        if not measured:
+            return 1.0
+        costs, guesses = map(sum, zip(*measured, strict=True))
+        return min(16.0, max(0.1, costs / guesses)) if guesses else 1.0
 
     def rest_s(self, work: StepWork) -> float:
-        """Return the seconds of a step without its drafting and its host time."""
-        seconds = self._sizes_of(work)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
-        return float(seconds) * math.exp(self._state[self._slot(work.shape)])
+        """Return the seconds of a step without drafts."""
+        decoding_s = self.prices.plain_s(work.rows) if work.rows else 0.0
+        return self.pace * decoding_s + self._prompts_s(work)
 
-    def read_s(self, tokens: int) -> float:
-        """Return the seconds that this many more tokens add to a pass of the draft model."""
-        return tokens * float(self._current_rates()[_READ])
+    def text_row_s(self) -> float:
+        """Return the seconds of a further row of text drafts."""
+        return self.pace * self.text_row * self.prices.row_s
 
-    def step_s(self, works: Sequence[StepWork]) -> Numbers:
-        """Return [steps] seconds of whole steps, including the time between two of them."""
-        drafts_s, rests_s, _ = self._seconds(works)
-        hosts_s = [self.host.usual_s(work) for work in works]
-        return drafts_s + rests_s + hosts_s
+    def _prompts_s(self, work: StepWork) -> float:
+        return self.pace * (work.prompt * self._prompt_s + work.prompt_text * self._prompt_text_s)
 
-    @staticmethod
-    def num_cold(step_s: float) -> int:
-        """Return how many plain steps of this duration count as cold after drafting has stopped."""
-        fewest, most = _COLD_STEPS
-        return min(most, max(fewest, math.ceil(_COLD_S / step_s)))
+    def observe(self, work: StepWork, wall_s: float, draft_s: float, now_s: float, learns: bool = True) -> PlainTimes:
+        """Record a step; return what plain decoding would have taken in its place.
 
-    def log_covariance(self, works: Sequence[StepWork]) -> Numbers:
-        """Return [steps, steps] the covariance of the logarithms of the steps' durations."""
-        drafts_s, rests_s, terms_s = self._seconds(works)
-        slopes = np.zeros((len(works), len(self._state)))
-        slopes[:, _MACHINE] = drafts_s + rests_s
-        slopes[:, _RATES] = terms_s
-        slots = [self._slot(work.shape) for work in works]
-        slopes[np.arange(len(works)), slots] = rests_s
-        slopes /= slopes[:, :1]
-        covariance: Numbers = slopes @ self._variance @ slopes.T
-        return covariance
-
-    def _seconds(self, works: Sequence[StepWork]) -> tuple[Numbers, Numbers, Numbers]:
-        """Return seconds of drafting [steps], of the rest [steps], and by term [steps, terms]."""
-        sizes = np.array([self._sizes_of(work) for work in works])
-        terms_s = sizes * self._current_rates()
-        slots = [self._slot(work.shape) for work in works]
-        terms_s[:, :_NUM_REST] *= np.exp(self._state[slots])[:, None]
-        drafts_s = terms_s[:, _NUM_REST:].sum(1)
-        rests_s = terms_s[:, :_NUM_REST].sum(1)
-        return drafts_s, rests_s, terms_s
-
-    def _current_rates(self) -> Numbers:
-        """Return [terms] the present rates of the machine."""
-        if self._rates_now is None:
-            self._rates_now = self.rates * np.exp(self._state[_MACHINE] + self._state[_RATES])
-        return self._rates_now
-
-    def _slot(self, shape: Shape) -> int:
-        """Return the place of a shape's factor in the state. Once all places are taken, further
-        shapes share the place of mixed steps.
+        learns: False for a step that did not follow another one, whose messages are not timed.
         """
-        if shape not in self._slots and len(self._slots) < _MOST_SHAPES:
-            self._slots[shape] = _SHAPES.start + len(self._slots)
-        return self._slots.get(shape, self._slots[MIXED])
+        self.now_s = now_s
+        if not work.rows:
+            return PlainTimes(0.0, 0.0, wall_s - draft_s)
+        bucket = self.bucket(work.rows)
+        unit_s = self.prices.plain_s(work.rows)
+        plain = self._plain_times(bucket, work, wall_s, draft_s, unit_s)
+        # A plain step in which the draft model reads is not plain, and reading much is no draft.
+        reads_much = work.read > (work.nodes > 0) * 2 * work.rows and not work.prompt
+        if reads_much or not learns:
+            return plain
+        if work.prompt:
+            self._learn_prompts(work, plain.prompt_s)
+            bucket = self.bucket(work.rows, with_prompts=True)
+            prompts_s = self._prompts_s(work)
+            bucket.prompt += _RATE * (prompts_s / unit_s - bucket.prompt)
+            unit_s += prompts_s
+        else:
+            self.drafting = bucket if work.drafts else self.drafting
+            self._learn_pace(bucket, work, wall_s / unit_s)
+        bucket.rows += _RATE * (work.rows - bucket.rows)
+        bucket.text += _RATE * (work.text / work.rows - bucket.text)
+        arm = bucket.arms.get(work.drafts)
+        if arm is None:
+            arm = bucket.arms[work.drafts] = StepArm(1.0)
+        if not arm.weight:
+            arm.cost = self.cost(bucket, work.drafts, work.rows, work.rows)
+        bucket.observe(work.drafts, wall_s / unit_s, (wall_s - draft_s) / unit_s, wall_s, now_s)
+        return plain
 
-    # -- learning ---------------------------------------------------------------------------------
+    def _plain_times(self, bucket: Bucket, work: StepWork, wall_s: float, draft_s: float, unit_s: float) -> PlainTimes:
+        arm = bucket.arms.get(work.drafts)
+        prompt_s = self._prompt_part_s(arm, work, wall_s - draft_s, unit_s) if work.prompt else 0.0
+        left_s = wall_s - prompt_s
+        if not work.drafts:
+            left_s -= draft_s if work.read else 0.0
+            return PlainTimes(left_s, left_s, prompt_s)
+        if arm is not None and arm.weight and bucket.is_measured:
+            cost = max(1.0, arm.cost)
+            usual_s = arm.recent * unit_s / cost
+            # The draft model's reading of a prompt is no part of a usual step.
+            return PlainTimes(min(usual_s, left_s) if work.prompt else left_s / cost, usual_s, prompt_s)
+        plain = bucket.plain
+        if plain.recent and self.now_s - plain.ended_s < _PLAIN_LASTS_S:
+            return PlainTimes(min(plain.recent * unit_s, left_s), plain.recent * unit_s, prompt_s)
+        return PlainTimes(prompt_s=prompt_s)
 
-    def scale(self, factor: float) -> None:
-        """Record that the machine takes `factor` times as long as at calibration."""
-        self._state[_MACHINE] = math.log(factor)
-        self._rates_now = None
-
-    def widen(self, factor: float) -> None:
-        """Record that each rate may have changed by up to this factor since calibration."""
-        places = np.arange(_RATES.start, _RATES.stop)
-        for variance in (self._variance, self._fitted_variance):
-            variance[places, places] += math.log(factor) ** 2
-
-    def observe(
-        self,
-        work: StepWork,
-        draft_s: float,
-        rest_s: float,
-        started: float,
-        host_s: float | None = None,
-    ) -> None:
-        """Record a step. started: its start on a clock of seconds. host_s: as in `HostTime`; None
-        if the step did not follow another step at once.
-
-        The first step of another shape is ignored, because something may have to warm up.
+    def _prompt_part_s(self, arm: StepArm | None, work: StepWork, rest_s: float, unit_s: float) -> float:
+        """Return the part of a step's time that its prompts took; with drafts, at most what they
+        take without.
         """
-        if self._started is not None:
-            self._pass_time(min(max(0.0, started - self._started), _LONGEST_PAUSE_S))
-        self._started = started
-        is_first = work.shape != self._last_shape
-        is_switch = is_first and PLAIN in (work.shape, self._last_shape)
-        self._num_since = 0 if is_switch else self._num_since + 1
-        self._last_shape = work.shape
-        if is_first:
+        usual_s = self._prompts_s(work)
+        prompt_s = usual_s
+        if arm is not None and arm.recent_rest:
+            prompt_s = rest_s - arm.recent_rest * unit_s
+        return min(max(0.0, prompt_s), rest_s, usual_s if work.nodes else rest_s)
+
+    def _learn_prompts(self, work: StepWork, prompt_s: float) -> None:
+        """Correct the prices of a prompt's token by a plain step."""
+        usual_s = self._prompts_s(work)
+        if work.nodes or prompt_s <= 0 or usual_s <= 0:
             return
-        cold_s = self._cold_s(work)
-        if host_s is not None and cold_s is None:
-            self.host.observe(work, host_s)
-        # A fast cold step is informative, because nothing makes a cold step fast.
-        is_uncertain = cold_s is not None and draft_s + rest_s >= _MUCH_FASTER * cold_s
-        self._learn(work, draft_s, rest_s, _COLD_STD if is_uncertain else _STEP_STD)
+        rate = min(0.5, 8 * _RATE * work.prompt / 64)
+        factor = min(2.0, max(0.5, prompt_s / usual_s)) ** rate
+        text_share = self.pace * work.prompt_text * self._prompt_text_s / usual_s
+        self._prompt_text_s *= factor**text_share
+        self._prompt_s *= factor ** (1 - text_share)
 
-    def _cold_s(self, work: StepWork) -> float | None:
-        """Return the predicted seconds of a step with cold caches; None if the caches are warm."""
-        fewest, most = _COLD_STEPS
-        num_cold = most if work.shape == PLAIN else fewest
-        if self._num_since >= num_cold:
-            return None
-        drafts_s, rests_s, _ = self._seconds([work])
-        predicted_s = float(drafts_s[0] + rests_s[0])
-        is_cold = work.shape != PLAIN or self._num_since < self.num_cold(predicted_s)
-        return predicted_s if is_cold else None
-
-    def _pass_time(self, seconds: float) -> None:
-        """Let the machine's factor drift, and the rest of the state return towards calibration."""
-        self._variance[_MACHINE, _MACHINE] += _MACHINE_DRIFT**2 * seconds
-        self._unaged_s += seconds
-        if self._unaged_s < 1.0:
+    def _learn_pace(self, bucket: Bucket, work: StepWork, load: float) -> None:
+        if work.drafts != MIXED:
+            cost = self.cost(bucket, work.drafts, work.rows, work.rows)
+            self.pace += _RATE * (min(load / cost, 4 * self.pace) - self.pace)
             return
-        keep = math.exp(-self._unaged_s / _FORGET_S)
-        self._unaged_s = 0.0
-        state = self._state[_ALL_BUT_MACHINE]
-        state += (1 - keep) * (self._fitted[_ALL_BUT_MACHINE] - state)
-        variance = self._variance[_ALL_BUT_MACHINE, _ALL_BUT_MACHINE]
-        variance *= keep**2
-        variance += (1 - keep**2) * self._fitted_variance[_ALL_BUT_MACHINE, _ALL_BUT_MACHINE]
-        self._variance[_MACHINE, _ALL_BUT_MACHINE] *= keep
-        self._variance[_ALL_BUT_MACHINE, _MACHINE] *= keep
-        self._rates_now = None
+        plain = bucket.plain
+        guess = work.nodes * self.text_row_s() / self.prices.plain_s(work.rows)
+        if plain.recent and guess:
+            factor = max(0.25, min(4.0, (load - plain.recent) / guess))
+            self.text_row = max(0.1, min(10.0, self.text_row * factor ** (_RATE / 2)))
 
-    def _learn(self, work: StepWork, draft_s: float, rest_s: float, std: float) -> None:
-        """Compare both parts with the prediction from before the step."""
-        draft_s, rest_s = _by_part(work, draft_s, rest_s)
-        slot = self._slot(work.shape)
-        terms_s = self._sizes_of(work) * self._current_rates()
-        predicted_s = float(terms_s[:_NUM_REST].sum())
-        predicted_draft_s = float(terms_s[_NUM_REST:].sum())
-        ratio = rest_s / (math.exp(self._state[slot]) * predicted_s)
-        slopes = np.zeros(len(self._state))
-        slopes[_MACHINE] = 1.0
-        slopes[slot] = 1.0
-        slopes[_RATES][:_NUM_REST] = terms_s[:_NUM_REST] / predicted_s
-        self._update(slopes, ratio, std)
-        if draft_s > 0 and predicted_draft_s > 0:
-            slopes = np.zeros(len(self._state))
-            slopes[_MACHINE] = 1.0
-            slopes[_RATES][_NUM_REST:] = terms_s[_NUM_REST:] / predicted_draft_s
-            self._update(slopes, draft_s / predicted_draft_s, std)
-
-    def _update(self, slopes: Numbers, ratio: float, std: float) -> None:
-        """Apply an observation: a part of a step took `ratio` times the prediction."""
-        covariance = self._variance @ slopes
-        error_variance = float(slopes @ covariance) + std**2
-        # Another process may have caused a slow step, so a slow step moves the state by at most one
-        # standard deviation. Nothing makes a step fast, so a fast step may move it further.
-        state_std = math.sqrt(max(error_variance - std**2, 1e-12))
-        most = min(1.0, error_variance / state_std)
-        error = min(most, max(-0.5, ratio - 1.0))
-        self._state += covariance * (error / error_variance)
-        covariance *= 1 / math.sqrt(error_variance)
-        self._variance -= covariance[:, None] * covariance  # exactly symmetric
-        self._rates_now = None
+    def observe_idle(self, bucket: Bucket, seconds: float, now_s: float) -> None:
+        """Record a plain step of an idle engine. It had the bucket's mean number of requests."""
+        load = seconds / self.prices.plain_s(round(bucket.rows))
+        bucket.observe(NO_DRAFTS, load, load, seconds, now_s)

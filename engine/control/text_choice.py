@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 
+from engine.config import PREDICTION
 from engine.control.step_time import StepTimes
-from engine.control.step_work import MIXED, StepWork
-from engine.control.text_acceptance import TextAcceptance
+from engine.control.step_work import StepWork
 
 Numbers = npt.NDArray[np.float64]
 Candidate = tuple[float, int, int]
@@ -30,8 +29,6 @@ Candidate = tuple[float, int, int]
 NOTHING: Numbers = np.zeros(0)
 """[0] of a request without other drafts."""
 
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of nodes of a step that are compared."""
 _CLEAR_GAIN = 1.02
 """Ratio by which a step with text drafts must be better than one without."""
 _PATIENCE = 8
@@ -40,6 +37,58 @@ _PATIENCE = 8
 """
 _MOST_SELDOM = 8
 """Most steps between choices."""
+_BOUNDS = (1, 2, 3, 4, 5, 7, 10, 14)
+"""Least agreeing tokens of each class after the first."""
+_USUAL = (0.2, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.87, 0.94)
+"""Acceptance by class at first: SmolLM2-135M-Instruct on the tasks of Spec-Bench."""
+_USUAL_OF_PREDICTIONS = 0.9
+_WEIGHT = 10.0
+"""Weight of the usual acceptance, in observations."""
+_KEEP = 0.998
+"""Factor of the earlier observations' weight with each further observation."""
+_SUREST = 0.97
+
+
+def _class_by_bounds(num_agreeing: int) -> int:
+    return sum(num_agreeing >= bound for bound in _BOUNDS)
+
+
+_CLASSES = tuple(map(_class_by_bounds, range(_BOUNDS[-1] + 1)))
+
+
+def _class(num_agreeing: int) -> int:
+    return _CLASSES[min(num_agreeing, _BOUNDS[-1])]
+
+
+def usual_acceptance(source: str, num_agreeing: int) -> float:
+    """Return the acceptance of a text draft's next token before any observation.
+
+    source: name of the drafter; num_agreeing: last tokens in which both texts agree.
+    """
+    usual = _USUAL[_class(num_agreeing)]
+    if source == PREDICTION:
+        return max(usual, _USUAL_OF_PREDICTIONS)
+    return usual
+
+
+class TextAcceptance:
+    """Acceptance of text drafts, learned from the tokens that followed, drafted or not."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], list[float]] = {}
+        """Faded numbers of right continuations and of all, by drafter and class."""
+
+    def estimate(self, source: str, num_agreeing: int) -> float:
+        """Return the acceptance of a text draft's next token. Arguments: `usual_acceptance`."""
+        usual = usual_acceptance(source, num_agreeing)
+        num_right, num_seen = self._seen.get((source, _class(num_agreeing)), (0.0, 0.0))
+        return min(_SUREST, (num_right + _WEIGHT * usual) / (num_seen + _WEIGHT))
+
+    def observe(self, source: str, num_agreeing: int, is_right: bool) -> None:
+        """Record whether the token that followed was among the drafts of this kind."""
+        seen = self._seen.setdefault((source, _class(num_agreeing)), [0.0, 0.0])
+        seen[0] = _KEEP * seen[0] + is_right
+        seen[1] = _KEEP * seen[1] + 1.0
 
 
 class TextOption(NamedTuple):
@@ -52,8 +101,6 @@ class TextOption(NamedTuple):
     """[depths] probability that the request's other drafts are accepted to each depth."""
     depths: Sequence[int]
     """From 0 on."""
-    drafts_already: bool
-    """Whether the request has other drafts in this step."""
 
 
 class TextChoice:
@@ -88,23 +135,16 @@ class TextChoice:
     ) -> list[list[int]]:
         """Return the numbers of the nodes to draft, by option.
 
-        base: work of the step without text drafts; num_tokens: tokens that it is expected to emit.
+        base: work of the step without text drafts; num_tokens: its expected tokens.
         """
         candidates = _by_gain(options)
-        counts = [0, *(count for count in _COUNTS if count < len(candidates))]
-        if candidates:
-            counts.append(len(candidates))
-        gains = np.cumsum([0.0, *(gain for gain, _, _ in candidates)])
-        tokens = num_tokens + gains[counts]
-        works = [_with_nodes(base, candidates[:count], options) for count in counts]
-        seconds = times.step_s([base.without_prompts, *works])
-        prompts_s = seconds[1] - seconds[0]
-        rates = tokens / (seconds[1:] - prompts_s)
+        tokens = num_tokens + np.cumsum([0.0, *(gain for gain, _, _ in candidates)])
+        rates = tokens / (times.step_s(base) + times.text_row_s() * np.arange(len(tokens)))
         rates[0] *= _CLEAR_GAIN
         best = int(rates.argmax())
         self._num_idle = 0 if best else self._num_idle + 1
         chosen: list[list[int]] = [[] for _ in options]
-        for _, option, node in candidates[: counts[best]]:
+        for _, option, node in candidates[:best]:
             chosen[option].append(node)
         return chosen
 
@@ -125,16 +165,3 @@ def _by_gain(options: Sequence[TextOption]) -> list[Candidate]:
         candidates += [(gain, number, node) for node, gain in enumerate(gains)]
     # Equal gains stay in order, because sorting is stable.
     return sorted(candidates, key=lambda candidate: -candidate[0])
-
-
-def _with_nodes(
-    base: StepWork,
-    nodes: Sequence[Candidate],
-    options: Sequence[TextOption],
-) -> StepWork:
-    """Return the work of the step with these nodes."""
-    if not nodes:
-        return base
-    newly_drafting = {option for _, option, _ in nodes if not options[option].drafts_already}
-    num_drafting = base.num_drafting + len(newly_drafting)
-    return replace(base, nodes=base.nodes + len(nodes), num_drafting=num_drafting, shape=MIXED)

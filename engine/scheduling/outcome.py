@@ -59,6 +59,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """
     drafts: tuple[tuple[int, ...], ...] = ()
     """Chains of the step, if the request asked for them; empty for a plain step."""
+    rests: bool = False
+    """Whether the controller chose plain decoding because it is as fast at this load."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from engine.control.controller import menu
-from engine.fanout import Fanout, level_widths, num_nodes
+from engine.fanout import Fanout, chains, level_widths, num_nodes
 from engine.needs import needs_of_drafts
 from engine.plan import LogitContext, Row, first_draft_key, num_text_nodes
 from engine.request import Speculation, TextDraft
@@ -127,7 +127,7 @@ def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
     shapes = menu(speculation.num_drafts, speculation.draft_length, speculation.draft_length)
     fitting = [shape for shape in shapes if prod(shape) <= most_nodes]
     num_drafts, length = max(fitting, key=prod)
-    return (num_drafts, *(1,) * (length - 1))
+    return chains(num_drafts, length)
 
 
 def _most_known(sequence: Sequence, budget: int) -> int:

@@ -70,9 +70,9 @@ class Scheduler:
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
         self.controller: Controller | None = None
-        """Set once costs have been measured; without it adaptive requests draft their maximum."""
+        """Without it adaptive requests draft their maximum."""
         self.times: StepTimes | None = None
-        """Set once costs have been measured; without it only the number of prompt tokens counts."""
+        """Without it only the number of prompt tokens counts."""
         self.text_planner = TextPlanner(config.max_copied_tokens)
         self.last_plan = Plan(())
         self.num_preemptions = 0
@@ -258,7 +258,7 @@ class Scheduler:
         """
         if self.controller is None:
             return 0
-        num_drafts, length = self.controller.choice.shape
+        num_drafts, length = self.controller.shape
         num_adaptive = sum(s.request.speculation.adapts_shape for s in decoding)
         most_held = max(0, budget - self.config.max_num_batched_tokens // 4)
         return min(num_drafts * length * num_adaptive, most_held)
@@ -320,28 +320,29 @@ class Scheduler:
         """Let the controller choose for the adaptive rows that emit, and add their drafts if they
         fit. Return the tokens left.
         """
-        emitting = [row for row in self._in_place(planned) if row.emits]
-        adaptive = [row for row in emitting if row.sequence.request.speculation.adapts_shape]
-        others = [row for row in emitting if not row.sequence.request.speculation.adapts_shape]
-        sequences = [row.sequence for row in adaptive]
-        other_fanouts = [row.fanout for row in others]
-        lags = [self.draft_prefill.lag(sequence) for sequence in sequences]
-        other_text = sum(row.end for row in others)
-        is_eager = any(row.needs for row in emitting)
-        controller.choose(sequences, other_fanouts, lags, other_text, is_eager)
-        num_prompt = sum(row.num_known - row.emits for row in self._in_place(planned))
-        drafts_now = controller.drafts_in_step(num_prompt)
+        rows = self._in_place(planned)
+        adaptive = []
+        other_fanouts = []
+        for row in rows:
+            if row.emits and row.sequence.request.speculation.adapts_shape:
+                adaptive.append(row)
+            elif row.emits:
+                other_fanouts.append(row.fanout)
+        with_prompts = sum([row.num_known - row.emits for row in rows]) > 0
+        controller.choose([row.sequence for row in adaptive], other_fanouts, with_prompts)
         for row in adaptive:
             sequence = row.sequence
             # The last token of an answer is not drafted, so nothing of the shape may remain.
             fanout = controller.fanout(sequence)[: max(0, sequence.num_remaining - 1)]
-            if not fanout:  # the row stays as planned
-                continue
             draft_chunk = None
-            if not drafts_now or self.draft_prefill.is_far(sequence):
-                # It decodes plainly while the draft model catches up.
+            # It decodes plainly while the draft model catches up, and in steps in which prompts
+            # make drafts too expensive.
+            stays_current = with_prompts and not fanout and controller.reads
+            if stays_current or (fanout and self.draft_prefill.is_far(sequence)):
                 fanout = ()
                 draft_chunk = self.draft_prefill.chunk
+            elif not fanout:  # the row stays as planned
+                continue
             room = budget + row.num_tokens
             most_text_nodes = self._most_fixed_text_nodes(sequence)
             drafting = plan_row(sequence, fanout, room, most_text_nodes, draft_chunk)
@@ -364,11 +365,16 @@ class Scheduler:
         """Return [depths] the probability that a row's drawn drafts are accepted to each depth."""
         if self.controller is None or not row.fanout:
             return NOTHING
-        return self.controller.reached(row.sequence, row.fanout)
+        return self.controller.acceptance.reached(row.fanout[0])[: len(row.fanout)]
 
     def _is_adaptive(self, sequence: Sequence) -> bool:
         """Whether the controller chooses the drawn drafts of a sequence."""
         return self.controller is not None and sequence.request.speculation.adapts_shape
+
+    def _is_resting(self, sequence: Sequence, row: Row) -> bool:
+        """Whether the controller has chosen plain decoding for a row, because it is as fast."""
+        adapts_shape = sequence.request.speculation.adapts_shape
+        return self.controller is not None and self.controller.rests and adapts_shape and not row.fanout
 
     def _most_fixed_text_nodes(self, sequence: Sequence) -> int:
         """Return the most nodes of its text drafts that do not depend on the load."""
@@ -499,7 +505,7 @@ class Scheduler:
         # An accepted text draft shows nothing about the drawn drafts.
         learns = is_adaptive and not any(part.num_accepted for part in emission.text_draft_counts)
         if self.controller is not None and learns:
-            self.controller.observe(sequence, row.fanout[0], row.draft_length, num_accepted)
+            self.controller.observe(row.fanout[0], row.draft_length, num_accepted)
         token_ids, finish_reason = sequence.cut([*emission.accepted, emission.next_token])
         self.text_planner.learn(sequence, token_ids)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
@@ -532,6 +538,7 @@ class Scheduler:
             gap=emission.gap,
             bias=emission.bias,
             drafts=emission.chains,
+            rests=self._is_resting(sequence, row),
         )
 
     def _finish(self, sequence: Sequence) -> None:

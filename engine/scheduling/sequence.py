@@ -1,6 +1,4 @@
-"""Running state of a request. The scheduler writes it; controller and telemetry only add statistics
-(`note_...`).
-"""
+"""Running state of a request. The scheduler writes it; telemetry only notes the time of reading."""
 
 from __future__ import annotations
 
@@ -17,11 +15,6 @@ from engine.scheduling.text_drafters import TextDraftFinder
 from engine.scheduling.text_drafters.answers import AnswerStore
 from engine.scheduling.text_drafters.tree import TextTree
 from engine.text_counts import TextCounts
-
-_RATIO_WEIGHT = 10.0
-"""Weight, in tokens, of the prior belief that a request's drafts are accepted as usual."""
-_KEEP_DRAFTS = 0.95
-"""Factor of the drafts' weight after each further step."""
 
 
 @dataclass(eq=False)
@@ -103,8 +96,6 @@ class Sequence:
         if fixed_draft_distribution:
             self.draft_window = 0
         self._keys: list[Key] = []
-        self._drafts_taken = 0.0
-        self._drafts_expected = 0.0
         self._was_admitted = False
         self._reading_s = (0.0, 0.0)
 
@@ -165,16 +156,6 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether logprobs of the prompt will be reported with the first emitted tokens."""
         return self.request.num_prompt_logprobs is not None and not self.num_emitted
-
-    @property
-    def acceptance_ratio(self) -> float:
-        """Return accepted over expected draft tokens; near 1 while little is known."""
-        return (self._drafts_taken + _RATIO_WEIGHT) / (self._drafts_expected + _RATIO_WEIGHT)
-
-    def note_drafts(self, num_taken: int, expected: float) -> None:
-        """Record verified drafts: accepted tokens and their expected number. Older drafts fade."""
-        self._drafts_taken = _KEEP_DRAFTS * self._drafts_taken + num_taken
-        self._drafts_expected = _KEEP_DRAFTS * self._drafts_expected + expected
 
     def note_reading(self, taken_s: float, plain_s: float) -> None:
         """Record a step that read its text without giving it a token."""

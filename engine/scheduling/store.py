@@ -107,10 +107,14 @@ class BlockStore:
 
     def portion(self, number: int = 0, count: int = 1) -> BlockStore:
         """Return a store with a portion of the blocks for measurements; it publishes nothing."""
-        store = BlockStore(self.num_blocks, self.block_size, keeps_content=False)
-        blocks = store.allocate(self.num_blocks)
         size = self.num_blocks // count
-        store.release([block for block in blocks if block // size == number])
+        return self.with_blocks([block for block in range(self.num_blocks) if block // size == number])
+
+    def with_blocks(self, block_ids: Sequence[int]) -> BlockStore:
+        """Return a store with these blocks for measurements; it publishes nothing."""
+        store = BlockStore(self.num_blocks, self.block_size, keeps_content=False)
+        store.allocate(self.num_blocks)
+        store.release(block_ids)
         return store
 
     @property

@@ -38,9 +38,7 @@ class TextPlanner:
         options = []
         for row, tree in zip(weighing, trees, strict=True):
             depths = reached_by_id[row.sequence.sequence_id]
-            drafts = bool(row.fanout)
-            option = TextOption(tree.parents, tree.probabilities, depths, tree.depths, drafts)
-            options.append(option)
+            options.append(TextOption(tree.parents, tree.probabilities, depths, tree.depths))
         num_tokens = sum([1.0 + float(depths.sum()) for depths in reached_by_id.values()])
         chosen = self.choice.choose(times, StepWork.from_rows(rows), num_tokens, options)
         return [

@@ -1,6 +1,6 @@
 """Builds an engine from a configuration: loading, probing, the memory plan, the pool.
 
-Not for: running the engine (`process.py`), or measuring its steps (`calibration.py`).
+Not for: running the engine (`process.py`), or measuring its steps (`measuring.py`).
 """
 
 from __future__ import annotations

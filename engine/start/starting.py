@@ -10,12 +10,13 @@ import torch
 
 from engine.config import EngineConfig
 from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
 from engine.request import Speculation
 from engine.scheduling.request_checks import default_speculation
 from engine.start.building import build_engine
-from engine.start.calibration import measure
 from engine.start.host import cpu_threads, keep_freed_memory, return_freed_memory
 from engine.start.loading import Progress
+from engine.start.measuring import measure_prices
 from engine.start.rehearsal import rehearse
 from engine.step.engine import Engine
 
@@ -31,7 +32,7 @@ def start_engine(config: EngineConfig, progress: Progress) -> Engine:
     engine = build_engine(config, progress)
     speculation = default_speculation(config.speculation, engine.facts)
     if config.calibrate:
-        _calibrate(engine, config, speculation, progress)
+        _measure(engine, speculation, progress)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
         # scipy.stats takes a while to import.
         from engine.start.distribution_check import short_check
@@ -54,9 +55,10 @@ def _compile_kernels(config: EngineConfig, progress: Progress) -> None:
     compile_kernels(config.model, progress)
 
 
-def _calibrate(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> None:
+def _measure(engine: Engine, speculation: Speculation, progress: Progress) -> None:
     """Give the scheduler the times of steps, and the controller that chooses adaptive shapes."""
-    times = measure(engine, config, speculation, progress)
+    progress("measuring steps")
+    times = StepTimes(measure_prices(engine, speculation))
     engine.scheduler.times = times
     if speculation.adapts_shape:
         engine.scheduler.controller = Controller(times, engine.limits.max_draft_length)

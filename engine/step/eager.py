@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
-from engine.control.step_work import StepWork
 from engine.drafting.chains import draw_chains
 from engine.drafting.draft import MOST_UNMERGED, Draft
 from engine.drafting.drafter import ChainSource
@@ -62,10 +61,6 @@ class RecordedMenu:
     def find(self, plan: Plan) -> Step | None:  # noqa: ARG002
         """Return the step that carries out a plan; None if no recorded shape has room for it."""
         return None
-
-    def is_eager(self, work: StepWork) -> bool:  # noqa: ARG002
-        """Whether steps of this work are launched eagerly, although other steps are recorded."""
-        return False
 
 
 class EagerStep:

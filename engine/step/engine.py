@@ -110,8 +110,7 @@ class Engine:
         `run_step`.
         """
         plan = self.scheduler.plan()  # rows, token counts and blocks
-        with self.telemetry.phase("parts"):
-            verdict = self.carry_out(plan, meanwhile)
+        verdict = self.carry_out(plan, meanwhile)
         outcomes = self.scheduler.commit(plan, verdict)  # append, finish, free
         self._end_broken(verdict)
         self._end_masked(plan, verdict, outcomes)
@@ -125,7 +124,6 @@ class Engine:
         """
         step = self.step_for(plan)
         phase = self.telemetry.phase
-        self.telemetry.is_eager = step is self.unrecorded
         with phase("draft"):  # chains, and the distribution of each drafted token
             draft = step.draw(plan)
         with phase("target"):  # one pass over every drafted node

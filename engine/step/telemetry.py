@@ -15,18 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from engine.control.step_work import PLAIN, Shape, StepWork
-from engine.needs import DISTRIBUTION_NEEDS
+from engine.control.step_work import StepWork
 from engine.plan import Plan
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-
-_PARTS = "parts"
-_PACE_STEPS = 100.0
-"""Number of steps after which about a third of a step's influence on the pace remains."""
-_LEAST_ALIKE = 4
-"""Steps of a shape before those whose caches are warm."""
 
 
 class CudaClock:
@@ -71,12 +64,10 @@ class Stopwatch:
         self._clock = clock
         self.start()
         self.stopped = self.started
-        self.parts_s = 0.0
-        """Time of the last step's parts, without planning."""
 
     def start(self) -> None:
         """Begin a step."""
-        self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
+        self._phases_s = dict.fromkeys(PHASES, 0.0)
         self._marks: list[PhaseMarks] = []
         self.started = time.perf_counter()
 
@@ -84,11 +75,8 @@ class Stopwatch:
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of the block for a phase."""
         began = time.perf_counter()
-        clock = None
-        begin = None
-        if self._clock is not None and name != _PARTS:
-            clock = self._clock
-            begin = clock.mark()
+        clock = self._clock
+        begin = None if clock is None else clock.mark()
         try:
             yield
         finally:
@@ -108,93 +96,17 @@ class Stopwatch:
         self.stopped = time.perf_counter()
         wall_s = self.stopped - self.started
         phases_s = dict(self._phases_s)
-        self.parts_s = phases_s.pop(_PARTS)
         phases_s["host"] = max(0.0, wall_s - sum(phases_s.values()))
         return wall_s, phases_s
 
     def _use_device_times(self, clock: CudaClock, waits: bool) -> None:
         """Replace the host's time of every finished phase by the time of the device."""
         if waits:
-            began = time.perf_counter()
             clock.wait(self._marks[-1].end)
-            self._phases_s[_PARTS] += time.perf_counter() - began
         for phase in self._marks:
             device_s = clock.seconds(phase.begin, phase.end)
             if device_s is not None:
                 self._phases_s[phase.name] += device_s - phase.host_s
-
-
-class Pace:
-    """Ratio of measured to predicted durations: the load of other processes.
-
-    Other processes delay single steps. The model of step times ignores delayed steps as exceptions,
-    but the processes would have delayed plain decoding by as large a share.
-    """
-
-    def __init__(self) -> None:
-        self._taken_s = 0.0
-        self._predicted_s = 0.0
-        self._shape: Shape | None = None
-        self._num_alike = 0
-
-    @property
-    def ratio(self) -> float:
-        """Return the ratio of recent steps; 1 before any step was counted."""
-        if not self._predicted_s:
-            return 1.0
-        return self._taken_s / self._predicted_s
-
-    def load(self, work: StepWork, taken_s: float, predicted_s: float) -> float:
-        """Count a step and return its ratio.
-
-        The ratio of recent steps is returned for a step that reads prompts, and for a step after a
-        step with other passes of the draft model. Prompts or drafts cause the excess time of such
-        a step, not another process.
-        """
-        shape = work.shape if work.passes else PLAIN
-        if shape == self._shape:
-            self._num_alike += 1
-        else:
-            self._num_alike = 0
-        self._shape = shape
-        if self._num_alike < _LEAST_ALIKE or work.prompt:
-            return self.ratio
-        if not self._predicted_s:
-            self._predicted_s = _PACE_STEPS / 4 * predicted_s
-            self._taken_s = self._predicted_s
-        decay = 1 - 1 / _PACE_STEPS
-        self._taken_s = decay * self._taken_s + taken_s
-        self._predicted_s = decay * self._predicted_s + predicted_s
-        return taken_s / predicted_s
-
-
-@dataclass(frozen=True)
-class StepDurations:
-    """Measured times of one step, in seconds."""
-
-    wall_s: float
-    draft_s: float
-    rest_s: float
-    """Time of the step's parts except drafting."""
-    host_s: float
-    """Time outside the step's parts, without the controller."""
-    started_s: float
-    follows: bool
-    """Whether it followed another step at once."""
-
-    @property
-    def work_s(self) -> float:
-        """Return the time of the step without the controller."""
-        return self.draft_s + self.rest_s + self.host_s
-
-
-@dataclass(frozen=True)
-class PlainTimes:
-    """Times that plain decoding would have taken in place of a step; see `StepStats`."""
-
-    plain_s: float | None = None
-    usual_plain_s: float = 0.0
-    prompt_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -202,9 +114,9 @@ class MeasuredStep:
     """A step that has ended, for `Telemetry.learn`."""
 
     plan: Plan
-    durations: StepDurations
-    is_eager: bool
-    """Whether no recorded step carried out the plan; always true on a CPU."""
+    ended_s: float
+    follows: bool
+    """Whether it followed another step at once, so that its time includes messages and planning."""
     reading: list[Sequence]
     """Sequences whose texts the step read without an emission."""
     stats: StepStats
@@ -218,13 +130,9 @@ class Telemetry:
         self.stopwatch = Stopwatch(CudaClock() if device.type == "cuda" else None)
         self.phase = self.stopwatch.phase
         self.num_steps = 0
-        self.is_eager = False
-        """Whether no recorded step carries out the present plan; always true on a CPU."""
         self._scheduler = scheduler
         self._last_stopped: float | None = None
         """End of the last step if this one follows it at once."""
-        self._controlled_s = 0.0
-        self._pace = Pace()
 
     def end_step(self, num_awaiting_grammar: int) -> MeasuredStep:
         """End the step that began last; `learn` must be called before the next step is committed.
@@ -240,37 +148,32 @@ class Telemetry:
         if self._last_stopped is not None:
             wall_s += watch.started - self._last_stopped
         self._last_stopped = watch.stopped if scheduler.has_work else None
-        draft_s = phases_s["draft"]
-        durations = StepDurations(
-            wall_s=wall_s,
-            draft_s=draft_s,
-            rest_s=watch.parts_s - draft_s,
-            # Plain decoding has the same planning and messages, without the controller.
-            host_s=wall_s - watch.parts_s - self._controlling_s(),
-            started_s=watch.started,
-            follows=follows,
-        )
         # The next plan may preempt the sequences before `learn` is called.
         running = [scheduler.running(row.sequence_id) for row in plan.rows if not row.emits]
         return MeasuredStep(
             plan=plan,
-            durations=durations,
-            is_eager=self.is_eager,
+            ended_s=watch.stopped,
+            follows=follows,
             reading=[sequence for sequence in running if sequence is not None],
             stats=self.stats(num_awaiting_grammar, wall_s, phases_s),
         )
 
     def learn(self, step: MeasuredStep) -> StepStats:
-        """Let the model of step times learn from a step; return its statistics with plain times.
+        """Let the step times learn from a step; return its statistics with plain times.
 
         Must be called once for every step.
         """
-        plain = self._learn(step.plan, step.durations, step.is_eager)
+        times = self._scheduler.times
+        if times is None:
+            return step.stats
+        stats = step.stats
+        work = StepWork.of(step.plan)
+        plain = times.observe(work, stats.wall_s, stats.phases_s["draft"], step.ended_s, step.follows)
         if plain.plain_s is not None:
             for sequence in step.reading:
-                sequence.note_reading(step.durations.wall_s, plain.plain_s + plain.prompt_s)
+                sequence.note_reading(stats.wall_s, plain.plain_s + plain.prompt_s)
         return replace(
-            step.stats,
+            stats,
             plain_s=plain.plain_s,
             usual_plain_s=plain.usual_plain_s,
             prompt_s=plain.prompt_s,
@@ -302,51 +205,3 @@ class Telemetry:
             num_cache_hits=scheduler.num_cache_hits,
             num_steps=self.num_steps,
         )
-
-    def _controlling_s(self) -> float:
-        """Return the time that the controller has run since the last call."""
-        controller = self._scheduler.controller
-        before_s = self._controlled_s
-        self._controlled_s = 0.0 if controller is None else controller.spent_s
-        return max(0.0, self._controlled_s - before_s)
-
-    def _learn(self, plan: Plan, measured: StepDurations, is_eager: bool) -> PlainTimes:
-        """Return the times of plain decoding in place of this step; learn from its durations."""
-        times = self._scheduler.times
-        if times is None:
-            return PlainTimes()
-        if not plan.sampling_rows:
-            return PlainTimes(plain_s=0.0, prompt_s=measured.rest_s + measured.host_s)
-        work = replace(StepWork.of(plan), is_eager=is_eager)
-        # No recorded step meets the needs of these rows, with or without drafts.
-        stays_eager = is_eager and any(row.needs & DISTRIBUTION_NEEDS for row in plan.sampling_rows)
-        plain = replace(work.plain, is_eager=stays_eager or None)
-        usual_plain_s, predicted_s = (float(step_s) for step_s in times.step_s([plain, work]))
-        prompt_s = self._prompt_s(plan, work, measured) if work.prompt else 0.0
-        load = self._pace.ratio
-        host_s = None
-        if measured.follows:
-            load = self._pace.load(work, measured.work_s, predicted_s)
-            host_s = measured.host_s
-        # Whatever delayed this step, it contained the work of a plain one.
-        plain_s = min(load * usual_plain_s, measured.wall_s - prompt_s)
-        times.observe(work, measured.draft_s, measured.rest_s, measured.started_s, host_s)
-        return PlainTimes(plain_s, usual_plain_s, prompt_s)
-
-    def _prompt_s(self, plan: Plan, work: StepWork, measured: StepDurations) -> float:
-        """Return the part of a step's time that its prompts took; at most the whole time."""
-        times = self._scheduler.times
-        assert times is not None
-        # A step of rows with needs may be launched eagerly without prompts, too.
-        stays_eager = bool(work.is_eager) and any(row.needs for row in plan.sampling_rows)
-        usual_s = times.rest_s(replace(work.without_prompts, is_eager=stays_eager or None))
-        # Prompt tokens take another time in a pass without drafts. The difference comes from works
-        # of no shape, because the model knows shapes for drafts alone.
-        shapeless = replace(work, shape=PLAIN)
-        with_drafts_s = times.rest_s(shapeless) - times.rest_s(shapeless.without_prompts)
-        alone_s = times.rest_s(work.without_drafts) - times.rest_s(work.plain)
-        prompt_s = measured.rest_s - usual_s + alone_s - with_drafts_s
-        if measured.follows:  # admission of the prompts' requests
-            prompt_s += measured.host_s - times.host.usual_s(work)
-        # On a machine that is faster than at calibration this is negative for few tokens.
-        return min(max(0.0, prompt_s), measured.wall_s)

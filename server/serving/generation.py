@@ -265,7 +265,7 @@ class Generation:
 
     def metrics(self) -> Metrics:
         """Return times and speculation of the call, and of each choice if there are several."""
-        metrics = self.clock.report(self.speculation().report())
+        metrics = self.clock.report(self.speculation())
         if self.cut_bound is not None:
             metrics = msgspec.structs.replace(metrics, max_tokens=self.cut_bound)
         if len(self.choices) == 1:

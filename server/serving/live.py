@@ -24,6 +24,7 @@ class Live:
         self._num_passes = 0
         self._num_steps = 0
         self._num_emitted = 0
+        self._num_resting = 0
         self.timing = Timing()
 
     def step(self, step: StepResults) -> None:
@@ -35,6 +36,7 @@ class Live:
         num_tokens = len(outcome.token_ids)
         self._num_tokens += num_tokens
         self._num_passes += bool(num_tokens)
+        self._num_resting += bool(num_tokens) and outcome.rests
         if outcome.draft_length:
             self._num_steps += 1
             self._num_emitted += num_tokens
@@ -72,6 +74,7 @@ class Live:
                 "passes": self._num_passes,
                 "spec_steps": self._num_steps,
                 "spec_tokens": self._num_emitted,
+                "resting": self._num_resting,
             },
             "timing": asdict(self.timing),
             "requests": [_shown(read_state()) for read_state in shown],

@@ -34,7 +34,8 @@ class LoadLog:
 
         tokens_per_second: of all answers; tokens_per_pass: of all target passes; tokens_per_step:
         of speculative steps alone, which is the acceptance length, None if nothing was drafted;
-        speedup: see `Timing`, None if nothing was timed.
+        resting: share of passes without drafts because plain decoding is as fast; speedup: see
+        `Timing`, None if nothing was timed.
         """
         before = self._before
         now = self._live.state(self._num_blocks())
@@ -53,6 +54,7 @@ class LoadLog:
             "tokens_per_second": grown["tokens"] / duration_s,
             "tokens_per_pass": grown["tokens"] / grown["passes"],
             "tokens_per_step": tokens_per_step,
+            "resting": grown["resting"] / grown["passes"],
             "speedup": timing.speedup,
             "kv_cache_usage": now["kv_cache_usage"],
         }

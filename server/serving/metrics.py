@@ -179,6 +179,12 @@ class ServerMetrics:
         self._speedup = self._histogram(
             "request_spec_speedup_ratio", "Speed over plain decoding of an answer that had drafts.", _SPEEDUP
         )()
+        self._spec_taken_s = self._counter(
+            "request_spec_seconds", "Time of the timed steps of answers with a speedup."
+        )()
+        self._spec_plain_s = self._counter(
+            "request_spec_plain_seconds", "Time that plain decoding would have taken in their place."
+        )()
         self._gap = self._histogram(
             "spec_optimal_acceptance_gap", "Optimum acceptance minus the rule's, on observed steps.", _GAP, "rule"
         )
@@ -345,6 +351,9 @@ class ServerMetrics:
         ):
             if ratio is not None:
                 histogram.observe(ratio)
+        if counted.speedup is not None:
+            self._spec_taken_s.inc(counted.timing.wall_s)
+            self._spec_plain_s.inc(counted.timing.wall_s * counted.speedup)
 
     def end_call(self, answer_lengths: Sequence[int]) -> None:
         """Count a call that has ended; answer_lengths: number of tokens of each answer."""

@@ -64,7 +64,7 @@ def facts_of(state: GenerationState, early_end: str) -> dict[str, Any]:
     """Return the facts of a generation that logs and traces may hold: counts and times, never
     text.
     """
-    metrics = state.clock.report(state.speculation.report())
+    metrics = state.clock.report(state.speculation)
     reasons = [reason or early_end for reason in state.reasons]
     return {
         "prompt_tokens": state.num_prompt_tokens,

@@ -75,6 +75,8 @@ class SpeculationCount:
     num_tokens: int = 0
     num_passes: int = 0
     """Target passes in which a choice received tokens."""
+    num_resting: int = 0
+    """Passes in which the controller chose plain decoding because it is as fast."""
     timing: Timing = field(default_factory=Timing)
     wall_s: float = 0.0
     draft_s: float = 0.0
@@ -90,6 +92,7 @@ class SpeculationCount:
         self.draft_s += stats.phases_s["draft"]
         self.num_tokens += num_taken
         self.num_passes += bool(num_taken)
+        self.num_resting += bool(num_taken) and outcome.rests
         self.timing.add(stats, outcome)
         if outcome.draft_length:
             self.accepted_per_step[outcome.num_accepted] += 1
@@ -142,9 +145,9 @@ class SpeculationCount:
         """Time of plain decoding for the same tokens and prompts, divided by the measured time
         (`Timing`).
 
-        None if nothing was drafted or timed.
+        None if nothing was drafted, or if plain decoding was not measured for most of the tokens.
         """
-        if not self.num_steps:
+        if not self.num_steps or 2 * self.timing.num_tokens < self.num_tokens:
             return None
         return self.timing.speedup
 
@@ -256,7 +259,7 @@ class Clock:
             return None
         return (self.last_token - self.first_token) / num_gaps
 
-    def report(self, speculation: SpeculativeDecoding | None) -> Metrics:
+    def report(self, counted: SpeculationCount) -> Metrics:
         """Return the answer's `metrics`."""
         end = self.last_token
         if end is None:
@@ -268,7 +271,8 @@ class Clock:
             queue_time_ms=_milliseconds(self.queue_s),
             mean_itl_ms=_milliseconds(self._time_per_token_s()),
             tokens_per_second=_rounded(_ratio(self.num_tokens, generation_s), _RATE_DECIMALS),
-            speculative_decoding=speculation,
+            speculative_decoding=counted.report(),
+            num_resting_passes=counted.num_resting or msgspec.UNSET,
         )
 
 

@@ -258,7 +258,7 @@ class SpeculationSettings(_Group):
     seed_stable: bool = False
     """make answers depend on the seed and not on the drafts; lowers acceptance"""
     calibrate: bool = True
-    """measure step times at start; without them shapes are fixed and answers report no speedup"""
+    """measure steps while serving; without it shapes are fixed and answers report no speedup"""
     draft_tree: Rare[str | None] = None
     """children per node by depth, e.g. 4,2,1; instead of num-drafts and draft-length"""
     draft_method: Rare[str | None] = None
@@ -280,9 +280,7 @@ class SpeculationSettings(_Group):
     spec_observed_share: Rare[Share] = 0.01
     """share of steps on which acceptance is compared with the optimum"""
     profile_cache: Rare[str] = "~/.cache/polydraft"
-    """folder that stores measurements, and what GGUF files say, for the next start; off: nothing is
-    stored
-    """
+    """folder that stores what GGUF files say, for the next start; off: nothing is stored"""
     selfcheck: Rare[bool] = False
     """check at start that outputs follow the target distribution (some seconds)"""
 

@@ -75,7 +75,7 @@ function between(before, after) {
   return {
     at: after.at, rate: ratio(grown("tokens"), after.at - before.at), speedup: speedupOf(grown),
     length: ratio(grown("tokens"), grown("passes")),
-    timed: grown("num_tokens"), passes: grown("passes"), tokens: grown("tokens"),
+    timed: grown("num_tokens"), passes: grown("passes"), tokens: grown("tokens"), resting: grown("resting"),
   };
 }
 
@@ -93,7 +93,8 @@ function showFigures() {
   byId("tile-rate").textContent = shown(busy.length ? busy.reduce((sum, point) => sum + point.rate, 0) / busy.length : null, 0);
   byId("count-rate").textContent = `${counted(mean.tokens, "token")} in 3 minutes`;
   byId("tile-speedup").textContent = shown(mean.speedup, 2, "×");
-  byId("count-speedup").textContent = mean.timed ? `mean of ${counted(mean.timed, "token")}` : "no timed tokens yet";
+  const rests = mean.resting > mean.passes / 2 ? "; mostly plain, which is as fast at this load" : "";
+  byId("count-speedup").textContent = mean.timed ? `mean of ${counted(mean.timed, "token")}${rests}` : "no timed tokens yet";
   byId("tile-length").textContent = shown(mean.length);
   byId("count-length").textContent = mean.passes ? `mean of ${counted(mean.passes, "pass", "passes")}` : "no passes yet";
   drawChart(byId("chart-rate"), points, [["rate", "line-1"]], SPAN_S);

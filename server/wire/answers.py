@@ -101,6 +101,8 @@ class Metrics(msgspec.Struct, frozen=True):
     """Statistics of each choice, if there are several."""
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """Maximum number of answer tokens, if the context left less room than the request asked for."""
+    num_resting_passes: int | msgspec.UnsetType = msgspec.UNSET
+    """Passes without drafts, because plain decoding is as fast at this load; left out if none."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

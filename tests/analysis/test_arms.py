@@ -35,7 +35,7 @@ from analysis.turns import (
 )
 from engine.errors import ConfigError
 from engine.request import Request
-from engine.start.calibration import measure_points
+from engine.start.measuring import measure_prices
 from engine.step.engine import Engine, StepResult
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from tests.engine import tiny
@@ -54,7 +54,7 @@ def answers_of(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
 
 
 def arms_of(engine: Engine, load: Load) -> dict[str, Arm]:
-    return make_arms(engine, NAMES, measure_points(engine, speculation_of(ADAPTIVE)), load)
+    return make_arms(engine, NAMES, measure_prices(engine, speculation_of(ADAPTIVE)), load)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from analysis.arms import speculation_of
 from analysis.drafters import arms_of, markdown
 from analysis.load import Load, add_load_arguments
 from engine.request import Speculation
-from engine.start.calibration import measure_points
+from engine.start.measuring import measure_prices
 from loadtest.arms import ADAPTIVE, OFF
 from tests.engine import tiny
 from tests.heads import folders
@@ -27,8 +27,8 @@ def test_each_drafter_has_its_own_arms_and_counts_its_drafts(tmp_path: Path) -> 
     small = tiny.perturbed(tiny.llama(31, vocabulary=97, layers=4), 2, 0.02)
     engines = {"small": tiny.build(target, small, num_blocks=240), "head": tiny.build(target, head, num_blocks=240)}
     load = Load([tuple(prompt) for prompt in tiny.prompts(97, [9, 12])], 12, 1.0)
-    points = measure_points(engines["small"], speculation_of(ADAPTIVE))
-    found = arms_of(engines, points, ["block:1x3"], load)
+    prices = measure_prices(engines["small"], speculation_of(ADAPTIVE))
+    found = arms_of(engines, prices, ["block:1x3"], load)
     assert list(found) == [OFF, "small block:1x3", "head off", "head block:1x3"]
     for name, arm in found.items():
         for _ in range(20):

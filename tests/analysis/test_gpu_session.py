@@ -182,7 +182,7 @@ def test_recorded_steps_serve_the_arms() -> None:
     target = tiny.llama(1, layers=1)
     with tiny.with_recorded_steps([(0, 0), (1, 2)]):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_num_seqs=2)
-    made = arms.make_arms(engine, ["off", "block:1x2"], Machine().points(), Load([tuple(range(5, 20))], 8, 1.0))
+    made = arms.make_arms(engine, ["off", "block:1x2"], Machine().prices(), Load([tuple(range(5, 20))], 8, 1.0))
     for arm in made.values():
         for _ in range(4):
             arm.step(1)
@@ -271,7 +271,7 @@ def test_a_record_is_written_cell_by_cell(tmp_path: Path) -> None:
 
     output = tmp_path / "record.json"
     with (
-        instead(gpu_sections, "measure_points", lambda *_: []),
+        instead(gpu_sections, "measure_prices", lambda *_: []),
         instead(gpu_sections, "build", lambda *_: MagicMock()),
         instead(gpu_sections, "batches", lambda *_: None),
         instead(gpu_sections, "continuous", lambda _right, _options, findings, *_: findings.add("also", 1)),
@@ -360,7 +360,7 @@ def test_an_engine_that_cannot_record_is_a_failure_and_another_process_measures_
         instead(gpu_sections, "check_exactness", lambda *_: None),
         instead(gpu_sections, "check_output", lambda *_: None),
         instead(gpu_sections, "cells", lambda *_: None),
-        instead(gpu_sections, "measure_points", lambda *_: None),
+        instead(gpu_sections, "measure_prices", lambda *_: None),
     ):
         gpu_sections.main(["engine", str(output), *TINY, "--scale", "0.01"])
         (failure,) = json.loads(output.read_text())["failures"]

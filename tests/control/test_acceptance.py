@@ -27,8 +27,7 @@ def test_more_chains_accept_more() -> None:
     assert prior.by_position(1) == pytest.approx([0.7] * 3)
     assert prior.by_position(16) == pytest.approx([1 - 0.3**2] * 3)
     assert prior.log_std(16) == pytest.approx(0.15)
-    assert prior.expected(1, 0) == 0
-    assert prior.expected(1, 2) == pytest.approx(1.4)
+    assert prior.reached(1) == pytest.approx([0.7, 0.49, 0.343])
 
 
 def test_estimates_move_from_the_prior_to_what_was_seen() -> None:
@@ -39,7 +38,6 @@ def test_estimates_move_from_the_prior_to_what_was_seen() -> None:
     for observation in ((16, 3, 1), (16, 3, 1), (16, 2, 2)):
         acceptance.observe(*observation)
         assert acceptance.by_position(16) == pytest.approx([0.91] * 3), "until `apply` nothing changes"
-    assert acceptance.expected(16, 3) == pytest.approx(3 * 0.91)
     acceptance.apply(1)
     # 8 observations with mean 1/2 and 6 of the prior; 16 chains accept as one does twice.
     single = (6 * 0.7 + 8 * (1 - 0.5**0.5)) / 14
@@ -48,7 +46,7 @@ def test_estimates_move_from_the_prior_to_what_was_seen() -> None:
     third = 6 * second / 8
     assert acceptance.by_position(16) == pytest.approx([first, second, third])
     assert acceptance.by_position(1) == pytest.approx([single] * 3)
-    assert [acceptance.expected(16, count) for count in range(4)] == pytest.approx(np.cumsum([0, first, second, third]))
+    assert acceptance.reached(16) == pytest.approx(np.cumprod([first, second, third]))
     assert acceptance.log_std(16) == pytest.approx(0.15 * math.sqrt(6 / 14))
     assert acceptance.log_std(1) == pytest.approx(0.15 * single / 0.7), "drafts that fail vary little"
 
@@ -97,11 +95,10 @@ def test_acceptance_is_learned_by_position_and_spreads_to_other_numbers_of_chain
     assert acceptance.by_position(4)[0] < before, "half of one chain's tokens fail"
 
 
-def test_answers_are_as_long_as_recent_ones() -> None:
+def test_prompts_are_as_long_as_recent_ones() -> None:
     acceptance = Acceptance(3)
-    assert (acceptance.usual_answer, acceptance.prompt_share) == (128, 0)
+    assert acceptance.prompt_share == 0
     acceptance.note_answer(10, 20)
     acceptance.note_answer(30, 40)
     tokens = 0.95 * (0.95 * 128 + 20) + 40
-    assert acceptance.usual_answer == pytest.approx(tokens / (0.95 * 1.95 + 1))
     assert acceptance.prompt_share == pytest.approx((0.95 * 10 + 30) / tokens)

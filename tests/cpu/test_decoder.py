@@ -223,9 +223,7 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", grid(["llama", "qwen2", "llama, odd sizes"], ["llama, odd sizes"]))
-@pytest.mark.parametrize(
-    "forms", grid([*(forms for forms, _ in SMALL.values()), Forms("bfloat16", "bfloat16"), None], [None])
-)
+@pytest.mark.parametrize("forms", grid([(forms,) for forms in [*ALL_FORMS, None]], [(None,)]))
 def test_results_do_not_depend_on_memory(name: str, forms: Forms | None, shift: int) -> None:
     """Weights and working memory at any alignment, filled with NaN before, and next to memory that
     is not there.

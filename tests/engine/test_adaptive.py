@@ -17,7 +17,6 @@ import engine.step.verify as verifying
 from engine.config import SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
-from engine.control.step_work import StepWork
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.request_checks import with_fixed_shape
@@ -42,7 +41,7 @@ from tests.wrong import by_distributions, instead
 
 __all__ = ["pair"]
 
-TIMES = StepTimes(Machine().points())
+TIMES = StepTimes(Machine().prices())
 
 
 class Restless(Controller):
@@ -53,17 +52,18 @@ class Restless(Controller):
     def __init__(self) -> None:
         super().__init__(TIMES, 16)
         self.num_steps = self.num_emitting = 0
+        self.pauses = False
 
     def choose(self, *asked: Any) -> None:
         super().choose(*asked)
         self.num_steps, self.num_emitting = self.num_steps + 1, len(asked[0])
         self.reads = self.num_steps % 3 > 0
-
-    def drafts_in_step(self, num_prompt: int) -> bool:
-        return not num_prompt or self.num_steps % 2 > 0
+        self.pauses = asked[2] and self.num_steps % 2 == 0
 
     def fanout(self, sequence: Sequence) -> tuple[int, ...]:
         most = sequence.request.speculation.num_drafts
+        if self.pauses:
+            return ()
         shapes = [(), (1, 1), (most, 1), (most,), (1,), (most, 1, 1)]
         return shapes[(sequence.tokens[-1] + len(sequence.tokens) + self.num_emitting) % len(shapes)]
 
@@ -253,40 +253,11 @@ def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, Load
     """
     for node_s, drafts_much in ((1e-6, True), (0.5, False)):
         engine = tiny.build(TARGET, DRAFT)
-        engine.scheduler.controller = Controller(StepTimes(Machine(node_s=node_s).points()), 5)
+        # Without `scheduler.times` no step is measured.
+        engine.scheduler.controller = Controller(StepTimes(Machine(row_s=node_s).prices()), 5)
         outcomes = chain(*tiny.run(engine, wishes(4)).outcomes.values())
         share = np.mean([outcome.draft_length > 0 for outcome in outcomes])
         assert (share > 0.8) if drafts_much else (share < 0.2)
-
-
-def test_the_controller_and_the_step_times_are_told_how_long_texts_are() -> None:
-    """Texts of requests it decides about and of other requests, as they are when a step begins."""
-    beside: list[int] = []
-    seen: list[int] = []
-
-    class Spy(Controller):
-        def choose(self, *asked: Any) -> None:
-            if len(asked[0]) == 1 and len(asked[1]) == 1:
-                beside.append(asked[3])
-            super().choose(*asked)
-
-    class Times(StepTimes):
-        def observe(self, work: StepWork, *times: Any) -> None:
-            seen.append(work.text)
-
-    engine = tiny.build(TARGET, DRAFT)
-    engine.scheduler.times = times = Times(Machine().points())
-    engine.scheduler.controller = Spy(times, 5)
-    lengths = {"adapts": 5, "beside": 21}
-    engine.submit(tiny.request("adapts", range(5, 10), adaptive("block", 1), 40))
-    engine.submit(tiny.request("beside", range(5, 26), Speculation(num_drafts=1, draft_length=2), 40))
-    expected = []
-    for _ in range(12):
-        expected.append((lengths["beside"], sum(lengths.values())))
-        for outcome in engine.run_step().outcomes:
-            lengths[outcome.request_id] += len(outcome.token_ids)
-            assert outcome.finish_reason is None
-    assert list(zip(beside, seen, strict=True)) == expected
 
 
 def test_a_plan_without_a_controller_drafts_all_it_may() -> None:

@@ -113,7 +113,7 @@ def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], n
         settings = SAMPLINGS[sampling]
         exact = output_distribution.exact_distribution(pair[0], settings, BRANCHING)
         counts = output_distribution.sample(
-            pair, ADAPTIVE[name], settings, prompt=BRANCHING, times=StepTimes(FREE.points()), prediction=PREDICTION
+            pair, ADAPTIVE[name], settings, prompt=BRANCHING, times=StepTimes(FREE.prices()), prediction=PREDICTION
         )
         return g_test(counts, exact)
 
@@ -130,7 +130,7 @@ def with_answers_first(pair: tuple[LoadedModel, LoadedModel], same_seed: bool) -
     it drafts from; and the number of drafted nodes.
     """
     engine = tiny.build(*pair, max_model_len=32, max_num_seqs=400, budget=8192, max_copied_tokens=8)
-    engine.scheduler.times = StepTimes(FREE.points())
+    engine.scheduler.times = StepTimes(FREE.prices())
     from_answers = Speculation(drafters=("earlier_answers",), adaptive=True)
     num_nodes = 0
     found: Counter[tuple[int, ...]] = Counter()
@@ -232,7 +232,7 @@ def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
     seen = {}
     for names in (("model",), ("model", "prediction")):
         engine = build()
-        engine.scheduler.times = times = StepTimes(Machine(node_s=1e-6).points())
+        engine.scheduler.times = times = StepTimes(Machine(row_s=1e-6).prices())
         engine.scheduler.controller = controller = Controller(times, 5)
         one = tiny.request("x", PROMPT_TOKENS, with_text_drafts(adaptive, *names), 60)
         predicted = tuple(plain) if "prediction" in names else ()
@@ -284,7 +284,7 @@ def test_trees_in_a_tight_pool_say_what_plain_decoding_says(names: tuple[str, ..
     wishes = [tiny.request(str(n), prompt, adaptive, 60) for n, prompt in enumerate(prompts)]
     plain = [msgspec.structs.replace(one, speculation=tiny.OFF) for one in wishes]
     engine = build(num_blocks=22, max_model_len=104, max_copied_tokens=8)
-    engine.scheduler.times = times = StepTimes(FREE.points())
+    engine.scheduler.times = times = StepTimes(FREE.prices())
     engine.scheduler.controller = Controller(times, 5)
     run = tiny.run(engine, wishes)
     assert run.num_preemptions, "the pool was not tight"

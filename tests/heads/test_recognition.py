@@ -24,7 +24,7 @@ from engine.heads.config import read_head
 from engine.heads.head import TargetWeights
 from engine.request import Speculation
 from engine.start.building import build_engine
-from engine.start.calibration import measure_points
+from engine.start.measuring import measure_prices
 from tests.engine import tiny
 from tests.heads import folders
 from tests.scheduling.machine import Machine
@@ -76,9 +76,8 @@ def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
     assert isinstance(backend, HeadDecoder)
     assert engine.facts.memory_plan["draft_weights"] == others + of_rotation + backend.weight_bytes
     speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
-    points = measure_points(engine, speculation)
-    assert all(draft_s > 0 for work, draft_s, _ in points if work.num_drafting)
-    engine.scheduler.controller = controller = Controller(StepTimes(Machine().points()), 16)
+    assert measure_prices(engine, speculation).step_s > 0
+    engine.scheduler.controller = controller = Controller(StepTimes(Machine().prices()), 16)
     with instead(controller, "fanout", lambda *_: (4, 1, 1)):
         run = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0)])
     assert any(outcome.draft_length == 3 for outcome in run.outcomes["a"])

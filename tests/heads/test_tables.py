@@ -27,7 +27,7 @@ from engine.plan import LogitContext, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.distribution import DistributionParameters
 from engine.start import building
-from engine.start.calibration import synthetic_plan
+from engine.start.measuring import synthetic_plan
 from engine.step.engine import Engine
 from engine.text_counts import TextCounts
 from tests.engine import test_output_distribution as output_distribution

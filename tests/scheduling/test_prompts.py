@@ -25,7 +25,7 @@ class Formula(StepTimes):
     """
 
     def __init__(self, row_s: float = 0.02) -> None:
-        super().__init__(Machine().points())
+        super().__init__(Machine().prices())
         self.row_s = row_s
 
     def rest_s(self, work: StepWork) -> float:
@@ -136,7 +136,7 @@ class Exact(StepTimes):
     """Half a second a row, and 1/32 of one for a prompt's token: sums without rounding."""
 
     def __init__(self) -> None:
-        super().__init__(Machine().points())
+        super().__init__(Machine().prices())
 
     def rest_s(self, work: StepWork) -> float:
         return 0.5 * work.rows + work.prompt / 32

@@ -36,15 +36,15 @@ def test_a_quarter_is_left_for_prompts_after_a_row_that_is_larger_than_the_rest(
 
 
 class Prompts(Whims):
-    """Notes the number of prompt tokens of each step."""
+    """Notes whether prompts are read in each step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[int] = []
+        self.seen: list[bool] = []
 
-    def drafts_in_step(self, prompt: int) -> bool:
-        self.seen.append(prompt)
-        return super().drafts_in_step(prompt)
+    def choose(self, adaptive: object, others: object, with_prompts: bool) -> None:
+        self.seen.append(with_prompts)
+        super().choose(adaptive, others, with_prompts)
 
 
 def test_a_preempted_row_is_neither_a_prompt_nor_a_decoding_row() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.config import PROMPT_LOOKUP, SchedulerConfig
-from engine.control.controller import Controller, ShapeChoice
+from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN
 from engine.plan import Emission, Plan, StepVerdict
@@ -53,19 +53,17 @@ class Whims(Controller):
     """A controller with scripted choices."""
 
     def __init__(self) -> None:
-        super().__init__(StepTimes(Machine().points()), 16)
+        super().__init__(StepTimes(Machine().prices()), 16)
+        self.told = PLAIN
         self.beside = True
 
     def tell(self, num_drafts: int, draft_length: int, beside: bool = True) -> None:
         self.beside = beside
-        self.choice = ShapeChoice((num_drafts, draft_length) if num_drafts else PLAIN)
+        self.shape = self.told = (num_drafts, draft_length) if num_drafts else PLAIN
         self.reads = num_drafts > 0
 
-    def choose(self, *_: object) -> None:
-        """Decide nothing."""
-
-    def drafts_in_step(self, num_prompt: int) -> bool:
-        return self.beside or not num_prompt
+    def choose(self, adaptive: object, others: object, with_prompts: bool) -> None:
+        self.shape = self.told if self.beside or not with_prompts else PLAIN
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:
@@ -86,7 +84,7 @@ def test_a_prompt_that_fits_the_time_is_followed_by_its_drafts_at_once() -> None
     be wasted.
     """
     scheduler = build(budget=64, num_blocks=64)
-    scheduler.times = StepTimes(Machine().points())
+    scheduler.times = StepTimes(Machine().prices())
     scheduler.submit(request("decodes", 4, 20, drafts=1, draft_length=3))
     scheduler.commit(plan := scheduler.plan(), verdict(plan))
     scheduler.submit(request("reads", 20, 20, drafts=1, draft_length=3, first=1000))
@@ -385,7 +383,7 @@ def test_adaptive_requests_share_the_nodes_of_a_step_without_measurements() -> N
 def test_the_load_decides_about_text_drafts_of_adaptive_requests(node_s: float | None, drafts: bool) -> None:
     """Once step times are known. Without them, the text alone decides."""
     scheduler = build(budget=64, num_blocks=32)
-    scheduler.times = StepTimes(Machine(node_s=node_s).points()) if node_s is not None else None
+    scheduler.times = StepTimes(Machine(row_s=node_s).prices()) if node_s is not None else None
     text = (1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3)
     speculation = Speculation(drafters=(PROMPT_LOOKUP,), adaptive=True)
     scheduler.submit(msgspec.structs.replace(request("a", 3, 40), prompt_token_ids=text, speculation=speculation))

@@ -103,15 +103,6 @@ def test_prompt_logprobs_are_wanted_until_the_first_token() -> None:
     assert not running.wants_prompt_logprobs
 
 
-def test_drafts_are_judged_by_the_latest_ones() -> None:
-    running = sequence()
-    assert running.acceptance_ratio == 1
-    running.note_drafts(1, 4.0)
-    assert running.acceptance_ratio == pytest.approx(11 / 14)
-    running.note_drafts(2, 3.0)
-    assert running.acceptance_ratio == pytest.approx((0.95 * 1 + 2 + 10) / (0.95 * 4 + 3 + 10))
-
-
 def test_the_time_of_reading_is_taken_once() -> None:
     running = sequence()
     running.note_reading(2.0, 1.0)

@@ -148,7 +148,7 @@ class SlowPrompts(Traffic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler.times = StepTimes(Machine(prompt_s=1.0).points())
+        self.scheduler.times = StepTimes(Machine(prompt_s=1.0).prices())
 
 
 TestSlowPrompts = pytest.mark.slow(SlowPrompts.TestCase)

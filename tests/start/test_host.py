@@ -1,16 +1,14 @@
-"""Number of cores of the engine, and the folder of stored measurements."""
+"""Number of cores of the engine."""
 
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import pytest
 
 from engine.config import ModelConfig
 from engine.start import host
-from engine.start.profile_cache import profile_file
 
 
 @pytest.mark.parametrize(
@@ -41,12 +39,3 @@ def test_passes_take_the_cores_that_are_left_to_them(
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert host.most_cores(ModelConfig(target="t", num_threads=wanted)) == most
-
-
-def test_measurements_are_found_again_in_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another container has another name; a machine of another size measures again."""
-    found = profile_file(str(tmp_path), ["x"], print)
-    monkeypatch.setattr(platform, "node", lambda: "another")
-    assert profile_file(str(tmp_path), ["x"], print) == found
-    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
-    assert profile_file(str(tmp_path), ["x"], print) != found

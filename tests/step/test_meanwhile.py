@@ -185,8 +185,8 @@ def test_a_step_that_fails_leaves_the_results_of_the_one_before(where: str) -> N
 def test_every_step_is_learnt_from_once_and_before_the_next_is_committed() -> None:
     engine, script = built(works_meanwhile=True), Script([[Submit.of([request(1)])]])
     log: list[str] = []
-    learn, commit = engine.telemetry._learn, engine.scheduler.commit
-    engine.telemetry._learn = lambda *one: (log.append("learn"), learn(*one))[1]  # type: ignore[method-assign]
+    learn, commit = engine.telemetry.learn, engine.scheduler.commit
+    engine.telemetry.learn = lambda *one: (log.append("learn"), learn(*one))[1]  # type: ignore[method-assign]
     engine.scheduler.commit = lambda *one: (log.append("commit"), commit(*one))[1]  # type: ignore[method-assign]
     process.serve(engine, script)  # type: ignore[arg-type]
     assert log == ["commit", "learn"] * (len(log) // 2)

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.paged import DevicePass, Paged
-from engine.control.step_work import Shape, StepWork
 from engine.cuda.recorded.buffers import Buffers
-from engine.cuda.recorded.inputs import NUM_TEXT, PAGES, StepInputs, StepShape
+from engine.cuda.recorded.inputs import PAGES, StepInputs, StepShape
 from engine.cuda.recorded.menu import shape_of, work
 from engine.cuda.recorded.obstacles import HOST_WAITS, find_wait, first_error, operation_of
 from engine.cuda.recorded.passes import RecordedPasses
@@ -330,8 +329,6 @@ class RecordedSteps(RecordedMenu):
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
         """Recorded step for the smallest shape of a plan; None if no recorded step has room."""
-        self._most_sequences: dict[tuple[Shape, int], int] = {}
-        """Most requests of recorded steps with room for a shape and a number of drafted tokens."""
         self._most_pages = 0
 
     def find(self, plan: Plan) -> RecordedStep | None:
@@ -345,22 +342,6 @@ class RecordedSteps(RecordedMenu):
             fitting = [shape for shape in self.steps if shape.has_room(wanted)]
             self._chosen[wanted] = self.steps[min(fitting, key=work)] if fitting else None
         return self._chosen[wanted]
-
-    def is_eager(self, work: StepWork) -> bool:
-        """Whether steps of this work are launched eagerly, although other steps are recorded.
-
-        `find` decides for a plan. This method predicts the decision from sizes, for usual requests.
-        """
-        if not self.steps or not self.serves:
-            return False
-        reads_much = not self._is_head and work.read > (NUM_TEXT - 1) * work.num_drafting
-        if work.prompt or reads_much:
-            return True
-        drafts = work.shape, -(-work.nodes // max(1, work.num_drafting))
-        if drafts not in self._most_sequences:
-            sequences = [shape.sequences for shape in self.steps if _has_room(shape, *drafts)]
-            self._most_sequences[drafts] = max(sequences, default=0)
-        return work.rows > self._most_sequences[drafts]
 
     @torch.inference_mode()
     def record(
@@ -430,13 +411,6 @@ class RecordedSteps(RecordedMenu):
             models.append(RecordedPasses(runner, most_sequences, self._most_pages, spare_block))
             runner.recorded_passes = models[-1]
         return models
-
-
-def _has_room(step: StepShape, drafts: Shape, num_nodes: int) -> bool:
-    num_drafts, draft_length = drafts
-    if step.num_drafts < num_drafts or step.draft_length < draft_length:
-        return False
-    return step.num_nodes >= num_nodes
 
 
 def _widest_steps(shapes: Sequence[StepShape], shared: Buffers) -> Iterator[Callable[[], None]]:

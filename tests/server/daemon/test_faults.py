@@ -157,9 +157,7 @@ def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
 @pytest.fixture(scope="module")
 @slow_fixture
 def crowded(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Daemon:
-    """A daemon with few blocks, hardly any time to end, and a cache of profiles that cannot be
-    written.
-    """
+    """A daemon with few blocks, hardly any time to end, and a cache that cannot be written."""
     file = tmp_path_factory.mktemp("profiles") / "file"
     file.write_text("")
     more = ["--shutdown-timeout", "0.01", "--calibrate", "--profile-cache", str(file / "folder")]

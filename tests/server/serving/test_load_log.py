@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -38,13 +39,15 @@ def test_the_line_counts_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert first["tokens_per_pass"] == first["tokens_per_step"] == pytest.approx(3)
     assert first["speedup"] == pytest.approx(3)
     assert (first["running"], first["waiting"], first["kv_cache_usage"]) == (2, 3, 0.4)
-    for _ in range(2):
-        live.take(outcome(1, 0, draft_length=0), stats())
+    assert first["resting"] == 0
+    live.take(outcome(1, 0, draft_length=0), stats())
+    live.take(msgspec.structs.replace(outcome(1, 0, draft_length=0), rests=True), stats())
     second = load.read()
     assert second is not None
     assert second["tokens_per_second"] == pytest.approx(0.5)
     assert second["tokens_per_pass"] == 1
     assert (second["tokens_per_step"], second["speedup"]) == (None, None)
+    assert second["resting"] == 0.5
     assert load.read() is None
 
 

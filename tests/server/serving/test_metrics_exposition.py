@@ -107,6 +107,8 @@ def test_the_counts_are_those_of_the_steps(filled: list[Sample]) -> None:
         "polydraft_num_requests_running": 1,
         "polydraft_kv_cache_usage_ratio": 1 / 8,
         "polydraft_request_spec_speedup_ratio_sum": 1.4,
+        "polydraft_request_spec_plain_seconds_total": 0.014,
+        "polydraft_request_spec_seconds_total": 0.01,
         "polydraft_inter_token_latency_seconds_count": 1,
     }
     for name, value in expected.items():

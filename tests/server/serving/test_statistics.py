@@ -185,7 +185,7 @@ def test_a_clock_times_the_parts_of_an_answer() -> None:
     assert parts["queue"] == 0.5
     assert parts["queue"] + parts["prefill"] + parts["decode"] == pytest.approx(parts["e2e"])
     assert parts["tpot"] == pytest.approx(parts["decode"] / 4)
-    report = clock.report(None)
+    report = clock.report(SpeculationCount("off", 0))
     assert report.time_to_first_token_ms is not None
     assert 2000 <= report.time_to_first_token_ms <= report.generation_time_ms
     assert report.queue_time_ms == 500
