@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve-args", default="", help="further flags of the daemon")
     add_output_argument(parser)
     options = parser.parse_args(arguments)
-    versions = {"this": []} | ({"other": in_folder(options.other)} if options.other else {})
+    versions: dict[str, list[str]] = {"this": []} | ({"other": in_folder(options.other)} if options.other else {})
     words = options.serve_args.split()
     starts: list[dict[str, Any]] = []
     in_turns: list[dict[str, Any]] = []

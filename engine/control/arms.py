@@ -53,7 +53,7 @@ class StepArm:
 
     def weight_at(self, now_s: float) -> float:
         """Return the present weight of its comparisons."""
-        return self.weight * 0.5 ** ((now_s - self.compared_s) / _HALF_LIFE_S)
+        return self.weight * math.pow(0.5, (now_s - self.compared_s) / _HALF_LIFE_S)
 
     def std_at(self, now_s: float) -> float:
         """Return the standard deviation of the logarithm of its cost."""
