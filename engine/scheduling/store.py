@@ -123,6 +123,11 @@ class BlockStore:
         return self._pool.num_free + len(self._idle)
 
     @property
+    def num_empty(self) -> int:
+        """Return the number of blocks without a holder and without content."""
+        return self._pool.num_free
+
+    @property
     def num_used(self) -> int:
         """Return the number of blocks with a holder."""
         return len(self._num_holders)

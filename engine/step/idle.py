@@ -103,7 +103,8 @@ class IdleSteps:
         num_text = min(round(bucket.text), _LONGEST_TEXT, engine.facts.max_model_len - _MOST_STEPS)
         store = scheduler.tables.target
         num_blocks = rows * -(-(num_text + _MOST_STEPS) // scheduler.block_size)
-        if num_text < 1 or num_blocks > store.num_free:
+        # Cached texts are worth more than a measurement.
+        if num_text < 1 or num_blocks > store.num_empty:
             return
         block_ids = store.allocate(num_blocks)
         borrowed = store.with_blocks(block_ids)

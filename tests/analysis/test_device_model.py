@@ -18,6 +18,7 @@ DEMO = Path(__file__).resolve().parents[2] / "demo"
 PAIR = ModelPair(model_of("8b", 151_936), model_of("0.6b", 151_936), DEVICES["h200"], 0.75)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_models_that_are_made() -> None:
     tokens_VS, below_VS = successors(512, 1)
     made = build(SIZES["tiny"], 512, tokens_VS, below_VS, 64, 1)

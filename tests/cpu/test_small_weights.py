@@ -136,8 +136,7 @@ def test_wrong_targets_and_drafts_are_noticed() -> None:
         assert g_test(counted("int4", SPECULATIONS["bv_race 3"], sampling), right) < ALPHA
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", grid(["int8", "int4"], ["int8"]))
 def test_answers_of_a_seed_are_the_same_in_any_company(weights: Any) -> None:
     """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of
     a pass.

@@ -178,6 +178,7 @@ def num_graphs(shape: StepShape) -> int:
     return 3 if shape.num_drafts else 2
 
 
+@pytest.mark.slow
 @stands_in
 def test_graphs_are_replayed(machines: Machines) -> None:
     both, graphs = machines("dspark"), FakeGraphs()

@@ -59,6 +59,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
+@slow_fixture
 def target_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoadedModel]:
     """Load a small file with the first tokens of its vocabulary."""
     place = tmp_path_factory.mktemp("gguf")
@@ -122,6 +123,7 @@ def test_wrong_targets_and_drafts_are_noticed(target_of: Callable[..., LoadedMod
         assert g_test(counted(pair, "bv_race 3", "plain"), right) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("shares", [False, True], ids=["own weights", "weights of the file"])
 def test_logits_of_a_head_are_those_of_the_formulas(

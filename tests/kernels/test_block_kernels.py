@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["Triton", "Numba"])
+@pytest.fixture(params=grid(["Triton", "Numba"], ["Numba"]))
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Kernels of a compiler."""
     kernels: Kernels = kernels_of(request.param)()

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from engine.config import EARLIER_ANSWERS
 from engine.control.step_time import StepTimes
 from engine.control.step_work import StepWork
-from engine.control.text_choice import NOTHING, TextAcceptance, TextChoice, TextOption, usual_acceptance
+from engine.control.text_acceptance import TextAcceptance, usual_acceptance
+from engine.control.text_choice import NOTHING, TextChoice, TextOption
 from engine.request import Request, Sampling, Speculation
 from engine.scheduling.text_drafters.answers import AnswersDrafter, AnswerStore
 from engine.scheduling.text_drafters.candidate import LONGEST_MATCH, Candidate

@@ -19,6 +19,7 @@ from engine.control.step_work import PLAIN
 from engine.fanout import Fanout
 from engine.request import Speculation
 from engine.scheduling.outcome import Timing
+from engine.scheduling.store import root_key
 from engine.step.idle import IdleSteps, lacking_plain
 from engine.step.results import BROKEN
 from tests.control.test_step_time import CHAIN, Served
@@ -164,6 +165,18 @@ def test_an_idle_engine_without_free_blocks_takes_no_steps() -> None:
     idle.take()
     assert not idle.are_due, "it would ask again and again"
     store.release(held)
+
+
+def test_an_idle_engine_evicts_no_cached_texts() -> None:
+    engine, _ = idle_engine(num_blocks=20)
+    store = engine.scheduler.tables.target
+    keys = [root_key(str(number)) for number in range(store.num_empty)]
+    blocks = store.allocate(store.num_empty)
+    for block, key in zip(blocks, keys, strict=True):
+        store.publish(block, key, has_draft_kv=False)
+    store.release(blocks)
+    IdleSteps(engine).take()
+    assert all(store.take_cached([key])[0] for key in keys)
 
 
 def test_an_idle_engine_measures_what_fixed_shapes_cannot() -> None:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from engine.config import EARLIER_ANSWERS, PREDICTION, PROMPT_LOOKUP
-from engine.control.text_choice import usual_acceptance
+from engine.control.text_acceptance import usual_acceptance
 from engine.request import Request, TextDraft
 from engine.scheduling.text_drafters.answers import AnswersDrafter, AnswerStore
 from engine.scheduling.text_drafters.candidate import Candidate
