@@ -24,6 +24,7 @@ from tests.cpu.small_weights import rows_rounded
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, VOCABULARY, drafts, exact_distribution, g_test
+from tests.grid import slow_fixture
 from tests.heads import folders, oracles, recording
 from tests.models.gguf_models import write_model
 
