@@ -20,8 +20,6 @@ from tests.grid import SEED, grid_seed, mark_slow
 FOLDER = Path(__file__).parent
 LAST_BEGIN = pytest.StashKey[float]()
 CPU_BEFORE = pytest.StashKey[float]()
-LONGEST_S = 1.5
-"""CPU seconds of a test of the gate, its fixtures and children included, unless it is `sole`."""
 
 gc.disable()  # until the tests are collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -70,6 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("polydraft")
     group.addoption("--minutes", type=float, help="skip the tests that would begin later")
     group.addoption("--order", metavar="WORD", help="shuffle the files by this word")
+    group.addoption("--cpu-limit", type=float, help="CPU seconds after which a test fails, unless it is slow or sole")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,11 +124,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
     """Fail a test of the gate that takes long and is not the only one of its capability."""
     report = yield
-    if call.when == "teardown" and report.passed and not any(map(item.get_closest_marker, ("slow", "sole"))):
+    most_s = item.config.getoption("--cpu-limit")
+    may_take_long = any(map(item.get_closest_marker, ("slow", "sole")))
+    if most_s is not None and call.when == "teardown" and report.passed and not may_take_long:
         spent_s = cpu_time.counted_s() - item.stash[CPU_BEFORE]
-        if spent_s > LONGEST_S:
+        if spent_s > most_s:
             report.outcome = "failed"
-            report.longrepr = f"{spent_s:.1f} s of CPU time, more than {LONGEST_S} s: see tests/README.md"
+            report.longrepr = f"{spent_s:.1f} s of CPU time, more than {most_s} s: see tests/README.md"
     return report
 
 
