@@ -144,7 +144,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "wrong"), WRONG)
 def test_a_decoder_with_other_numbers_is_not_used(
     target: LoadedModel,

@@ -377,7 +377,6 @@ def test_an_earlier_head_is_trained_further(target_folder: Path, tmp_path: Path,
     assert main(options_of(target_folder, tmp_path / "fourth", "eagle3", *nothing)) == 2
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -43,7 +43,6 @@ def answer(
     return tiny.run(machine, [one])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("first", SHAPES)
 @pytest.mark.parametrize("second", SHAPES)
 def test_an_answer_is_the_same_whoever_computed_its_prompt(first: str, second: str) -> None:

@@ -107,7 +107,6 @@ def walked(tokenizer: LLTokenizer, grammar: str) -> bytes:
     return tokenizer.decode_bytes(answer)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("word", [*SPECIAL, *TEXT])
 @pytest.mark.parametrize("spelling", ["const", "regex", "lark"])
 def test_an_answer_spells_every_word_of_a_grammar(tokenizer: LLTokenizer, word: str, spelling: str) -> None:

@@ -62,7 +62,6 @@ def by_hand(thinking: Thinking, text: tuple[int, ...], has_grammar: bool) -> np.
     return free if mask is None else mask
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 @pytest.mark.parametrize("has_grammar", [True, False])
@@ -80,7 +79,6 @@ def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar
                 assert (got == expected).all(), (answer, path)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 @pytest.mark.parametrize("has_grammar", [True, False])

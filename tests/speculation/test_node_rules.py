@@ -174,7 +174,6 @@ def test_absent_chains_change_nothing(name: str) -> None:
         np.testing.assert_allclose(holes.numpy(), plain, atol=1e-12)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda c: f"V{c['V']}n{c['n']}-{c['kind']}")
 def test_golden_vectors_from_float32_laws(case: dict) -> None:
     """A serving engine has float32 rows: within 1e-5 of the exact law and acceptance."""

@@ -202,7 +202,6 @@ def test_tiles_decide_as_rows_do(rule: str) -> None:
     assert emitted(triton.TritonKernels()) == emitted(TORCH)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float) -> None:

@@ -98,7 +98,6 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("compiler", "name", "wrong"),
     grid(

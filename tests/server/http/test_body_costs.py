@@ -100,7 +100,6 @@ def test_every_route_with_a_body_reads_it_with_bounds(daemon: Daemon) -> None:
     assert described == {route.path for route in routes()}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", WRONG)
 def test_no_field_has_an_error_for_each_element(kind: str) -> None:
     """A handful of errors and a bounded memory, whatever the field and however large its value."""
@@ -136,7 +135,6 @@ def filled(piece: str, between: str = ",") -> bytes:
     return f"[{between.join([piece] * count)}]".encode()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("value", "told"),
     [

@@ -60,7 +60,6 @@ def said(template: str, prompt: str) -> tuple[str, list[Call]]:
     return "".join(text for text, _ in found), [call for _, calls in found for call in calls]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_an_answer_goes_back_as_history(tokenizer: Tokenizer, template: str, case: str) -> None:
     """Answer, history, next turn: the same calls in the same order, the text before them, and every

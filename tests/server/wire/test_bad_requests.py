@@ -20,7 +20,6 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema"
 TOO_LONG = [5] * MAX_POSITIONS
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
