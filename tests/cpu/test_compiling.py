@@ -28,13 +28,12 @@ import numpy as np
 import torch
 from engine.config import ModelConfig
 from engine.cpu.compiled import model_pass
-from engine.cpu.compiled.product_phase import piece_function
-from engine.cpu.weights import forms_of, types_of
+from engine.cpu.weights import forms_of, function_of, types_of
 from engine.start.compiling import compile_kernels
 said = []
 compile_kernels(ModelConfig(target=sys.argv[1], device="cpu"), said.append)
-kinds = types_of(forms_of(torch.bfloat16).layers)
-functions = [model_pass.beginning(*kinds), piece_function(*kinds), model_pass.work()]
+form = forms_of(torch.bfloat16).layers
+functions = [model_pass.beginning(*types_of(form)), function_of(form), model_pass.work()]
 functions += model_pass.functions_of_kv(np.float32)
 print(json.dumps([len(said), [one.cache_hits for one in functions]]))
 """
