@@ -127,7 +127,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     most_s = item.config.getoption("--cpu-limit")
     may_take_long = any(map(item.get_closest_marker, ("slow", "sole")))
     if most_s is not None and call.when == "teardown" and report.passed and not may_take_long:
-        spent_s = cpu_time.counted_s() - item.stash[CPU_BEFORE]
+        spent_s = (cpu_time.counted_s() - item.stash[CPU_BEFORE]) / cpu_time.slowness()
         if spent_s > most_s:
             report.outcome = "failed"
             report.longrepr = f"{spent_s:.1f} s of CPU time, more than {most_s} s: see tests/README.md"

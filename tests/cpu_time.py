@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from time import process_time
 from typing import Any
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_USUAL_WORK_S = 0.033
 _shared_s = 0.0
 _compiling: Any = None
 
@@ -19,6 +22,20 @@ def leave_out_compiling() -> None:
 
     _compiling = event.TimingListener()
     event.register("numba:compile", _compiling)
+
+
+@cache
+def slowness() -> float:
+    """Return how much longer this machine takes for a piece of work than the machine on which the
+    limit was chosen; at least 1.
+    """
+    return max(1.0, min(_work_s() for _ in range(5)) / _USUAL_WORK_S)
+
+
+def _work_s() -> float:
+    began_s = process_time()
+    sum(number * number for number in range(500_000))
+    return process_time() - began_s
 
 
 def counted_s() -> float:

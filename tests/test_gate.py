@@ -90,7 +90,7 @@ def outcome(spent_s: float, *marks: pytest.MarkDecorator) -> str:
     """Outcome of a test that passed after some CPU time."""
     item: Any = Case("test", *marks)
     item.config = SimpleNamespace(getoption={"--cpu-limit": LONGEST_S}.get)
-    item.stash[conftest.CPU_BEFORE] = cpu_time.counted_s() - spent_s
+    item.stash[conftest.CPU_BEFORE] = cpu_time.counted_s() - spent_s * cpu_time.slowness()
     call: Any = SimpleNamespace(when="teardown")
     report: Any = SimpleNamespace(passed=True, outcome="passed")
     hook: Iterator[Any] = conftest.pytest_runtest_makereport(item, call)
