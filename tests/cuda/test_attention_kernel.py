@@ -74,7 +74,7 @@ def in_parts(count: int, num_keys: int = 16) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.sole("windows and caps of the attention kernel")
 @pytest.mark.parametrize("name", grid(CASES, {"window and softcap"}))
 def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
     """Prompts, then single tokens and trees of nine sequences in scattered pages."""
