@@ -36,6 +36,7 @@ from tests.server.daemon_process import MODEL, Daemon
 FULL_BYTES = (4 << 20) - 4096
 OBJECTS, TEXTS, VALUES = 1 << 14, 1 << 17, 1 << 20
 FIELDS = {
+    "/completion": "prompt",
     "/detokenize": "tokens",
     "/v1/completions": "prompt",
     "/v1/fim/completions": "prompt",

@@ -94,6 +94,7 @@ def test_an_answer_that_fills_the_context_says_so(http: httpx.Client) -> None:
     assert ask(http, MESSAGES, near, max_tokens=2).json()["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.slow
 def test_prompts_without_room_for_an_answer_are_refused_by_their_field(http: httpx.Client) -> None:
     full = with_length(http, MAX_POSITIONS)
     for path, body, name, field in (
