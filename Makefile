@@ -1,7 +1,7 @@
 # make serve   set up the daemon and the bench, and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make serve MODEL=smollm2   the same with a published model, a GGUF file of 4 bits, which is downloaded first (93 MB);
 #              any other MODEL is the daemon's: a GGUF file, a folder or a name on the hub
-# make test    set up and run the gate: format, lint, types, import contracts, tests (four minutes on two cores)
+# make test    set up and run the gate: format, lint, types, import contracts, tests (seven minutes on two cores, less the next time)
 # make test-all   set up what only they need, and run the tests that `make test` leaves out (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
