@@ -20,9 +20,6 @@ RUN if [ -n "$TORCH_INDEX_URL" ]; then \
 COPY LICENSE ./
 COPY polydraft polydraft
 COPY engine engine
-COPY analysis analysis
-COPY distill distill
-COPY demo demo
 COPY server server
 COPY loadtest loadtest
 COPY deploy/*.py deploy/

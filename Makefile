@@ -72,7 +72,7 @@ papers: $(VENV)/.dev
 	$(BIN)/polydraft analyze papers --output docs/results $(ARGS)
 
 gpu-check:
-	$(GPU_PYTHON) -m analysis.gpu_session $(ARGS)
+	$(GPU_PYTHON) -m research.analysis.gpu_session $(ARGS)
 
 mutants: $(VENV)/.mutants
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutation $(ARGS)

@@ -44,7 +44,7 @@ _HEADER_BYTES = 75 << 20
 _OPEN_FILES, _SILENT = 256, 300
 _HOSTILE = "start: /x+/ /x+/"
 """Grammar that the library does not compile within the limits."""
-_EMBEDDED = Path(__file__).parents[1] / "demo" / "target"
+_EMBEDDED = Path(__file__).parents[1] / "server" / "demo" / "target"
 _LONG_CONTEXT = 262_144
 _PAUSE_S = 0.01
 _BODIES_PER_READING = 10

@@ -29,7 +29,7 @@ def load(task: str) -> list[Prompt]:
     The embedded tasks are read as package data, without importing the engine. Raises ValueError if
     a file cannot be read or a record has no prompt.
     """
-    resource = files("demo").joinpath(f"heldout_{task}.jsonl") if task in TASKS else Path(task)
+    resource = files("loadtest").joinpath("prompts", f"heldout_{task}.jsonl") if task in TASKS else Path(task)
     try:
         lines = resource.read_text(encoding="utf8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

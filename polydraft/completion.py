@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import shtab
 
-import analysis.__main__
-import distill.__main__
-import loadtest.chat
 import loadtest.cli
+import server.chat.terminal
 from server.settings.flags import completed_parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -51,6 +50,19 @@ def _with_files(name: str) -> argparse.ArgumentParser:
     return result
 
 
+def _research() -> dict[str, tuple[argparse.ArgumentParser, str]]:
+    """Return the commands of research/; none in an installed wheel."""
+    if not (Path(__file__).parents[1] / "research" / "analysis" / "__main__.py").is_file():
+        return {}
+    from research.analysis.__main__ import parser as analyze
+    from research.distill.__main__ import parser as distill
+
+    return {
+        "analyze": (analyze(), "measure a target and a draft model"),
+        "distill": (distill(), "train a head that drafts for a target"),
+    }
+
+
 def all_commands() -> argparse.ArgumentParser:
     """Return one parser of all commands, from which the scripts are written."""
     result = argparse.ArgumentParser("polydraft")
@@ -59,9 +71,8 @@ def all_commands() -> argparse.ArgumentParser:
     parsers = {
         "serve": (_with_files("serve"), "serve a model over HTTP"),
         "run-batch": (_with_files("run-batch"), "answer a file of requests"),
-        "chat": (loadtest.chat.parser(), "chat with a running daemon"),
-        "analyze": (analysis.__main__.parser(), "measure a target and a draft model"),
-        "distill": (distill.__main__.parser(), "train a head that drafts for a target"),
+        "chat": (server.chat.terminal.parser(), "chat with a running daemon"),
+        **_research(),
         "bench": (loadtest.cli.parser(), "measure a daemon, speculation on against off"),
         "completion": (parser(), "print the completion of a shell"),
     }

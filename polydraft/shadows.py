@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("engine", "server", "loadtest", "analysis", "distill", "demo", "deploy")
+PACKAGES = ("engine", "server", "loadtest", "deploy")
 _ADVICE = (
     "install Polydraft in its own environment (uv tool install polydraft, or pipx install polydraft), "
     "and start it without that folder on PYTHONPATH"

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
   run-batch FILE  answer the lines of a batch without a daemon
   chat            chat with a running daemon in the terminal
-  analyze         measure a target and a draft model: exactness, speedup, the flags to serve them with
-  distill TARGET  train a head that drafts for a target, on text that the target samples
+  analyze         measure a target and a draft model: exactness, speedup, flags to serve them with (in a clone only)
+  distill TARGET  train a head that drafts for a target, on text that the target samples (in a clone only)
   bench           measure a running or a new daemon, speculation on against off
   completion      print a script that completes commands and flags in bash, zsh or fish
   version         print the version
@@ -39,9 +40,13 @@ commands:
 `polydraft COMMAND --help` explains a command's usual flags, `polydraft help COMMAND` all of them.
 """
 
-_MODULES = {"analyze": "analysis", "distill": "distill", "completion": "polydraft.completion"}
+_MODULES = {"analyze": "research.analysis", "distill": "research.distill", "completion": "polydraft.completion"}
 """Commands that are processes."""
-_CLIENTS = {"bench": "loadtest.cli", "chat": "loadtest.chat"}
+_NO_RESEARCH = (
+    "this installation has no folder research/, because the wheel leaves it out; "
+    "clone the repository, and run there: make serve, then"
+)
+_CLIENTS = {"bench": "loadtest.cli", "chat": "server.chat.terminal"}
 """Commands that are functions of other packages."""
 _COMMANDS = ("serve", "run-batch", "chat", "analyze", "distill", "bench", "completion", "version", "help")
 
@@ -59,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             gc.enable()
     if command in _MODULES:
-        # A separate process: this one never loads torch.
-        return subprocess.run([sys.executable, "-P", "-m", _MODULES[command], *rest], check=False).returncode
+        return _in_process(command, rest)
     if command in _CLIENTS:
         return int(importlib.import_module(_CLIENTS[command]).main(rest))
     if command in ("version", "--version", "-V"):
@@ -80,6 +84,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meant = did_you_mean(command, _COMMANDS)
         print(f"\npolydraft: unknown command {command!r}{meant}", file=sys.stderr)
     return 2
+
+
+def _in_process(command: str, arguments: list[str]) -> int:
+    """Run a command in a separate process, because this one never loads torch."""
+    root = Path(__file__).parents[1]
+    in_clone = (root / "research" / "analysis" / "__main__.py").is_file()
+    if _MODULES[command].startswith("research.") and not in_clone:
+        print(f"polydraft {command}: {_NO_RESEARCH} .venv/bin/polydraft {command}", file=sys.stderr)
+        return 2
+    environment = dict(os.environ)
+    if in_clone:
+        places = [str(root), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(places)
+    program = [sys.executable, "-P", "-m", _MODULES[command], *arguments]
+    return subprocess.run(program, env=environment, check=False).returncode
 
 
 def _explain(command: list[str]) -> int:

@@ -23,7 +23,7 @@ from tests.entered_files import step_files
 from tests.prose import room_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("polydraft", "engine", "server", "loadtest", "analysis", "distill", "demo", "deploy", "tests")
+PACKAGES = ("polydraft", "engine", "server", "loadtest", "research", "deploy", "tests")
 MEASURED = ("engine", "server")
 """Packages of the table; the rooms of all packages are listed."""
 

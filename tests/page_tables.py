@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from analysis import peers, quality, shapes, turns
-from analysis.report import number
-from analysis.times import chains as steps_by_chains
-from analysis.times import heads
 from loadtest import clients, overhead
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import shown_ratio, table
+from research.analysis import peers, quality, shapes, turns
+from research.analysis.report import number
+from research.analysis.times import chains as steps_by_chains
+from research.analysis.times import heads
 from tests.models.converted_variants import types_markdown, variants_markdown
 
 ROOT = Path(__file__).parent.parent
@@ -299,7 +299,7 @@ def device() -> str:
 
 
 def prefixes() -> str:
-    """Return the table of the prefix cache with heads (`tests/analysis/test_prefixes.py`
+    """Return the table of the prefix cache with heads (`tests/research/analysis/test_prefixes.py`
     counts).
     """
     rows = []

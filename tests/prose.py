@@ -31,9 +31,7 @@ WORDS = re.compile(
 )
 
 CLEAN = (
-    "demo",
     "deploy",
-    "distill",
     "engine/attention",
     "engine/control",
     "engine/cuda",
@@ -43,8 +41,10 @@ CLEAN = (
     "engine/scheduling",
     "engine/speculation",
     "engine/step",
-    "examples",
+    "docs/examples",
     "polydraft",
+    "research/demo",
+    "research/distill",
     "server",
     "server/anthropic",
     "server/http",
@@ -55,7 +55,7 @@ CLEAN = (
     "server/wire",
     "tests",
     "tests/deploy",
-    "tests/distill",
+    "tests/research/distill",
     "tests/sampling",
     "tests/speculation",
 )
@@ -96,7 +96,13 @@ NAME_WORDS = frozenset(
     """.split()
 )
 """Words that no name of the project has."""
-LAW_ROOMS = ("analysis", "engine/speculation", "tests/speculation", "tests/analysis")
+LAW_ROOMS = (
+    "research/analysis",
+    "engine/speculation",
+    "tests/oracles",
+    "tests/research/analysis",
+    "tests/speculation",
+)
 """Rooms with proofs, in which a distribution is called a law."""
 FOREIGN_NAMES = frozenset(("get_route_handler", "get_extra_info", "n_ctx", "_META"))
 """Names that libraries have chosen."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.__main__ import ANALYSES
 from engine.start.architectures import FITTING_MODEL_TYPES
+from research.analysis.__main__ import ANALYSES
 from server.openai.responses import ResponsesRequest
 from server.settings import foreign_flags
 from server.settings.flags import parse_flags
@@ -119,10 +119,10 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert anchor in slugs, link
 
 
-@pytest.mark.parametrize("folder", ["engine", "server", "analysis", "loadtest", "demo", "docs"])
+@pytest.mark.parametrize("folder", ["engine", "server", "research", "loadtest", "docs"])
 def test_modules_that_texts_name_exist(folder: str) -> None:
     """In backticks, with any part of the path before the name; the log may name what is gone."""
-    tops = ("polydraft", "engine", "server", "analysis", "loadtest", "demo", "tests", "deploy", "examples")
+    tops = ("polydraft", "engine", "server", "research", "loadtest", "tests", "deploy", "docs")
     modules = " ".join(f"/{path.relative_to(ROOT)}" for top in tops for path in (ROOT / top).rglob("*.py")) + " "
     texts = [path for ending in ("py", "md") for path in (ROOT / folder).rglob(f"*.{ending}") if path.name != "log.md"]
     assert texts

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from loadtest import picture
 from loadtest.daemon import running_daemon
+from server.chat import picture
 from server.settings.flags import parse_flags
 from tests.page_tables import PAGES, TABLES, tables_of
 
@@ -100,18 +100,18 @@ def test_an_example_runs(
         pytest.importorskip("langchain_openai")
     monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "docs" / "examples" / f"{name}.py"), run_name="__main__")
     assert EXAMPLES[name] in capsys.readouterr().out
 
 
 def test_the_page_of_langchain_has_the_program() -> None:
-    program = (ROOT / "examples/langchain_chat.py").read_text().partition('"""\n\n')[2]
+    program = (ROOT / "docs/examples/langchain_chat.py").read_text().partition('"""\n\n')[2]
     assert f"```python\n{program}```" in (ROOT / "docs/langchain.md").read_text()
 
 
 def test_every_example_is_listed_and_tested() -> None:
-    listed = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(EXAMPLES) == sorted(file.stem for file in (ROOT / "examples").glob("*.py"))
+    listed = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (ROOT / "docs/examples/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(EXAMPLES) == sorted(file.stem for file in (ROOT / "docs" / "examples").glob("*.py"))
 
 
 def test_continuous_integration_runs_the_commands_of_the_readme() -> None:

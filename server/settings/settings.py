@@ -37,7 +37,7 @@ from server.settings.groups import (
 from server.wire.suggest import did_you_mean
 
 EMBEDDED_NAME = "polydraft-demo"
-_DEMO = Path(__file__).resolve().parents[2] / "demo"
+_DEMO = Path(__file__).resolve().parents[1] / "demo"
 
 
 class ConfigFileSource(PydanticBaseSettingsSource):

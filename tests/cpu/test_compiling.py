@@ -20,7 +20,7 @@ from tests.grid import grid
 from tests.models.converted import write_converted
 from tests.models.gguf_models import write_model
 
-DEMO = Path(__file__).resolve().parents[2] / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "server" / "demo"
 START = """
 import json
 import sys

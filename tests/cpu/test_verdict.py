@@ -15,13 +15,13 @@ import torch
 pytest.importorskip("numba")
 
 import engine.step.verify as verifying
-from analysis.enumeration import Path
 from engine.cpu.compiled import block_loops, row_loops
 from engine.drafting.draft import Draft
 from engine.plan import Plan, StepVerdict
 from engine.request import Speculation
 from tests.cpu.test_kernel_mutants import BLOCK, ROWS, kernels_with
 from tests.engine import tiny
+from tests.oracles.enumeration import Path
 from tests.speculation import test_served_steps as served
 from tests.speculation.served import Fit, fit
 from tests.speculation.test_served_steps import ALPHA, NUM_TOKENS, VOCABULARY, drafts, row_of, step

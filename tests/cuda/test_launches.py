@@ -26,14 +26,6 @@ from functools import partial
 from pathlib import Path
 
 import engine.step.eager as stepping
-from analysis.device_model import (
-    KERNELS,
-    LEVEL_LAUNCHES,
-    PLAIN_LAUNCHES,
-    PRODUCTS,
-    RECORDED_LAUNCHES,
-    VERDICT_LAUNCHES,
-)
 from engine.cuda import attention_kernel, lean_decoder
 from engine.cuda.kernels import TritonKernels
 from engine.cuda.lean_decoder import LeanDecoder
@@ -44,6 +36,14 @@ from engine.models.runner import ModelRunner, Pass
 from engine.request import Speculation
 from engine.start.probe import find_kv_shape
 from engine.step.engine import Engine
+from research.analysis.device_model import (
+    KERNELS,
+    LEVEL_LAUNCHES,
+    PLAIN_LAUNCHES,
+    PRODUCTS,
+    RECORDED_LAUNCHES,
+    VERDICT_LAUNCHES,
+)
 from tests.attention.test_groups import passes
 from tests.cuda.test_attention_kernel import in_parts
 from tests.cuda.test_lean_decoder import SIZES, randomised

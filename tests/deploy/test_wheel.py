@@ -77,8 +77,12 @@ def test_the_wheel_has_the_files_of_the_packages_and_no_others(wheel: Path) -> N
     expected -= {name for name in expected if name.startswith("deploy/") and not name.endswith(".py")}
     assert packed == expected
     served = {"server/static/page.html", "server/static/lezer/common.LICENSE", "server/templates/gemma-tools.jinja"}
-    pair = {f"demo/{model}/{file}" for model in ("target", "draft") for file in ("model.safetensors", "tokenizer.json")}
-    assert served | pair | {"demo/target/chat_template.jinja", "demo/target/config.json"} <= packed
+    pair = {
+        f"server/demo/{model}/{file}"
+        for model in ("target", "draft")
+        for file in ("model.safetensors", "tokenizer.json")
+    }
+    assert served | pair | {"server/demo/target/chat_template.jinja", "server/demo/target/config.json"} <= packed
 
 
 def test_the_metadata_is_that_of_the_project(wheel: Path) -> None:

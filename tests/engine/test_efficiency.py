@@ -18,7 +18,7 @@ from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.grid import grid
 
-DEMO = Path(__file__).parent.parent.parent / "demo"
+DEMO = Path(__file__).parent.parent.parent / "server" / "demo"
 LENGTH = 4
 NUM_PROMPTS, NUM_SEEDS = 16, 12
 

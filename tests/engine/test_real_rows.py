@@ -22,7 +22,7 @@ from engine.speculation.verification.greedy import greedy
 from engine.speculation.verification.weighted_race import race_table
 from engine.start.building import build_engine
 
-DEMO = Path(__file__).parent.parent.parent / "demo"
+DEMO = Path(__file__).parent.parent.parent / "server" / "demo"
 NUM_ROWS = 10_000
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from analysis.__main__ import main
-from analysis.draft_logits import draft_logits
-from analysis.pair import laws_along
-from demo.bench_pair import write_tokenizer
 from engine.request import Speculation
 from engine.start.distribution_check import check_distribution, check_power, make_prompt, short_check
+from research.analysis.__main__ import main
+from research.analysis.draft_logits import draft_logits
+from research.analysis.pair import laws_along
+from research.demo.bench_pair import write_tokenizer
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.heads import folders, oracles

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from distill.__main__ import main as distill
 from engine.scheduling.request_checks import check_requests, default_speculation
 from engine.start.building import build_engine
+from research.distill.__main__ import main as distill
 from server.settings.flags import parse_flags
 from server.wire.fields import SpeculationFields
 from tests.engine import tiny

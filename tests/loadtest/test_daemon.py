@@ -56,8 +56,7 @@ def test_an_address_where_nobody_answers_is_said(capsys: pytest.CaptureFixture[s
 def test_two_versions_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The checkout before is a copy that leaves a file when its daemon starts."""
     before, started = tmp_path / "before", tmp_path / "started"
-    for name in ("server", "demo"):
-        shutil.copytree(ROOT / name, before / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "server", before / "server", ignore=shutil.ignore_patterns("__pycache__"))
     # The same files of the engine: kernels of a copy would be compiled again.
     (before / "engine").mkdir()
     (before / "engine" / "__init__.py").write_text(f"__path__ = [{str(ROOT / 'engine')!r}]\n")

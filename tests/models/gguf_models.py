@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-DEMO = Path(__file__).resolve().parents[2] / "demo" / "target"
+DEMO = Path(__file__).resolve().parents[2] / "server" / "demo" / "target"
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, CONTEXT = 2, 4, 2, 512
 TYPES_IN_THE_GATE = {"Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}
 """Types of blocks by forms of scales: a scale, a scale and a minimum, and records with and without

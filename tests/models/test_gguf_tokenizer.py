@@ -16,16 +16,16 @@ import pytest
 from gguf import TokenType
 from tqdm import tqdm
 
-from analysis.__main__ import main
-from analysis.gguf_lines import lines
-from analysis.gguf_tokens import END_TEXTS, GOLDEN_LINES, compare, explanation, small_vocabularies
-from analysis.gguf_vocabularies import byte_level, with_texts, write_vocabulary
 from engine.errors import ConfigError
 from engine.models.files import INFILL_MARKS
 from engine.models.gguf import pre_tokenizers
 from engine.models.gguf.file import open_file
 from engine.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
+from research.analysis.__main__ import main
+from research.analysis.gguf_lines import lines
+from research.analysis.gguf_tokens import END_TEXTS, GOLDEN_LINES, compare, explanation, small_vocabularies
+from research.analysis.gguf_vocabularies import byte_level, with_texts, write_vocabulary
 from server.text.tokenizer import Tokenizer
 from tests.wrong import instead
 

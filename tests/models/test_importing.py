@@ -18,12 +18,12 @@ import torch
 from engine.start.loading import load
 
 torch.cuda.is_available = lambda: False
-load("demo/draft", None, "auto", torch.device("cpu"))
+load("server/demo/draft", None, "auto", torch.device("cpu"))
 print(*[name for name in ("triton", "scipy.optimize", "torchao") if name in sys.modules])
 import scipy.optimize
 """
 _QUANTISED = """
-model = load("demo/draft", None, "auto", torch.device("cpu"), weights="fp8").model
+model = load("server/demo/draft", None, "auto", torch.device("cpu"), weights="fp8").model
 print(type(model.model.layers[0].mlp.up_proj.weight).__module__)
 model.save_pretrained(sys.argv[1])
 """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "demo" / "target"
+TOKENIZER = Path(__file__).resolve().parents[2] / "server" / "demo" / "target"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048

@@ -10,9 +10,9 @@ from pathlib import Path as FilePath
 
 import numpy as np
 
-from analysis.enumeration import Path, Rows, RuleOutcome, TabularModel, joint, rule_outcomes
 from engine.plan import TargetShift
 from engine.speculation.verification import RULES
+from tests.oracles.enumeration import Path, Rows, RuleOutcome, TabularModel, joint, rule_outcomes
 
 Law = dict[Path, float]
 Step = Callable[[TabularModel], list[RuleOutcome]]

@@ -21,7 +21,6 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from analysis.enumeration import EveryChain, Path, RuleOutcome, TabularModel, rule_outcomes
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable, TargetShifts
 from engine.kernels.torch_kernels import Kernels
 from engine.plan import TargetShift
@@ -31,6 +30,7 @@ from engine.speculation.theory import Law
 from engine.speculation.verification import Verify
 from engine.start.choosing import choose
 from tests.engine.tiny import DEVICE
+from tests.oracles.enumeration import EveryChain, Path, RuleOutcome, TabularModel, rule_outcomes
 from tests.speculation.exact import from_prefix, random_model
 
 KERNELS = choose(DEVICE)

@@ -27,8 +27,6 @@ import torch
 from torch import Tensor
 
 import engine.step.verify as verifying
-from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
-from analysis.node_enumeration import draft_tuples
 from engine.cpu.compiled import block_loops
 from engine.fanout import level_widths
 from engine.kernels.protocol import ChainNoise, ProbsTable
@@ -39,6 +37,8 @@ from engine.speculation.verification import RULES, node
 from engine.speculation.verification.text_drafts import Below, below, refuse
 from tests.cpu.test_kernel_mutants import BLOCK, kernels_with
 from tests.grid import FAMILIES
+from tests.oracles.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
+from tests.oracles.node_enumeration import draft_tuples
 from tests.speculation.exact import from_prefix
 from tests.speculation.served import KERNELS, WITHOUT_DECIDE, Fit, fit, small_world
 from tests.speculation.test_served_steps import VOCABULARY, row_of, step

@@ -13,8 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import bounds
-from analysis.enumeration import (
+from engine.kernels.draw import categorical
+from engine.kernels.protocol import ChainNoise, Chains, ProbsTable, TargetShifts
+from engine.kernels.torch_kernels import TORCH
+from engine.plan import TargetShift
+from engine.speculation.target_shift import effective_laws
+from engine.speculation.verification import RULES
+from engine.speculation.verification.greedy_block import greedy_blocks, next_token_weights, selection_at, shifts_after
+from tests.oracles import bounds
+from tests.oracles.enumeration import (
     EveryChain,
     TabularModel,
     block_outcomes,
@@ -24,13 +31,6 @@ from analysis.enumeration import (
     race,
     rule_outcomes,
 )
-from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, ProbsTable, TargetShifts
-from engine.kernels.torch_kernels import TORCH
-from engine.plan import TargetShift
-from engine.speculation.target_shift import effective_laws
-from engine.speculation.verification import RULES
-from engine.speculation.verification.greedy_block import greedy_blocks, next_token_weights, selection_at, shifts_after
 from tests.speculation.exact import (
     BLOCK_NAMES,
     GOLDEN,

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from analysis.enumeration import Path, RuleOutcome, TabularModel
 from engine.config import MODEL, MTP, DraftFacts, SpeculationConfig
 from engine.errors import RequestError
 from engine.heads.config import READERS
@@ -38,6 +37,7 @@ from engine.speculation.conditions import (
 )
 from engine.speculation.rule_facts import RULE_FACTS
 from engine.speculation.verification import RULES
+from tests.oracles.enumeration import Path, RuleOutcome, TabularModel
 from tests.server.step_results import facts
 from tests.speculation.exact import ModelOf, from_prefix, outcomes_of, random_model, stream_distance
 from tests.speculation.test_chain_rules import TREES_THAT_BRANCH_LATER

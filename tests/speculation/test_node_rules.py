@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.node_enumeration import Tuples, conditional_laws, draft_tuples
 from engine.speculation import theory
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.kseq import accept_kseq, kseq, solve_rho
@@ -21,6 +20,7 @@ from engine.speculation.verification.node import NodeRule
 from engine.speculation.verification.ot_lp import ot_lp
 from engine.speculation.verification.rrs import nss, rrs, rrs_without_replacement
 from engine.speculation.verification.weighted_race import race_table, weighted_race
+from tests.oracles.node_enumeration import Tuples, conditional_laws, draft_tuples
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())
 TOKEN_CASES = GOLDEN["token"]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.enumeration import RuleOutcome
 from engine.drafting.numbers import draw_numbers
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -26,6 +25,7 @@ from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs
 from engine.speculation.verification.traversal import leaders
 from tests.grid import FAMILIES, grid
+from tests.oracles.enumeration import RuleOutcome
 from tests.speculation.exact import TabularModel, from_prefix, outcomes_of
 from tests.speculation.served import KERNELS, Batch, Fit, NoiseOf, RequestCase, first_law, fit, small_world, text_law
 

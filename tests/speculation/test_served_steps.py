@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 import engine.step.verify as verifying
-from analysis.enumeration import Path, Rows, TabularModel
 from engine.attention.inputs import SequenceInput
 from engine.cpu.verdict import verify_at_once
 from engine.drafting import draft as drafting_module
@@ -34,6 +33,7 @@ from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.text_drafts import below, refuse, walk
+from tests.oracles.enumeration import Path, Rows, TabularModel
 from tests.sampling.test_distribution import reference
 from tests.speculation.served import KERNELS, Batch, Fit, RequestCase, fit, small_world
 from tests.wrong import instead

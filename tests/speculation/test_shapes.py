@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.bounds import race_acceptance
-from analysis.enumeration import (
+from engine.kernels.torch_block import blocks, residual
+from tests.oracles.bounds import race_acceptance
+from tests.oracles.enumeration import (
     EveryChain,
     Path,
     RuleOutcome,
@@ -29,7 +30,6 @@ from analysis.enumeration import (
     rule_outcomes,
     token_outcomes,
 )
-from engine.kernels.torch_block import blocks, residual
 from tests.speculation.exact import distance_from_target, from_prefix, random_model
 
 LENGTH = 3

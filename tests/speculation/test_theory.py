@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis import bounds
-from analysis.node_enumeration import conditional_laws, draft_tuples
 from engine.speculation import gap, theory
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.rule_facts import DRAFT_METHODS
 from engine.speculation.verification import RULES
 from engine.speculation.verification.over_acceptance import accepted_mass, position_bias, redraw_law
 from engine.speculation.verification.rrs import nss
+from tests.oracles import bounds
+from tests.oracles.node_enumeration import conditional_laws, draft_tuples
 from tests.speculation.exact import GOLDEN
 
 

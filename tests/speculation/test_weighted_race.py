@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.node_enumeration import draft_tuples
 from engine.speculation import theory
+from tests.oracles.node_enumeration import draft_tuples
 from tests.speculation.test_node_rules import emitted, random_laws
 from tests.wrong import instead
 

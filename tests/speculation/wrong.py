@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.enumeration import (
+from engine.speculation.verification.greedy import greedy
+from engine.speculation.verification.rrs import rrs
+from tests.oracles.enumeration import (
     EveryChain,
     Path,
     Rows,
@@ -25,8 +27,6 @@ from analysis.enumeration import (
     race,
     top_down_outcomes,
 )
-from engine.speculation.verification.greedy import greedy
-from engine.speculation.verification.rrs import rrs
 from tests.speculation.exact import distance_from_target, outcomes_of, random_model
 
 

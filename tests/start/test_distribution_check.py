@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis.__main__ import main
 from engine.errors import LoadError
 from engine.request import Speculation
 from engine.speculation.verification import RULES
 from engine.start.distribution_check import check_distribution, check_power, make_prompt, run_to_end, short_check
 from engine.step.engine import Engine
+from research.analysis.__main__ import main
 from tests.engine import tiny
 from tests.engine.test_output_distribution import always_longest
 from tests.wrong import wrong_rule

@@ -57,7 +57,7 @@ def traverse(chains: Chains, target: ProbsTable, accept: Callable[[Stops], Tenso
     """Walk all trees at once until a leaf of each is accepted; the root always is.
 
     accept: decides [B] at every stop, by random numbers here, by enumeration in
-    `analysis/enumeration.py`.
+    `tests/oracles/enumeration.py`.
     """
     chain_BK, exists_BK = chain_table(chains)
     length_BK = torch.where(exists_BK, chains.length_C[chain_BK], 0)

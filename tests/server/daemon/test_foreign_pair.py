@@ -23,8 +23,8 @@ import tokenizers
 import torch
 import transformers
 
-from analysis.__main__ import main as analyze
 from loadtest.cli import main as bench
+from research.analysis.__main__ import main as analyze
 from tests.grid import slow_fixture
 from tests.server.daemon_process import ROOT, Daemon, Daemons
 from tests.server.weather_tools import USER, WEATHER
@@ -51,7 +51,7 @@ def trained_tokenizer() -> Any:
     """Byte-level pairs learned from the dialogues; turns and thoughts are tokens that were added
     afterwards.
     """
-    records = files("demo").joinpath("heldout_dialogues.jsonl").read_text(encoding="utf8").splitlines()
+    records = files("loadtest").joinpath("prompts", "heldout_dialogues.jsonl").read_text(encoding="utf8").splitlines()
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from analysis.gguf_numbers import by_transformers, greedy
-from analysis.loading import load_engine
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.models.gguf.folder import folder_of
 from engine.start.compiling import compile_kernels
+from research.analysis.gguf_numbers import by_transformers, greedy
+from research.analysis.loading import load_engine
 from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import Daemon, Daemons
 

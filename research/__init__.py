@@ -1,0 +1,1 @@
+"""Measurements of the engine, experiments of papers, and training. Not in the wheel."""

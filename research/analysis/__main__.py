@@ -1,0 +1,164 @@
+"""Command line of `polydraft analyze`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.errors import ConfigError, LoadError
+from loadtest.arguments import Parser
+from loadtest.results import add_output_argument, write
+from research.analysis import (
+    arms,
+    device_model,
+    drafters,
+    gguf_numbers,
+    gguf_tokens,
+    laws,
+    pair,
+    quality,
+    selfcheck,
+    shapes,
+    times,
+)
+from research.analysis.papers import run as papers
+
+_LONGEST_AT_A_TERMINAL = 2000
+_DESCRIPTION = """\
+Answer questions about a target model and its draft model, without a server.
+Commands that load models take the embedded pair unless --target and --draft
+name others. Tables for reading go to standard error, and the same figures as
+JSON to standard output."""
+_EPILOG = """\
+which command helps with what:
+  a pair of models that you want to serve  selfcheck, then pair; arms, shapes
+  a head in place of a draft model         drafters; times --of heads
+  smaller weights or a smaller K/V cache   quality; gguf-numbers for a GGUF file
+  a GPU that you do not have yet           plan
+  what takes the time on this machine      times
+  the tokens of a GGUF file                gguf-tokens
+  rules of verification on paper           laws, blocks, papers
+
+`polydraft analyze COMMAND --help` lists the flags of a command. Words such as
+rule, chain, head and acceptance are explained in docs/glossary.md. `python -m
+analysis.peers` compares with transformers and llama.cpp, and `polydraft bench
+--before FOLDER` with another version of Polydraft."""
+
+
+class Analysis(NamedTuple):
+    """Command of `polydraft analyze`."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Any]
+    """Returns the JSON document; its `passed` is false if a check failed."""
+    table: Callable[[dict[str, Any]], str] | None = None
+    """Renders the document for people; None for a command that writes its files itself."""
+
+
+def _add_file(entry: str) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("file", type=Path, help=f"JSON list of {entry}")
+
+    return add
+
+
+def _analysis(module: Any, question: str) -> Analysis:
+    """Return the command of a module with the functions `add_arguments`, which adds its own to a
+    parser, `analyze`, which returns the document, and, for most, `markdown`.
+    """
+    return Analysis(question, module.add_arguments, module.analyze, getattr(module, "markdown", None))
+
+
+ANALYSES = {
+    "selfcheck": _analysis(
+        selfcheck,
+        "Are the answers of this pair distributed as those of the target alone? Tests every rule; exit code 1 if not.",
+    ),
+    "pair": _analysis(
+        pair, "How well does this draft model guess for this target? Ends with the flags of `polydraft serve` to use."
+    ),
+    "arms": _analysis(arms, "How much faster are answers with drafts on this machine than without?"),
+    "shapes": _analysis(
+        shapes, "Does one chain pay best, or several, and where should they part? Predicts every shape of this pair."
+    ),
+    "quality": _analysis(
+        quality,
+        "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",
+    ),
+    "gguf-numbers": _analysis(
+        gguf_numbers,
+        "Does a GGUF file have the same numbers in transformers and llama.cpp? Compares answers and perplexities.",
+    ),
+    "gguf-tokens": _analysis(
+        gguf_tokens, "Has a GGUF file the same tokens here as in llama.cpp? Needs llama-cpp-python, and no weights."
+    ),
+    "plan": _analysis(
+        device_model, "How fast would a pair be on a GPU that you do not have? A calculation: nothing is measured."
+    ),
+    "drafters": _analysis(drafters, "Which of several drafters of one target is fastest: a small model, or heads?"),
+    "times": _analysis(
+        times,
+        "How long do steps, passes and rules take here: with more chains, after long texts, with heads?",
+    ),
+    "laws": Analysis(
+        "How likely is each rule to accept a draft, for the distributions in a file?",
+        _add_file('{"p": [...], "q": [...], "n": drafts}'),
+        lambda options: laws.analyze_laws(options.file),
+    ),
+    "blocks": Analysis(
+        "How many drafted tokens does each rule accept, for the distributions in a file?",
+        _add_file('{"V": tokens, "L": length, "K": drafts, "rows": {"0,1": {"p": [...], "q": [...]}}}'),
+        lambda options: laws.analyze_blocks(options.file),
+    ),
+    "papers": _analysis(
+        papers,
+        "What do the experiments of three papers on verification find for this pair? Takes half an hour on two cores.",
+    ),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    result = Parser(
+        prog="polydraft analyze",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, analysis in ANALYSES.items():
+        command = commands.add_parser(name, help=analysis.help, description=analysis.help)
+        analysis.add_arguments(command)
+        if analysis.table is not None:
+            add_output_argument(command)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one analysis; return 0, 1 if a self-check failed or a model cannot be loaded, 2 for bad
+    input.
+    """
+    options = parser().parse_args(arguments)
+    analysis = ANALYSES[options.command]
+    try:
+        result = analysis.run(options)
+    except (ConfigError, LoadError) as error:
+        print(f"polydraft analyze: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    if analysis.table is not None:
+        print(analysis.table(result), file=sys.stderr)
+        write(result, options.output)
+    text = json.dumps(result)
+    if sys.stdout.isatty() and len(text) > _LONGEST_AT_A_TERMINAL:
+        text = f"({len(text)} characters of JSON: redirect the output to see them)"
+    print(text)
+    return 1 if isinstance(result, dict) and not result.get("passed", True) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

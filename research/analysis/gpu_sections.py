@@ -1,0 +1,288 @@
+"""Sections of a session on a device (`gpu_session.py`) that run an engine, each in a separate
+process.
+
+A section writes its results after every item.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
+from engine.control.step_time import Prices
+from engine.models.quantising import FORMATS
+from engine.start.building import assemble
+from engine.start.distribution_check import check_distribution
+from engine.start.loading import adopt, load_pair
+from engine.start.measuring import measure_prices
+from engine.start.probe import find_kv_shape, probe
+from engine.step.engine import Engine
+from research.analysis import arms
+from research.analysis.gpu_engine import (
+    QWEN3_SAMPLING,
+    Candidates,
+    NotRecorded,
+    build,
+    cells,
+    check_output,
+    load_of,
+    make_pair,
+    plan_of,
+    profile,
+    steps,
+)
+from research.analysis.gpu_exactness import check_exactness
+from research.analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
+from research.analysis.load import Load
+from research.analysis.peer_arms import sampled
+
+_FEW_SHAPES = ("off", "block:1x5", "bv_race:4x5", "adaptive")
+_SHAPES = ("off", "block:1x3", "block:1x5", "bv_race:2x5", "bv_race:4x5", "adaptive")
+_DRY_LOADS = ((1, 40), (2, 40))
+
+
+def engine(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Check that steps are exact; measure steps, distributions of the output, and speeds, each
+    shortly; profile a step.
+    """
+    device = torch.device(options.device)
+    on_cuda = options.device == "cuda"
+    if on_cuda:
+        free_bytes, num_bytes = torch.cuda.mem_get_info()
+        findings.add("device", [torch.cuda.get_device_name(), free_bytes, num_bytes])
+    found = ceilings(device, options.scale / 2)
+    findings.add("ceilings", found)
+    if not options.eager:  # else an earlier process has checked it
+        findings.attempt("exactness", partial(check_exactness, options, findings))
+        _free(options)
+    built = build(options, findings, 32 << 30, options.eager)
+    findings.attempt("steps", partial(steps, options, findings, built, found["copied_bytes_per_s"]))
+    checked = [("off", {}), ("bv_race:4x5", {}), ("bv_race:4x5", QWEN3_SAMPLING)]
+    findings.attempt("distributions", partial(check_output, options, findings, built, checked, 375))
+    loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
+
+    def speeds() -> None:
+        prices = measure_prices(built, arms.speculation_of("adaptive"))
+        cells(options, findings, Candidates(built, prices, _FEW_SHAPES), loads, 1.4)
+
+    findings.attempt("speeds", speeds)
+    for name in ("off", "bv_race:4x5"):
+        findings.attempt(f"profile {name}", partial(_profile, findings, built, name))
+
+
+def _profile(findings: SectionResults, built: Engine, name: str) -> None:
+    findings.add(f"profile {name}", found := profile(built, plan_of(built, name)), is_shown=False)
+    largest = ", ".join(f"{one['name'][:30]} {one['us']:.0f} us" for one in found["operations"][:5])
+    findings.show(f"profile {name}: {1e3 * found['wall_s']:.2f} ms, {found['idle_share']:.0%} idle; {largest}")
+
+
+def _free(options: argparse.Namespace) -> None:
+    """Free the memory of models and engines that have ended."""
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def generate(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Measure decoded tokens per second of transformers' `generate` on the same pair: plain, and
+    assisted by the draft model.
+    """
+    target, draft = make_pair(options, findings)
+    on_cuda = options.device == "cuda"
+    num_prompt, counts = (300, (1, 4, 16, 64)) if on_cuda else (40, (1, 2))
+    cases: list[tuple[str, int, dict[str, Any]]] = [("plain", count, {}) for count in counts]
+    cases.append(("assisted", 1, {"assistant_model": draft}))
+    for name, count, more in cases:
+        ids = torch.randint(3, options.vocabulary, (count, num_prompt), device=target.device)
+
+        def seconds(num_tokens: int, ids: Any = ids, more: dict[str, Any] = more) -> float:
+            began = time.perf_counter()
+            lengths = {"min_new_tokens": num_tokens, "max_new_tokens": num_tokens}
+            sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+            mask = torch.ones_like(ids)
+            target.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **lengths, **sampling, **more)
+            wait(target.device)
+            return time.perf_counter() - began
+
+        def measured(name: str = name, count: int = count, seconds: Callable[[int], float] = seconds) -> None:
+            few, many = (4, 64) if on_cuda else (2, 10)
+            seconds(few)  # it allocates
+            decoding_s = -seconds(few) + seconds(many)
+            findings.add(f"generate, {name}, {count} requests, tokens per second", count * (many - few) / decoding_s)
+
+        findings.attempt(f"generate, {name}, {count} requests", measured)
+
+
+def record(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Measure tokens per second of every shape, then of transformers' continuous batching."""
+    built = build(options, findings, 48 << 30, options.eager)
+    prices = measure_prices(built, arms.speculation_of("adaptive"))
+    on_cuda = options.device == "cuda"
+    loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
+    candidates = Candidates(built, prices, _SHAPES)
+    findings.attempt("speeds", partial(cells, options, findings, candidates, loads, 4.0))
+    counts = (1, 16, 64) if on_cuda else (2,)
+    findings.attempt("batches", partial(batches, options, findings, built, prices, counts))
+    target = built.target.model
+    del candidates, built
+    _free(options)
+    findings.attempt("transformers", partial(continuous, options, findings, target, counts))
+
+
+def _batch(options: argparse.Namespace, count: int) -> Load:
+    return load_of(options, count, 300 if options.device == "cuda" else 40, seed=count)
+
+
+def batches(
+    options: argparse.Namespace, findings: SectionResults, built: Engine, prices: Prices, counts: Sequence[int]
+) -> None:
+    """Measure tokens per second of batches that start and end together, as `continuous` measures
+    transformers.
+    """
+    result: dict[str, dict[str, float]] = {}
+    for count in counts:
+        made = arms.make_arms(built, ("off", "adaptive"), prices, _batch(options, count))
+        result[str(count)] = {name: _rate(partial(_num_answered, arm, count)) for name, arm in made.items()}
+        findings.add("batches, tokens per second", result)
+
+
+def _num_answered(arm: arms.Arm, count: int) -> int:
+    """Answer the next requests of an arm, and return the number of tokens."""
+    return sum(map(len, arm.answers([*islice(arm.requests, count)]).values()))
+
+
+def continuous(options: argparse.Namespace, findings: SectionResults, target: Any, counts: Sequence[int]) -> None:
+    """Measure tokens per second of transformers' continuous batching on the same weights and
+    prompts.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    target.set_attn_implementation("sdpa")
+    # On a CPU it would take most of the memory.
+    small = {} if options.device == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
+    result = {}
+    for count in counts:
+        load = _batch(options, count)
+
+        def answer(load: Load = load) -> int:
+            outputs = target.generate_batch(
+                [list(prompt) for prompt in load.prompts],
+                generation_config=sampled(load.num_tokens, 1.0),
+                continuous_batching_config=ContinuousBatchingConfig(**small),
+                persistent_manager=True,
+            )
+            num_tokens = sum(len(one.generated_tokens) for one in outputs.values())
+            if num_tokens != len(load.prompts) * load.num_tokens:
+                raise ValueError(f"{len(load.prompts)} answers of transformers have {num_tokens} tokens")
+            return num_tokens
+
+        try:
+            with torch.inference_mode(False):  # its thread writes to tensors that it has made here
+                result[str(count)] = _rate(answer)
+        finally:
+            target.destroy_cached_continuous_batching_manager()
+        findings.add("transformers' continuous batching, tokens per second", result)
+
+
+def _rate(work: Callable[[], int], num_runs: int = 3) -> float:
+    """Return the median tokens per second of work that returns its tokens, after a first run."""
+    work()
+    rates = []
+    for _ in range(num_runs):
+        began = time.perf_counter()
+        rates.append(work() / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def weights(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Serve a pair with its own weights, fp8 and int4, from files as a daemon does; report the
+    probe's distance, the output's distribution and times.
+    """
+    on_cuda = options.device == "cuda"
+    speculation = SpeculationConfig(rule="block", num_drafts=1, draft_length=5, observed_share=0.0)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = make_pair(options, findings)
+        target.save_pretrained(f"{folder}/target")
+        draft.save_pretrained(f"{folder}/draft")
+        del target, draft
+        names: tuple[Weights, ...] = ("auto", *FORMATS)
+        for name in names:
+            model = ModelConfig(target=f"{folder}/target", draft=f"{folder}/draft", device=options.device, weights=name)
+            cache = CacheConfig(memory_bytes=(8 << 30) if on_cuda else 1 << 26)
+            scheduler = SchedulerConfig(max_num_seqs=16)
+            config = EngineConfig(model=model, cache=cache, scheduler=scheduler, speculation=speculation)
+            if findings.attempt(name, partial(_measure_weights, options, config, found, name)):
+                findings.add("weights", found)
+                findings.require(not found[name]["check"]["rejected"], f"{name}: not the target's distribution")
+                findings.require(not on_cuda or found[name]["recorded_shapes"] > 0, f"{name}: no recorded steps")
+            gc.collect()  # the engine, which went when it was measured or failed
+
+
+def _measure_weights(options: argparse.Namespace, config: EngineConfig, found: dict[str, Any], name: str) -> None:
+    found[name] = _of_weights(options, assemble(config, *load_pair(config.model, print), print))
+
+
+def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """Return what is known of an engine's weights: their size, the probe's distance, times, and a
+    G-test.
+    """
+    device, target = engine.target.device, adopt(engine.target.model, "target")
+    distance = probe(target, find_kv_shape(target), engine.target.backend, engine.target.paged_kernel)
+    times = {
+        f"{name}, {rows} requests": middle_s(
+            partial(engine.carry_out, plan_of(engine, name, rows)), device, options.scale
+        )
+        for name in ("off", "block:1x5")
+        for rows in (1, 16)
+    }
+    prompt = load_of(options, 1, 2 * engine.facts.block_size + 1, seed=7).prompts[0]
+    num_answers = max(200, round(2000 * options.scale))
+    check = check_distribution(engine, "block:1x5", arms.speculation_of("block:1x5"), prompt, num_answers, 1.0)
+    return {
+        "memory_plan": engine.facts.memory_plan,
+        "probe_distance": distance,
+        "step_s": times,
+        "check": {**asdict(check), "rejected": check.rejected},
+        "recorded_shapes": engine.recorded.num_recorded,
+    }
+
+
+_SECTIONS = {"engine": engine, "generate": generate, "record": record, "weights": weights}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one section."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    what = __doc__.split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m research.analysis.gpu_sections", description=what)
+    parser.add_argument("section", choices=_SECTIONS)
+    parser.add_argument("output", type=Path, help="the JSON document")
+    parser.add_argument("--eager", action="store_true", help="steps are not recorded; go on with the document")
+    add_setting(parser)
+    options = parser.parse_args(arguments)
+    try:
+        with torch.inference_mode():
+            _SECTIONS[options.section](options, SectionResults(options.output, continues=options.eager))
+    except NotRecorded:
+        os.execv(sys.executable, [sys.executable, "-m", "research.analysis.gpu_sections", *arguments, "--eager"])
+    return 0
+
+
+if __name__ == "__main__":
+    write_stacks()  # of this process alone, not of one that calls `main`
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training and evaluation of the embedded pair, and synthetic pairs of other sizes."""

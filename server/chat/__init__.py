@@ -1,0 +1,1 @@
+"""`polydraft chat`: a client in a terminal, which asks a running daemon over HTTP."""
