@@ -14,14 +14,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel, model_validator
 
 from engine.api import EngineBusy
-from loadtest.costs import neighbour_of
-from loadtest.crowds import bodies, markdown, measure_crowds
 from server.http import error_responses
 from server.http.bodies import BodyRoute
 from server.http.body_queue import BodyQueue, BodyQueues
 from server.http.openapi import Application
 from server.wire.current_call import HttpCall, current_call, this_call
-from tests.server.daemon_process import MODEL
 
 MANY = {"texts": ["a"] * 40_000}
 """Body that is long."""
@@ -165,16 +162,3 @@ def test_a_queue_has_room_to_the_last_character() -> None:
         assert queue.num_waiting == 0
 
     asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_crowds_are_measured_beside_a_neighbour(http: httpx.Client) -> None:
-    """Every kind of small request is answered, and the table has a row for each."""
-    url = str(http.base_url)
-    with neighbour_of(url, MODEL) as neighbour:
-        found = measure_crowds(url, bodies(MODEL), neighbour, sizes=(3,))
-    assert [cost["kind"] for cost in found] == list(bodies(MODEL))
-    assert all(sum(cost["statuses"].values()) == 3 for cost in found)
-    assert {status for cost in found for status in cost["statuses"]} == {"200", "400"}
-    assert all(cost["neighbour"]["longest_health_ms"] > 0 for cost in found)
-    assert len(markdown(found).splitlines()) == 2 + len(found)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.grammar_fuzz import strange_grammar
+from loadtest.strange_grammars import strange_grammar
 from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
@@ -182,7 +182,7 @@ def kill_grammars(daemon: Daemon) -> None:
 
 
 def test_strange_grammars_get_an_answer_or_400(http: httpx.Client) -> None:
-    """Some of those that `python -m loadtest.grammar_fuzz` makes."""
+    """Some of those that `python -m loadtest.pressure grammars` sends."""
     chance = random.Random(1)
     statuses = []
     for _ in range(120):

@@ -1,8 +1,7 @@
-"""Largest bodies that a client can send, by endpoint and field: right types up to their limits, and
-wrong types.
+"""Bodies that cost a daemon most: the largest ones by endpoint and field, small ones of many
+objects, and malformed ones.
 
-The fields come from the daemon's /openapi.json, so that new fields are measured without a change
-here.
+The fields come from the daemon's /openapi.json, so that new fields are sent without a change here.
 """
 
 from __future__ import annotations
@@ -141,3 +140,45 @@ def limits(model: str, max_bytes: int) -> Iterator[MeasuredBody]:
     ]
     for path, field, value, more in asked:
         yield MeasuredBody(path, field, ALLOWED, partial(filled, path, model, field, json.dumps(value), more))
+
+
+MALFORMED = (
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"model": 5}',
+    b'{"model": "nobody", "messages": []}',
+    b'{"messages": [{"role": "nobody", "content": 1}]}',
+    b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}',
+    b'{"a":' * 500,
+    b"\xff" * 1000,
+    b'{"no_such_field": "' + b"x" * 20_000 + b'"}',
+)
+"""Bodies of a chat that are refused."""
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def _function(number: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object"}}}
+
+
+def crowds(model: str) -> Iterator[MeasuredBody]:
+    """Yield small bodies of a chat whose number of objects makes them costly."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": _deep(40)}}
+    fields: dict[str, tuple[str, Any]] = {
+        "1,301 messages": ("messages", [{"role": "user", "content": "a"}] * 1301),
+        "600 messages, answered": ("messages", [{"role": "user", "content": "a"}] * 600),
+        "512 tools": ("tools", [_function(number) for number in range(512)]),
+        "a deep schema": ("response_format", schema),
+        "4,000 stop tokens": ("stop_token_ids", list(range(4000))),
+    }
+    path = ENDPOINTS[0]
+    for kind, (field, value) in fields.items():
+        yield MeasuredBody(path, field, kind, partial(filled, path, model, field, json.dumps(value)))
