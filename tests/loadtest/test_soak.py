@@ -16,7 +16,7 @@ from tests.wrong import instead
 
 
 @pytest.mark.slow
-def test_it_tells_of_memory_and_holds_no_block(tmp_path: Path) -> None:
+def test_memory_is_reported_and_no_block_is_held(tmp_path: Path) -> None:
     assert soak.main(["--requests", "40", "--concurrency", "8", "--output", str(tmp_path / "soak.json")]) == 0
     result = json.loads((tmp_path / "soak.json").read_text())
     assert result["faults"] == []
