@@ -1,15 +1,16 @@
 # make serve   set up the daemon and the bench, and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make serve MODEL=smollm2   the same with a published model, a GGUF file of 4 bits, which is downloaded first (93 MB);
 #              any other MODEL is the daemon's: a GGUF file, a folder or a name on the hub
-# make test    set up and run the gate: format, lint, types, import contracts, tests (seven minutes on two cores, less the next time)
+# make test    set up and run the gate: make check, and the tests that are not marked `slow` (seven minutes on two cores, less
+#              the next time); ARGS="tests/server --durations=40" are pytest's
+# make check   format, lint, words, import contracts, types
 # make test-all   set up what only they need, and run the tests that `make test` leaves out (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
 # make gpu-check  23 minutes on a CUDA device, the first ten alone with ARGS="--part 1" (CONTRIBUTING.md), by a Python that
 #              has one (GPU_PYTHON=python3); it installs nothing and names all missing modules at once
-# make mutants  change the code one place at a time: which changes does no test notice? (a minute to half an hour for a module;
-#              goes on where it stopped; ARGS="engine/sampling/edits.py" or "server/text/*.py --part 3/8 --minutes 20")
-# make house   print measures of how readable the code is, and their aims (ARGS="--rooms" by room, "--places" lists)
+# make mutants MODULE=engine/sampling/edits.py TESTS=tests/sampling   change the committed code one place at a time, in a
+#              copy, and print the changes that these tests do not notice (minutes to hours)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make wheel   build dist/polydraft-VERSION-py3-none-any.whl and check its metadata and files
 # make clean   remove the environment and all caches
@@ -53,17 +54,45 @@ IS_SMOLLM2 := $(filter smollm2,$(MODEL))
 
 GPU_PYTHON ?= python3
 
-.PHONY: serve test test-all bench papers gpu-check mutants house npm-check wheel clean
+.PHONY: serve test test-all check format lint words contracts types kernels bench papers gpu-check mutants npm-check wheel clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve $(if $(IS_SMOLLM2),$(SMOLLM2))
 	exec $(BIN)/polydraft serve $(if $(IS_SMOLLM2),$(SMOLLM2) --served-model-name smollm2,$(MODEL)) $(ARGS)
 
+GATE = PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# One worker per core. Each begins at another end of the tests, so files and their daemons stay with one worker until the
+# first has nothing left to do.
+PYTEST = $(GATE) pytest -n auto --dist worksteal --durations=10
+
+# Types and kernels take a core for most of a minute each.
 test: $(VENV)/.dev
-	./check $(ARGS)
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types kernels format lint words contracts
+	$(PYTEST) -m "not slow" --cpu-limit 1.5 $(ARGS)
 
 test-all: $(VENV)/.dev-all
-	./check --rest $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
+
+check: format lint words contracts types
+
+format: $(VENV)/.dev
+	$(GATE) ruff format --check .
+
+lint: $(VENV)/.dev
+	$(GATE) ruff check .
+
+words: $(VENV)/.dev
+	$(GATE) codespell
+
+contracts: $(VENV)/.dev
+	$(GATE) lint-imports --no-cache
+
+types: $(VENV)/.dev
+	$(GATE) mypy
+
+# If it fails, the tests report the same error.
+kernels: $(VENV)/.dev
+	-@$(GATE) python -m tests.compile_numba >/dev/null 2>&1
 
 bench: $(VENV)/.dev
 	$(BIN)/polydraft bench --short $(ARGS)
@@ -75,10 +104,12 @@ gpu-check:
 	$(GPU_PYTHON) -m research.analysis.gpu_session $(ARGS)
 
 mutants: $(VENV)/.mutants
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutation $(ARGS)
-
-house: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.house $(ARGS)
+	rm -rf mutants && git clone --quiet . mutants
+	printf '[cosmic-ray]\nmodule-path = "%s"\ntimeout = 120.0\ntest-command = "%s -m pytest -q -x -m \\"not slow\\" %s"\n[cosmic-ray.distributor]\nname = "local"\n' \
+		"$(MODULE)" "$(abspath $(BIN))/python" "$(TESTS)" >mutants/cosmic-ray.toml
+	cd mutants && export PYTHONPATH="$$PWD" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PATH="$(abspath $(BIN)):$$PATH" \
+		&& cosmic-ray init cosmic-ray.toml session.sqlite && cosmic-ray baseline cosmic-ray.toml \
+		&& cosmic-ray exec cosmic-ray.toml session.sqlite && cr-report --surviving-only --show-diff session.sqlite
 
 npm-check: $(VENV)/.dev-all
 	cd tests/server/clients/npm && npm install --no-package-lock --no-audit --no-fund

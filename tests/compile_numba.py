@@ -1,4 +1,4 @@
-"""Compile the CPU kernels that most tests use, before the workers of `./check` start: each worker
+"""Compile the CPU kernels that most tests use, before the workers of `make test` start: each worker
 would compile them.
 
 Only the first run after a kernel has changed takes long (most of a minute of a core).

@@ -29,13 +29,12 @@ if os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:
-    from hypothesis import Phase, settings
+    from hypothesis import settings
 except ModuleNotFoundError:  # `make gpu-check` runs the tests of kernels by a Python that may have pytest alone
     pass
 else:
-    # The same examples in every run. A mutant need not be made simple: that it fails is enough.
-    _phases = [phase for phase in Phase if phase != Phase.shrink or "MUTANT_UNDER_TEST" not in os.environ]
-    settings.register_profile("polydraft", derandomize=True, database=None, deadline=None, phases=_phases)
+    # The same examples in every run.
+    settings.register_profile("polydraft", derandomize=True, database=None, deadline=None)
     settings.load_profile("polydraft")
 
 

@@ -14,6 +14,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from tokenizers import Tokenizer
 
 from engine.config import GrammarConfig
 from engine.models.files import model_file
@@ -56,8 +57,6 @@ class GrammarTokens:
 
     def __init__(self, description: str, named: LLTokenizer) -> None:
         """description: contents of tokenizer.json; named: the same file as read by the library."""
-        from tokenizers import Tokenizer
-
         self._named = named
         without_space = _without_prefix_space(json.loads(description))
         self._encoder: Any = Tokenizer.from_str(json.dumps(without_space))

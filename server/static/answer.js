@@ -9,7 +9,7 @@ export const style = draft => draft === null ? "" : draft === 0 ? "own" : "draft
 
 /** Show an answer's thought and text in two boxes, or what they have grown by.
  *
- * isWhole: begin anew, else blocks before the last two stay as they are; isMarkdown: of the text, not of the thought.
+ * isWhole: begin again, else blocks before the last two stay as they are; isMarkdown: of the text, not of the thought.
  */
 export function paint(boxes, {thought, text, steps}, isMarkdown, isWhole) {
   const runs = steps.length ? runsOf(thought + text, steps) : [{text: thought + text, draft: null, step: -1}];

@@ -56,7 +56,7 @@ function remember(now) {
   try {
     sessionStorage.setItem(NAME, JSON.stringify(seen));
   } catch {
-    // The charts begin anew after a reload.
+    // The charts begin again after a reload.
   }
 }
 

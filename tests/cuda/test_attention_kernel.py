@@ -424,7 +424,7 @@ def rerun_of_a_pass() -> bool:
 
 
 @pytest.mark.slow
-def test_a_pass_over_the_same_buffers_divides_its_work_anew() -> None:
+def test_a_pass_over_the_same_buffers_divides_its_work_again() -> None:
     """Recorded passes read other numbers from the same buffers each time."""
     with in_parts(1, 16):
         assert rerun_of_a_pass()

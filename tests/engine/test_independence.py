@@ -82,10 +82,10 @@ def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyp
     grown = tiny.run(tiny.build(*pair, num_blocks=12, max_model_len=70), requests)
     assert grown.num_preemptions > 0
 
-    def counted_anew(text_of: Any, sequence: Sequence) -> LogitContext | None:
+    def counted_from_the_start(text_of: Any, sequence: Sequence) -> LogitContext | None:
         return dataclasses.replace(text, counts=TextCounts(text.num_prompt)) if (text := text_of(sequence)) else None
 
-    with instead(rows, "text_of", counted_anew):
+    with instead(rows, "text_of", counted_from_the_start):
         assert tiny.run(tiny.build(*pair), requests).tokens == grown.tokens
 
 

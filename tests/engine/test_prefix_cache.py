@@ -45,7 +45,7 @@ def answer(
 
 @pytest.mark.parametrize("first", SHAPES)
 @pytest.mark.parametrize("second", SHAPES)
-def test_an_answer_is_the_same_whoever_computed_its_prompt(first: str, second: str) -> None:
+def test_answer_does_not_depend_on_who_computed_its_prompt(first: str, second: str) -> None:
     """Also where a plain request left no K/V of the draft model."""
     prompt = tiny.prompts(101, [45])[0]
     fresh = answer(engine(), "x", prompt, SHAPES[second])

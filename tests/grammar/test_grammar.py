@@ -59,9 +59,7 @@ def started(grammars: GrammarPool, grammar: str) -> GrammarClient:
 
 
 def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarClient:
-    """The same in a thread of this process, where a debugger and the tool for mutants see what it
-    does.
-    """
+    """Follow the grammar in a thread of this process, where coverage and debuggers see it."""
     ours, theirs = socket.socketpair()
     tokenizer = read_vocabulary(vocabulary)
 

@@ -100,7 +100,7 @@ def test_a_response_repeats_what_the_request_said(tool_client: openai.OpenAI) ->
     assert (plain["presence_penalty"], plain["max_tool_calls"], plain["safety_identifier"]) == (0, None, None)
 
 
-def test_a_stream_tells_of_every_step(openai_client: openai.OpenAI) -> None:
+def test_stream_has_an_event_for_every_step(openai_client: openai.OpenAI) -> None:
     """Numbered events that open and close the same item, and end with the whole response."""
     wish = {**CALL, "temperature": 0}
     whole = openai_client.responses.create(**wish)
