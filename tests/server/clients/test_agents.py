@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from loadtest.agents import AGENTS, Task
+from tests.server.clients.agents import AGENTS, Task
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.scripted_model import call, write_scripted
 

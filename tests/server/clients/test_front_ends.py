@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from loadtest.clients import CLIENTS, DaemonUnderTest, tried
 from tests.grid import grid
 from tests.server.call_spellings import TEMPLATES
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.weather_tools import PARAMETERS
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+PROGRAMS = sorted((Path(__file__).parents[3] / "docs" / "examples" / "clients").glob("*.py"))
+INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
 USER = {"role": "user", "content": "What is the weather in Paris?"}
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 PARTS = [{"type": "text", "text": "What is the weather in Paris?"}]
@@ -237,9 +244,15 @@ def test_a_body_of_a_front_end_is_answered(client: httpx.Client, who: str) -> No
 
 
 @pytest.mark.slow
-def test_official_clients_work(tool_daemon: Daemon) -> None:
-    """In the table of client libraries: those among the development tools."""
-    official = [name for name, (package, _) in CLIENTS.items() if package in ("openai", "anthropic")]
-    assert len(official) == 4
-    for name in official:
-        assert tried(DaemonUnderTest(tool_daemon.url, MODEL), name)["result"] == "works"
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_programs_of_client_libraries_work(tool_daemon: Daemon, program: Path) -> None:
+    """Of the libraries that are installed, as OpenAI's and Anthropic's are."""
+    (package,) = re.findall(r"needs ([\w-]+)", program.read_text())
+    if package not in INSTALLED:
+        pytest.skip(f"{package} is not installed")
+    settings = {"POLYDRAFT_URL": tool_daemon.url, "POLYDRAFT_MODEL": MODEL}
+    done = subprocess.run(
+        [sys.executable, str(program)], env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
