@@ -14,7 +14,6 @@ from engine.models.gguf.folder import CACHE
 from engine.models.gguf.names import source_of
 from engine.start.host import usable_cores
 from loadtest.arguments import Parser, numbers
-from research.distill.heads import KINDS
 from research.distill.report import show
 from research.distill.run import Run
 
@@ -33,32 +32,29 @@ _POSITIVE = (
     *("sample_batch", "batch", "tokens", "answer_tokens", "draft_length"),
     *("learning_rate", "hours", "epochs", "layers", "length"),
 )
-_DRAFT_LENGTHS = {"eagle3": 3, "dspark": 5}
-_LEARNING_RATES = {"eagle3": 3e-4, "dspark": 2e-3}
-"""An EAGLE-3 head begins from a prediction that larger steps destroy."""
+_LEARNING_RATE = 3e-4
+"""A head begins from a prediction that larger steps destroy."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = Parser(
         prog="polydraft distill",
-        description="Train a head (EAGLE-3 or DSpark) for a target on text that the target samples itself.",
+        description="Train an EAGLE-3 head for a target on text that the target samples itself.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = result.add_argument
     add("target", metavar="TARGET", help="target model: folder, GGUF file or hub name")
     add("--revision", help="branch, tag or commit of a target on the hub")
-    add("--output", type=Path, help="folder of the head (default: TARGET's name and the kind)")
+    add("--output", type=Path, help="folder of the head (default: TARGET's name and eagle3)")
     add("--hours", type=float, help="time of the whole run, from which texts and epochs follow (default: --tokens)")
-    add("--kind", choices=sorted(KINDS), default="eagle3", help="drafts by depth (eagle3, the default) or in one pass")
-    add("--layers", type=int, help="decoder layers of the head (default 1 for eagle3, 2 for dspark)")
-    add("--draft-length", type=int, help="tokens of a chain that are trained; dspark's block (default 3, dspark 5)")
+    add("--layers", type=int, default=1, help="decoder layers of the head (default 1)")
+    add("--draft-length", type=int, default=3, help="tokens of a chain that are trained (default 3)")
     add("--draft-vocabulary", type=int, default=0, help="tokens that the head may draft, the most frequent ones of the "
         "texts (default: all up to 8192, else an eighth and at least 8192)")  # fmt: skip
     add("--draft-weights", default="auto", help="numbers of the head in the report, as of `serve` (default auto)")
     add("--taps", type=_numbers, help="layers whose inputs are read, e.g. 2,12,21 (default 2, N/2, N of N)")
-    add("--mask-token", type=int, help="dspark: token of unknown rows (default: the padding token, else the end)")
     add("--begin-from", type=Path, help="folder of an earlier head of the same type and size, which is trained further")
     add("--prompts", type=Path, help="JSON lines with messages, turns, prompt, question or text, that the target "
         "answers in its chat template (text: continues); default: texts from the begin token")  # fmt: skip
@@ -73,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sample-batch", type=int, default=64, help="texts of a file; an interrupted run repeats one (default 64)")
     add("--epochs", type=int, help="times that every text is trained on (default 2 with --tokens)")
     add("--batch", type=int, default=4, help="texts of a training step (default 4)")
-    add("--learning-rate", type=float, help="peak learning rate (default 0.0003, dspark 0.002)")
+    add("--learning-rate", type=float, default=_LEARNING_RATE, help="peak learning rate (default 0.0003)")
     add("--tv-weight", type=float, default=0.9, help="weight of total variation against KL, 0 to 1 (default 0.9)")
     add("--seed", type=int, default=0, help="of sampling, first weights and order (default 0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: cuda if there is one")
@@ -98,13 +94,8 @@ def complete(options: argparse.Namespace) -> None:
     for name in _POSITIVE:
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
-    if options.draft_length is None:
-        options.draft_length = _DRAFT_LENGTHS[options.kind]
-    options.learning_rate = options.learning_rate or _LEARNING_RATES[options.kind]
     if options.draft_vocabulary < 0:
         raise ConfigError("--draft-vocabulary must be above 0")
-    if options.kind == "dspark" and options.draft_length < 2:
-        raise ConfigError("--draft-length must be at least 2 for dspark; for 1 choose --kind eagle3")
     if not 0 <= options.tv_weight <= 1:
         raise ConfigError("--tv-weight must be from 0 to 1")
     has_prompts = options.prompts is not None

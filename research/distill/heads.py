@@ -17,32 +17,24 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.heads.config import HeadConfig, check_target, read_head
-from engine.heads.dflash import DFlash
-from engine.heads.eagle import Eagle3
 from engine.heads.head import Head
 from engine.heads.loading import build_head, shapes_of
 from research.distill.first_layer import StateFit, first_eagle_layer
 from research.distill.target import Target
 
 WEIGHTS = "model.safetensors"
-KINDS: dict[str, type[Head]] = {"eagle3": Eagle3, "dspark": DFlash}
-_LARGEST_TERM = 256 * 4096
-"""Most numbers of the embeddings of DSpark's term, whose rank falls with the vocabulary."""
-_MARKOV_RANKS = 32, 256
+KIND = "eagle3"
 _WHOLE_VOCABULARY = 8192
 """Vocabularies up to this size are not made smaller."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Type and size of a head; widths are the target's."""
+    """Size of a head; widths are the target's."""
 
-    kind: str
     num_layers: int
     draft_length: int
-    """Depths that are trained; of dspark also the block's size."""
-    mask_token_id: int
-    """Token of rows whose tokens are not known yet; of eagle3 unused."""
+    """Depths that are trained."""
     draft_vocab_size: int
     """Tokens that the head may propose."""
 
@@ -67,9 +59,9 @@ def choose_tokens(counts_V: npt.NDArray[np.int64], size: int) -> Tensor | None:
 def write_config(shape: HeadShape, target: Target) -> dict[str, Any]:
     """A config.json of the speculators layout."""
     config = target.config
-    is_eagle, rope = shape.kind == "eagle3", getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     layers = {
-        "model_type": "llama" if is_eagle else "qwen3",
+        "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -77,11 +69,11 @@ def write_config(shape: HeadShape, target: Target) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         # As many as heads: the embedding of a row's token reaches an EAGLE-3 head's states through
         # its values alone.
-        "num_key_value_heads": config.num_attention_heads if is_eagle else config.num_key_value_heads,
+        "num_key_value_heads": config.num_attention_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": is_eagle,
+        "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
     }
     proposal = {
@@ -90,31 +82,23 @@ def write_config(shape: HeadShape, target: Target) -> dict[str, Any]:
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    raw: dict[str, Any] = {
-        "architectures": ["Eagle3Speculator" if is_eagle else "DSparkSpeculator"],
-        "speculators_model_type": shape.kind,
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": KIND,
         "speculators_version": "0.5.0",
         "draft_vocab_size": shape.draft_vocab_size,
         "transformer_layer_config": layers,
         "speculators_config": {
-            "algorithm": shape.kind,
+            "algorithm": KIND,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": target.short_name, "architectures": target.model.config.architectures},
         },
-    }
-    if is_eagle:
-        flags = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": True, "norm_output": False}
-        return raw | flags | {"eagle_aux_hidden_state_layer_ids": list(target.taps)}
-    least, most = _MARKOV_RANKS
-    return raw | {
-        "aux_hidden_state_layer_ids": list(target.taps),
-        "block_size": shape.draft_length,
-        "mask_token_id": shape.mask_token_id,
-        "sample_from_anchor": True,
-        "markov_rank": max(least, min(most, _LARGEST_TERM // config.vocab_size // least * least)),
-        "markov_head_type": "vanilla",
-        "is_causal": False,
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "norm_output": False,
+        "eagle_aux_hidden_state_layer_ids": list(target.taps),
     }
 
 
@@ -122,11 +106,9 @@ def checked_config(shape: HeadShape, target: Target) -> HeadConfig:
     """Return the configuration of a new head; raise ConfigError for targets that no head is trained
     for.
     """
-    if shape.kind not in KINDS:
-        raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, not {shape.kind}")
     if not hasattr(target.config, "intermediate_size"):
         raise ConfigError(f"{target.name}: a {target.config.model_type} without intermediate_size; not trained for yet")
-    config = read_head(f"new {shape.kind} head", write_config(shape, target))
+    config = read_head("new head", write_config(shape, target))
     assert config is not None
     check_target(config, target.model.config, target.name)
     return config
@@ -138,16 +120,14 @@ def new_head(
     """A head with first weights; raises ConfigError.
 
     It shares the target's embeddings, and its output head has the target's rows, which are not
-    trained. tokens: of its smaller vocabulary; fit: an EAGLE-3 head begins from it.
+    trained. tokens: of its smaller vocabulary; fit: the head begins from it.
     """
     config = checked_config(shape, target)
     generator = torch.Generator().manual_seed(seed)
     sizes = shapes_of(config, len(target.taps))
     weights = {name: _first(name, size, shape.num_layers, generator) for name, size in sizes.items()}
-    if shape.kind == "eagle3" and fit is not None:
+    if fit is not None:
         weights |= first_eagle_layer(weights, fit, config.layers)
-    if shape.kind == "dspark":
-        weights["markov_head.markov_w1.weight"] = _main_directions(target, config.block.markov_rank)  # type: ignore[union-attr]
     if tokens is not None:
         weights["d2t"] = tokens - torch.arange(len(tokens))
         weights["lm_head.weight"] = target.weights.head_VD[tokens.to(target.device)].cpu()
@@ -162,25 +142,10 @@ def new_head(
 def _first(name: str, size: torch.Size, num_layers: int, generator: torch.Generator) -> Tensor:
     if len(size) == 1:
         return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
-    if name.endswith("markov_w2.weight"):
-        return torch.zeros(size)
     spread: float = size[-1] ** -0.5
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         spread /= math.sqrt(2 * num_layers)
     return torch.randn(size, generator=generator) * spread
-
-
-def _main_directions(target: Target, rank: int) -> Tensor:
-    """Return [V, rank] the embeddings in the directions in which they differ most, with mean
-    squares of 1.
-    """
-    embedding_VD = target.weights.embedding_VD.cpu().double()
-    _, directions_DD = torch.linalg.eigh(embedding_VD.T @ embedding_VD)
-    projected_VR = embedding_VD @ directions_DD[:, -rank:]
-    if projected_VR.shape[1] < rank:
-        projected_VR = torch.nn.functional.pad(projected_VR, (0, rank - projected_VR.shape[1]))
-    scaled: Tensor = projected_VR / projected_VR.square().mean().sqrt()
-    return scaled.float().contiguous()
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -7,15 +7,14 @@ tokens. Its acceptance counts the target's whole distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
-from research.distill.memories import BlockMemory, ChainMemory
+from research.distill.memories import ChainMemory
 from research.distill.states import TextRows
 
 DECAY = 0.8
@@ -89,9 +88,6 @@ class Losses:
         return Losses(loss, torch.stack([acceptance for _, acceptance in parts]).detach())
 
 
-LossOf = Callable[[Any, TextBatch, int, float, torch.Generator], Losses]
-
-
 def distillation_loss(student_NV: Tensor, teacher: Teacher, tv_weight: float) -> tuple[Tensor, Tensor]:
     """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 -
     TV.
@@ -109,7 +105,7 @@ def distillation_loss(student_NV: Tensor, teacher: Teacher, tv_weight: float) ->
     return (1 - tv_weight) * divergence + tv_weight * variation, accepted
 
 
-def eagle_losses(head: Any, texts: TextBatch, draft_length: int, tv_weight: float, _: torch.Generator) -> Losses:
+def eagle_losses(head: Any, texts: TextBatch, draft_length: int, tv_weight: float) -> Losses:
     """EAGLE-3's training-time test: below each token of a text a chain of the text's own tokens is
     drafted.
 
@@ -131,55 +127,6 @@ def eagle_losses(head: Any, texts: TextBatch, draft_length: int, tv_weight: floa
         parts.append(distillation_loss(student_NV, teacher.at(has_chain_N), tv_weight))
         state_TH = _after(state_TH.unflatten(0, (num_texts, length))).flatten(0, 1)
     return Losses.over_depths(parts)
-
-
-def block_losses(
-    head: Any, texts: TextBatch, draft_length: int, tv_weight: float, generator: torch.Generator
-) -> Losses:
-    """Blocks after anchors at even distances: each slot drafts the next token, given the text's
-    token before it.
-    """
-    num_texts, length = texts.token_ids_RL.shape
-    device, size = texts.token_ids_RL.device, head.block_config.size
-    step = -(-size // 2)
-    anchors_RA = anchors_of(texts.counts_RL, step, int(torch.randint(step, (), generator=generator)))
-    memory = BlockMemory(anchors_RA, size, head.block_config.is_causal[0])
-    context_positions_T = torch.arange(length, device=device).repeat(num_texts)
-    head.store(head.project(texts.taps_RLX.flatten(0, 1)), context_positions_T, memory)
-    index_RAB = anchors_RA.unsqueeze(-1) + torch.arange(size, device=device)
-    # Rows of one flat text; slots past a text's end count nowhere.
-    place_RAB = index_RAB.clamp(max=length - 1) + length * torch.arange(num_texts, device=device)[:, None, None]
-    counts_RAB = texts.counts_RL.flatten()[place_RAB] & (index_RAB < length)
-    text_tokens_RAB = texts.token_ids_RL.flatten()[place_RAB]
-    tokens_RAB = torch.full_like(text_tokens_RAB, head.config.mask_token_id)
-    tokens_RAB[..., 0] = text_tokens_RAB[..., 0]
-    state_TH = head.block(tokens_RAB.flatten(), index_RAB.flatten(), dict.fromkeys((False, True), memory))
-    state_RABH = state_TH.unflatten(0, index_RAB.shape)
-    parts = []
-    for depth in range(draft_length):
-        counted_RA = counts_RAB[:, :, depth]
-        state_NH, previous_N = (part[:, :, depth][counted_RA] for part in (state_RABH, text_tokens_RAB))
-        term_NV, _memory = head.markov_head(head.markov_head.start(len(state_NH)), previous_N, state_NH)
-        student_NV = head.own_logits(state_NH) + term_NV.float()
-        parts.append(distillation_loss(student_NV, texts.teacher(head, place_RAB[:, :, depth][counted_RA]), tv_weight))
-    return Losses.over_depths(parts)
-
-
-def anchors_of(counts_RL: Tensor, step: int, first: int) -> Tensor:
-    """Return [R, A] places from which blocks are drafted: of the places that count in a text every
-    `step`-th one.
-
-    The target has no state before a text's first token. A text with fewer places has anchors past
-    its end.
-    """
-    places = [1 + row[1:].nonzero().squeeze(1) for row in counts_RL]
-    chosen = [place[min(first, len(place) // 2) :: step] for place in places]
-    most, length = max(map(len, chosen)), counts_RL.shape[1]
-    return torch.stack([pad(one, (0, most - len(one)), value=length) for one in chosen])
-
-
-LOSSES: dict[str, LossOf] = {"eagle3": eagle_losses, "dspark": block_losses}
-"""Losses of each type of head."""
 
 
 def _after(part_RLX: Tensor) -> Tensor:

@@ -62,48 +62,6 @@ class ChainMemory:
         return _flat(output)
 
 
-class BlockMemory:
-    """The memory of blocks after many anchors of each text: a block sees the context before its
-    anchor, and itself.
-    """
-
-    def __init__(self, anchors_RA: Tensor, block_size: int, is_causal: bool) -> None:
-        self._anchors_RA, self._size, self._is_causal = anchors_RA, block_size, is_causal
-        self._context: dict[int, _Kept] = {}
-
-    def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
-        """Write the context."""
-        num_texts = len(self._anchors_RA)
-        self._context[layer] = (_by_text(key_THD, num_texts), _by_text(value_THD, num_texts))
-
-    def attend(
-        self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """[T, H, D] attention of all blocks, [R * A * B] rows."""
-        assert window is None
-        num_texts, num_anchors = self._anchors_RA.shape
-        context_key, context_value = self._context[module.layer_idx]
-        groups = query_THD.shape[1] // key_THD.shape[1]
-        query, key, value = (_by_text(part, num_texts) for part in (query_THD, key_THD, value_THD))
-        key, value, context_key, context_value = (
-            part.repeat_interleave(groups, 1) for part in (key, value, context_key, context_value)
-        )
-        length = context_key.shape[2]
-        index = torch.arange(length, device=query.device)
-        seen = (index < self._anchors_RA[..., None]).repeat_interleave(self._size, 1)[:, None]
-        context_scores = (query @ context_key.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
-        blocks = (num_texts, query.shape[1], num_anchors, self._size, query.shape[-1])
-        block_query, block_key, block_value = (part.reshape(blocks) for part in (query, key, value))
-        block_scores = block_query @ block_key.transpose(-1, -2) * scaling
-        if self._is_causal:
-            places = torch.arange(self._size, device=query.device)
-            block_scores = block_scores.masked_fill(places[None] > places[:, None], -torch.inf)
-        scores = torch.cat([context_scores, block_scores.flatten(2, 3)], -1)
-        weights = scores.float().softmax(-1).to(query.dtype)
-        block_output = weights[..., length:].reshape(*blocks[:-1], self._size) @ block_value
-        return _flat(weights[..., :length] @ context_value + block_output.flatten(2, 3))
-
-
 def _by_text(part_THD: Tensor, num_texts: int) -> Tensor:
     """[R, H, L, D]"""
     return part_THD.reshape(num_texts, -1, *part_THD.shape[1:]).transpose(1, 2)

@@ -26,6 +26,7 @@ from research.distill.budget import Amount, Present, Speeds, estimate, fitting, 
 from research.distill.dialogues import ChatTokens, FileDialogue, LearnedText, read_dialogues, read_records
 from research.distill.first_layer import fit_states
 from research.distill.heads import (
+    KIND,
     WEIGHTS,
     HeadShape,
     checked_config,
@@ -62,7 +63,7 @@ class Run:
         self._target = Target(options.folder, options.revision, options.taps, device)
         self._shape = shape_of(options, self._target)
         checked_config(self._shape, self._target)
-        self._output = options.output or Path(f"{Path(options.target).name}-{options.kind}")
+        self._output = options.output or Path(f"{Path(options.target).name}-{KIND}")
         self._texts = Texts(options.texts or self._output / "texts", options.sample_batch)
         self._states = States(self._texts.folder, self._target.taps)
         self._prompts = None if options.prompts is None else read_dialogues(options.prompts)
@@ -237,7 +238,7 @@ class Run:
         counts = learned_counts(files, target.config.vocab_size)
         tokens = choose_tokens(counts, self._shape.draft_vocab_size) if earlier is None else tokens_of(earlier)
         fit = None
-        if earlier is None and options.kind == "eagle3" and target.taps[-1] == target.config.num_hidden_layers:
+        if earlier is None and target.taps[-1] == target.config.num_hidden_layers:
             fit = fit_states(states.rows(places[NUM_VALIDATION:][:_FITTED_TEXTS]), target.weights.embedding_VD.cpu())
         head: Head = new_head(self._shape, target, options.seed, tokens, fit)
         if earlier is not None:
@@ -246,7 +247,7 @@ class Run:
             epochs, options.batch, options.learning_rate, options.draft_length, options.tv_weight, options.seed
         )
         settings = self._settings | {"epochs": epochs, "texts": [self._settings["texts"], len(places)]}
-        return Training(head, options.kind, states, places, plan, settings, file)
+        return Training(head, states, places, plan, settings, file)
 
     def _measured(self, training: Training) -> dict[str, Any]:
         """Return the acceptance by the engine, on prompts that were not trained on."""
@@ -267,13 +268,10 @@ class Run:
 
 
 def shape_of(options: argparse.Namespace, target: Target) -> HeadShape:
-    """Type and size of the head."""
+    """Size of the head."""
     config = target.config
-    tokens = (options.mask_token, config.pad_token_id, config.eos_token_id, 0)
-    mask = next(token for token in tokens if isinstance(token, int))
-    layers = options.layers or (2 if options.kind == "dspark" else 1)
     vocabulary = draft_vocab_size(options.draft_vocabulary, int(config.vocab_size))
-    return HeadShape(options.kind, layers, options.draft_length, mask, vocabulary)
+    return HeadShape(options.layers, options.draft_length, vocabulary)
 
 
 def settings_of(options: argparse.Namespace, target: Target, shape: HeadShape) -> dict[str, Any]:

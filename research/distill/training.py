@@ -21,14 +21,14 @@ from tqdm import tqdm
 from engine.errors import ConfigError
 from engine.heads.head import Head
 from engine.start.number_formats import arithmetic_dtype
-from research.distill.losses import LOSSES, Losses, TextBatch
+from research.distill.losses import Losses, TextBatch, eagle_losses
 from research.distill.states import States
 from research.distill.texts import TextPlace
 
 NUM_VALIDATION = 16
 """Texts that are not trained on, the first ones."""
-_CONTEXT = {"eagle3": 32}
-"""Tokens before an answer that heads of a type read in training; others read whole texts.
+_CONTEXT = 32
+"""Tokens before an answer that a head reads in training.
 
 An EAGLE-3 head knows a text by the state that each row reads, and attends to little else.
 """
@@ -90,7 +90,6 @@ class Training:
     """A head in training; its state is saved in `folder`."""
 
     head: Head
-    kind: str
     states: States
     places: Sequence[TextPlace]
     """All texts."""
@@ -104,8 +103,7 @@ class Training:
     """[steps, texts] of the epoch that is trained."""
 
     def __post_init__(self) -> None:
-        context = _CONTEXT.get(self.kind)
-        self._trained = self.places if context is None else [place.cropped(context) for place in self.places]
+        self._trained = [place.cropped(_CONTEXT) for place in self.places]
         self._optimizer = build_optimizer(self.head, self.schedule.learning_rate, 0.01)
         num_texts = len(self.places)
         self.num_steps = self.schedule.num_steps(num_texts)
@@ -126,7 +124,7 @@ class Training:
         """Train to the end, or for at most `most_steps` more; validate and save checkpoints."""
         end = self.num_steps if most_steps is None else min(self.num_steps, self.step + most_steps)
         every = max(1, self.num_steps // NUM_CHECKPOINTS)
-        with tqdm(total=self.num_steps, initial=self.step, desc=f"train {self.kind}", unit="step") as bar:
+        with tqdm(total=self.num_steps, initial=self.step, desc="train", unit="step") as bar:
             while self.step < end:
                 self._take_step()
                 bar.set_postfix(loss=f"{np.mean(self.losses[-20:]):.3f}", refresh=False)
@@ -141,8 +139,7 @@ class Training:
         progress = step / self.num_steps
         for group in self._optimizer.param_groups:
             group["lr"] = schedule.rate(progress)
-        generator = torch.Generator().manual_seed((schedule.seed << 32) + step)
-        losses = self._losses(self._numbers(step), schedule.variation_share(progress), generator)
+        losses = self._losses(self._numbers(step), schedule.variation_share(progress))
         losses.loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self._optimizer.step()
@@ -164,16 +161,14 @@ class Training:
             self._orders = {epoch: chance.permutation(by_length.reshape(num_steps, size))}
         return self._orders[epoch][place].tolist()  # type: ignore[no-any-return]
 
-    def _losses(
-        self, numbers: Sequence[int], share: float, generator: torch.Generator, is_whole: bool = False
-    ) -> Losses:
+    def _losses(self, numbers: Sequence[int], share: float, is_whole: bool = False) -> Losses:
         """Losses of some texts; share, is_whole: see `TrainingPlan.variation_share` and
         `TextBatch`.
         """
         rows = self.states.rows([self._trained[number] for number in numbers])
         batch = TextBatch.of(rows, self.head.device, is_whole)
         with autocast(self.head.device):
-            return LOSSES[self.kind](self.head, batch, self.schedule.draft_length, share, generator)
+            return eagle_losses(self.head, batch, self.schedule.draft_length, share)
 
     def train_for(self, num_steps: int) -> None:
         """Train for some steps, without checkpoints."""
@@ -207,10 +202,7 @@ class Training:
         """Acceptance at temperature 1 of one drafted token by depth, on texts that are not trained
         on.
         """
-        losses = [
-            self._losses(range(first, first + 4), 1.0, torch.Generator().manual_seed(0), is_whole=True)
-            for first in range(0, NUM_VALIDATION, 4)
-        ]
+        losses = [self._losses(range(first, first + 4), 1.0, is_whole=True) for first in range(0, NUM_VALIDATION, 4)]
         acceptance_L = torch.stack([one.acceptance_L for one in losses]).mean(0)
         return [round(value, 4) for value in acceptance_L.tolist()]
 

@@ -26,7 +26,7 @@ COMPLETED = (
     ("polydraft serve --kv-cache-dtype bf", "bfloat16 "),
     ("polydraft serve --draft-model mod", "model.gguf "),
     ("polydraft analyze qua", "quality "),
-    ("polydraft distill --kind dsp", "dspark "),
+    ("polydraft distill --draft-le", "--draft-length "),
     ("polydraft help an", "analyze "),
 )
 """Text typed before the tab key, and the end of the line after it."""

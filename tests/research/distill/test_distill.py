@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.heads.head import HeadOutput
 from engine.heads.loading import head_config, load_head
 from engine.start.loading import load
 from research.distill import losses
 from research.distill.__main__ import complete, main, parser
 from research.distill.first_layer import fit_states
-from research.distill.heads import KINDS, new_head
-from research.distill.losses import LOSSES, Losses, TextBatch
+from research.distill.heads import new_head
+from research.distill.losses import Losses, TextBatch, eagle_losses
 from research.distill.memories import ChainMemory
 from research.distill.run import settings_of, shape_of
 from research.distill.sampling import Sampler, TextPlan
@@ -69,25 +68,22 @@ def states(target: Target, texts: Texts) -> States:
     return states
 
 
-def options_of(target: Path, output: Path, kind: str, *more: str) -> Any:
-    words = ["--output", str(output), "--kind", kind, "--taps", "1,2,4", "--draft-length", str(DEPTH), "--threads", "1"]
+def options_of(target: Path, output: Path, *more: str) -> Any:
+    words = ["--output", str(output), "--taps", "1,2,4", "--draft-length", str(DEPTH), "--threads", "1"]
     words += ["--length", str(LENGTH), "--sample-batch", "8", "--tokens", "800", "--epochs", "4", "--batch", "4"]
     return [str(target), *words, "--learning-rate", "0.01", *more]
 
 
-def training_of(
-    target: Target, states: States, kind: str, file: Path, epochs: int = 4, is_fitted: bool = True
-) -> Training:
-    options = parser().parse_args(options_of(Path(target.name), file.parent, kind))
+def training_of(target: Target, states: States, file: Path, epochs: int = 4, is_fitted: bool = True) -> Training:
+    options = parser().parse_args(options_of(Path(target.name), file.parent))
     complete(options)
     shape = shape_of(options, target)
     schedule = TrainingPlan(epochs, 4, 0.01, DEPTH, 0.5, 0)
     places = places_of(Texts(states.folder.parent, 16).files(1e6))
-    is_fitted = is_fitted and kind == "eagle3"
     fit = fit_states(states.rows(places), target.weights.embedding_VD) if is_fitted else None
     head = new_head(shape, target, seed=0, fit=fit)
     settings = settings_of(options, target, shape) | {"epochs": epochs}
-    return Training(head, kind, states, places, schedule, settings, file)
+    return Training(head, states, places, schedule, settings, file)
 
 
 def rows_of(states: States, *numbers: int) -> Any:
@@ -120,58 +116,45 @@ def test_texts_follow_the_targets_distribution(target: Target, sampler: Sampler)
     assert (counts - hotter).abs().sum() > 0.12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_of_the_logits_that_are_served(target: Target, states: States, tmp_path: Path, kind: str) -> None:
+def test_losses_are_of_the_logits_that_are_served(target: Target, states: States, tmp_path: Path) -> None:
     """At every depth below a text, against passes that know nothing of training."""
-    assert error_of_logits(training_of(target, states, kind, tmp_path / "checkpoint.pt")) < 1e-3
+    assert error_of_logits(training_of(target, states, tmp_path / "checkpoint.pt")) < 1e-3
 
 
 @pytest.mark.parametrize(
-    ("kind", "function", "wrong"),
+    ("function", "wrong"),
     [
         # K and V of other chains' rows.
-        ("eagle3", "memories._moved", lambda _, part, _distance: part),
-        ("eagle3", "losses._after", lambda _, part: part),  # the state at the token itself
-        # the context's state at the anchor, which is not known yet
-        ("dspark", "losses.BlockMemory", lambda memory, anchors, *rest: memory(anchors + 1, *rest)),
+        ("memories._moved", lambda _, part, _distance: part),
+        ("losses._after", lambda _, part: part),  # the state at the token itself
     ],
 )
-def test_wrong_rows_are_found(
-    target: Target, states: States, tmp_path: Path, kind: str, function: str, wrong: Any
-) -> None:
-    training = training_of(target, states, kind, tmp_path / "checkpoint.pt")
-    module, _, name = f"distill.{function}".rpartition(".")
+def test_wrong_rows_are_found(target: Target, states: States, tmp_path: Path, function: str, wrong: Any) -> None:
+    training = training_of(target, states, tmp_path / "checkpoint.pt")
+    module, _, name = f"research.distill.{function}".rpartition(".")
     with instead(module, name, wrong):
         assert error_of_logits(training) > 1e-2
 
 
 def error_of_logits(training: Training) -> float:
     """Largest difference between logits in training and in passes of one chain."""
-    batch, kind = TextBatch.of(rows_of(training.states, 0), CPU), training.kind
+    batch, place = TextBatch.of(rows_of(training.states, 0), CPU), 9
     trained: list[torch.Tensor] = []
     measured = _losses_of(training, batch, trained)
     assert measured.acceptance_L.shape == (DEPTH,)
-    place = _anchors(batch)[4]
     with torch.no_grad():
-        expected = (_chain_logits if kind == "eagle3" else _block_logits)(training.head, batch, place)
-    row = place - 1 if kind == "eagle3" else 4  # rows without a whole chain are left out
+        expected = _chain_logits(training.head, batch, place)
+    # Rows without a whole chain are left out.
     pairs = zip(trained, expected, strict=True)
-    return max(float((logits[row] - one).abs().max()) for logits, one in pairs)
+    return max(float((logits[place - 1] - one).abs().max()) for logits, one in pairs)
 
 
 def _losses_of(training: Training, batch: TextBatch, recorded: list[torch.Tensor]) -> Losses:
     """Losses, and the logits that they are of."""
     with calls_of(losses, "distillation_loss") as calls, torch.no_grad():
-        result = LOSSES[training.kind](training.head, batch, DEPTH, 0.5, torch.Generator().manual_seed(1))
+        result = eagle_losses(training.head, batch, DEPTH, 0.5)
     recorded += [operands[0] for operands, _ in calls]
     return result
-
-
-def _anchors(batch: TextBatch) -> list[int]:
-    """Anchors that `block_losses` draws with the seed 1."""
-    step = -(-DEPTH // 2)
-    first = 1 + int(torch.randint(step, (), generator=torch.Generator().manual_seed(1)))
-    return list(range(first, batch.token_ids_RL.shape[1] - DEPTH + 1, step))
 
 
 def _chain_logits(head: Any, batch: TextBatch, place: int) -> list[torch.Tensor]:
@@ -188,35 +171,15 @@ def _chain_logits(head: Any, batch: TextBatch, place: int) -> list[torch.Tensor]
     return logits
 
 
-def _block_logits(head: Any, batch: TextBatch, anchor: int) -> list[torch.Tensor]:
-    """Logits by depth, of one block, drawn as the engine draws."""
-    tokens, taps, rows = batch.token_ids_RL[0], batch.taps_RLX[0], _Rows()
-    head.store(head.project(taps[:anchor]), torch.arange(anchor), rows)
-    rows.sees_all = True
-    block = torch.full((DEPTH,), head.config.mask_token_id)
-    block[0] = tokens[anchor]
-    state = head.block(block, torch.arange(anchor, anchor + DEPTH), dict.fromkeys((False, True), rows))
-    wanted = state[torch.from_numpy(head.rows([DEPTH]))]
-    output = HeadOutput(wanted, head.products(wanted))
-    sampler, parent, logits = head.sampler(output, [DEPTH], VOCABULARY), None, []
-    for depth in range(DEPTH):
-        previous = tokens[anchor + depth : anchor + depth + 1]
-        logits.append(sampler.below(torch.tensor([depth]), previous, parent)[0])
-        parent = torch.tensor([0])
-    return logits
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_a_step_do_not_change_each_other(target: Target, states: States, tmp_path: Path, kind: str) -> None:
+def test_texts_of_a_step_do_not_change_each_other(target: Target, states: States, tmp_path: Path) -> None:
     """Losses of a long and a short text together are those of each alone, weighted by the numbers
     of their rows.
     """
-    assert error_of_filling(training_of(target, states, kind, tmp_path / "checkpoint.pt")) < 1e-4
+    assert error_of_filling(training_of(target, states, tmp_path / "checkpoint.pt")) < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_after_a_text_s_end_are_found(target: Target, states: States, tmp_path: Path, kind: str) -> None:
-    training = training_of(target, states, kind, tmp_path / "checkpoint.pt")
+def test_rows_after_a_text_s_end_are_found(target: Target, states: States, tmp_path: Path) -> None:
+    training = training_of(target, states, tmp_path / "checkpoint.pt")
 
     def marked(filled: Any, parts: Any, length: int) -> Any:
         return (
@@ -247,11 +210,10 @@ def error_of_filling(training: Training) -> float:
 
 
 class _Rows:
-    """A memory of one text: every row sees those before it, and itself; or, of a block, all."""
+    """A memory of one text: every row sees those before it, and itself."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.sees_all = False
 
     def store(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor) -> None:
         if layer in self._kept:
@@ -268,7 +230,7 @@ class _Rows:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        assert self.sees_all or len(query_THD) == 1
+        assert len(query_THD) == 1
         self.store(module.layer_idx, key_THD, value_THD)
         query, key, value = (part.transpose(0, 1) for part in (query_THD, *self._kept[module.layer_idx]))
         groups = len(query) // len(key)
@@ -283,7 +245,7 @@ def test_a_first_layer_predicts_linearly(
     themselves alone.
     """
     monkeypatch.setattr("research.distill.first_layer._SELF_ATTENTION", 1000.0)
-    training = training_of(target, states, "eagle3", tmp_path / "checkpoint.pt")
+    training = training_of(target, states, tmp_path / "checkpoint.pt")
     head, rows = training.head, rows_of(states, 0)
     fit = fit_states(states.rows(training.places), target.weights.embedding_VD)
     width = len(fit.constant_D)
@@ -302,9 +264,8 @@ def test_a_first_layer_predicts_linearly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_falls(target: Target, states: States, tmp_path: Path, kind: str) -> None:
-    training = training_of(target, states, kind, tmp_path / "checkpoint.pt", epochs=12, is_fitted=False)
+def test_loss_falls(target: Target, states: States, tmp_path: Path) -> None:
+    training = training_of(target, states, tmp_path / "checkpoint.pt", epochs=12, is_fitted=False)
     before = training.validate()
     training.run()
     assert sum(training.losses[-4:]) < 0.9 * sum(training.losses[:4])
@@ -312,14 +273,13 @@ def test_loss_falls(target: Target, states: States, tmp_path: Path, kind: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_resumed_run_ends_with_the_same_weights(target: Target, states: States, tmp_path: Path, kind: str) -> None:
-    whole = training_of(target, states, kind, tmp_path / "whole" / "checkpoint.pt")
+def test_resumed_run_ends_with_the_same_weights(target: Target, states: States, tmp_path: Path) -> None:
+    whole = training_of(target, states, tmp_path / "whole" / "checkpoint.pt")
     whole.run()
-    parts = training_of(target, states, kind, tmp_path / "parts" / "checkpoint.pt")
+    parts = training_of(target, states, tmp_path / "parts" / "checkpoint.pt")
     parts.run(most_steps=7)
     parts.save()
-    resumed = training_of(target, states, kind, tmp_path / "parts" / "checkpoint.pt")
+    resumed = training_of(target, states, tmp_path / "parts" / "checkpoint.pt")
     assert resumed.step == 7
     resumed.run()
     for name, weight in whole.head.state_dict().items():
@@ -329,16 +289,15 @@ def test_resumed_run_ends_with_the_same_weights(target: Target, states: States, 
 
 @pytest.mark.sole("distilling a head")
 @pytest.mark.sampled
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, SMALL])
 def test_command_writes_a_head_that_is_served_exactly(
-    target_folder: Path, tmp_path: Path, kind: str, vocabulary: int, capsys: pytest.CaptureFixture[str]
+    target_folder: Path, tmp_path: Path, vocabulary: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From one command to a folder in the speculators layout; its greedy answers are plain
     decoding's.
     """
     output, small = tmp_path / "head", ("--draft-vocabulary", str(vocabulary))
-    assert main(options_of(target_folder, output, kind, *small)) == 0
+    assert main(options_of(target_folder, output, *small)) == 0
     assert "tokens a pass" in capsys.readouterr().out
     report = json.loads((output / "report.json").read_text())
     assert report["served"]["greedy_answers_equal_plain"] == 1
@@ -346,14 +305,14 @@ def test_command_writes_a_head_that_is_served_exactly(
     assert report["loss"]["last"] < report["loss"]["first"]
     config = head_config(str(output), None)
     assert config is not None
-    assert (config.kind, config.taps, config.max_draft_length) == (kind, TAPS, DEPTH if kind == "dspark" else None)
+    assert (config.kind, config.taps, config.max_draft_length) == ("eagle3", TAPS, None)
     loaded = load_head(config, None, load(str(target_folder), None, "auto", CPU).model)
     for name, weight in load_file(output / "model.safetensors").items():
         assert torch.equal(loaded.state_dict()[name].float(), weight.float())
     assert (config.draft_vocab_size, loaded.d2t is None) == (vocabulary, vocabulary == VOCABULARY)
     assert (report["covered_probability"] == 1) == (vocabulary == VOCABULARY)
     # The same command again does nothing but measure.
-    assert main(options_of(target_folder, output, kind, *small)) == 0
+    assert main(options_of(target_folder, output, *small)) == 0
     again = json.loads((output / "report.json").read_text())
     assert again["served"]["temperature 1"] == report["served"]["temperature 1"]
 
@@ -364,17 +323,17 @@ def test_an_earlier_head_is_trained_further(target_folder: Path, tmp_path: Path,
     refused.
     """
     small = ("--draft-vocabulary", str(SMALL), "--texts", str(tmp_path / "texts"))
-    assert main(options_of(target_folder, tmp_path / "first", "eagle3", *small)) == 0
+    assert main(options_of(target_folder, tmp_path / "first", *small)) == 0
     further = [*small, "--begin-from", str(tmp_path / "first"), "--learning-rate", "1e-9"]
-    assert main(options_of(target_folder, tmp_path / "second", "eagle3", *further)) == 0
+    assert main(options_of(target_folder, tmp_path / "second", *further)) == 0
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
     more = ["--layers", "2", *further]
-    assert main(options_of(target_folder, tmp_path / "third", "eagle3", *more)) == 2
+    assert main(options_of(target_folder, tmp_path / "third", *more)) == 2
     assert "a head of another type or size" in capsys.readouterr().err
     nothing = ["--begin-from", str(tmp_path / "texts")]
-    assert main(options_of(target_folder, tmp_path / "fourth", "eagle3", *nothing)) == 2
+    assert main(options_of(target_folder, tmp_path / "fourth", *nothing)) == 2
 
 
 @pytest.mark.parametrize(
@@ -386,25 +345,24 @@ def test_an_earlier_head_is_trained_further(target_folder: Path, tmp_path: Path,
         (("--draft-length", "0"), "--draft-length must be above 0"),
         (("--draft-length", "9"), "--length must be at least"),
         (("--tv-weight", "2"), "from 0 to 1"),
-        (("--mask-token", "97"), "mask_token_id"),
         (("--prompts", "nowhere.jsonl"), "not a file that can be read"),
     ],
 )
 def test_wrong_input_is_refused_in_a_line(
     target_folder: Path, tmp_path: Path, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*options_of(target_folder, tmp_path / "head", "dspark"), *more]) == 2
+    assert main([*options_of(target_folder, tmp_path / "head"), *more]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_other_settings_do_not_resume(
     target: Target, target_folder: Path, states: States, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training = training_of(target, states, "eagle3", tmp_path / "checkpoint.pt")
+    training = training_of(target, states, tmp_path / "checkpoint.pt")
     training.run(most_steps=1)
     training.save()
     with pytest.raises(Exception, match="another epochs"):
-        training_of(target, states, "eagle3", tmp_path / "checkpoint.pt", epochs=5)
+        training_of(target, states, tmp_path / "checkpoint.pt", epochs=5)
     words = options_of(target_folder, tmp_path / "head", "eagle3")
     options = parser().parse_args(words)
     complete(options)
