@@ -6,25 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError, LoadError
 from loadtest.arguments import Parser
 from loadtest.results import add_output_argument, write
-from research.analysis import (
-    arms,
-    device_model,
-    drafters,
-    gguf_numbers,
-    gguf_tokens,
-    laws,
-    pair,
-    quality,
-    selfcheck,
-    shapes,
-    times,
-)
+from research.analysis import arms, gguf_tokens, limits, pair, selfcheck
 from research.analysis.papers import run as papers
 
 _LONGEST_AT_A_TERMINAL = 2000
@@ -35,17 +22,14 @@ name others. Tables for reading go to standard error, and the same figures as
 JSON to standard output."""
 _EPILOG = """\
 which command helps with what:
-  a pair of models that you want to serve  selfcheck, then pair; arms, shapes
-  a head in place of a draft model         drafters; times --of heads
-  smaller weights or a smaller K/V cache   quality; gguf-numbers for a GGUF file
-  a GPU that you do not have yet           plan
-  what takes the time on this machine      times
+  a pair of models that you want to serve  selfcheck, then pair; arms
+  what takes the time on this machine      limits
   the tokens of a GGUF file                gguf-tokens
-  rules of verification on paper           laws, blocks, papers
+  rules of verification on paper           papers
 
 `polydraft analyze COMMAND --help` lists the flags of a command. Words such as
 rule, chain, head and acceptance are explained in docs/glossary.md. `python -m
-analysis.peers` compares with transformers and llama.cpp, and `polydraft bench
+research.analysis.peers` compares with transformers and llama.cpp, and `polydraft bench
 --before FOLDER` with another version of Polydraft."""
 
 
@@ -58,13 +42,6 @@ class Analysis(NamedTuple):
     """Returns the JSON document; its `passed` is false if a check failed."""
     table: Callable[[dict[str, Any]], str] | None = None
     """Renders the document for people; None for a command that writes its files itself."""
-
-
-def _add_file(entry: str) -> Callable[[argparse.ArgumentParser], None]:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("file", type=Path, help=f"JSON list of {entry}")
-
-    return add
 
 
 def _analysis(module: Any, question: str) -> Analysis:
@@ -83,37 +60,11 @@ ANALYSES = {
         pair, "How well does this draft model guess for this target? Ends with the flags of `polydraft serve` to use."
     ),
     "arms": _analysis(arms, "How much faster are answers with drafts on this machine than without?"),
-    "shapes": _analysis(
-        shapes, "Does one chain pay best, or several, and where should they part? Predicts every shape of this pair."
-    ),
-    "quality": _analysis(
-        quality,
-        "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",
-    ),
-    "gguf-numbers": _analysis(
-        gguf_numbers,
-        "Does a GGUF file have the same numbers in transformers and llama.cpp? Compares answers and perplexities.",
-    ),
     "gguf-tokens": _analysis(
         gguf_tokens, "Has a GGUF file the same tokens here as in llama.cpp? Needs llama-cpp-python, and no weights."
     ),
-    "plan": _analysis(
-        device_model, "How fast would a pair be on a GPU that you do not have? A calculation: nothing is measured."
-    ),
-    "drafters": _analysis(drafters, "Which of several drafters of one target is fastest: a small model, or heads?"),
-    "times": _analysis(
-        times,
-        "How long do steps, passes and rules take here: with more chains, after long texts, with heads?",
-    ),
-    "laws": Analysis(
-        "How likely is each rule to accept a draft, for the distributions in a file?",
-        _add_file('{"p": [...], "q": [...], "n": drafts}'),
-        lambda options: laws.analyze_laws(options.file),
-    ),
-    "blocks": Analysis(
-        "How many drafted tokens does each rule accept, for the distributions in a file?",
-        _add_file('{"V": tokens, "L": length, "K": drafts, "rows": {"0,1": {"p": [...], "q": [...]}}}'),
-        lambda options: laws.analyze_blocks(options.file),
+    "limits": _analysis(
+        limits, "What limits passes and steps here, after short and long texts, and how much of the speedup is left?"
     ),
     "papers": _analysis(
         papers,

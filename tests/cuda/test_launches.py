@@ -36,14 +36,6 @@ from engine.models.runner import ModelRunner, Pass
 from engine.request import Speculation
 from engine.start.probe import find_kv_shape
 from engine.step.engine import Engine
-from research.analysis.device_model import (
-    KERNELS,
-    LEVEL_LAUNCHES,
-    PLAIN_LAUNCHES,
-    PRODUCTS,
-    RECORDED_LAUNCHES,
-    VERDICT_LAUNCHES,
-)
 from tests.attention.test_groups import passes
 from tests.cuda.test_attention_kernel import in_parts
 from tests.cuda.test_lean_decoder import SIZES, randomised
@@ -57,6 +49,14 @@ from tests.wrong import instead
 
 pytestmark = pytest.mark.slow  # test_dry_run.py counts the copies, reads and replays of recorded steps
 
+PRODUCTS, KERNELS = 4, 6
+"""Matrix products of a layer, and kernels between them."""
+LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
+"""Launches outside of passes, if a step is not recorded: of a drafted level, of a verdict over
+drafts, of a plain step.
+"""
+RECORDED_LAUNCHES = 10
+"""Launches of a whole recorded step: its copies, its replays, and the moves of accepted K/V."""
 CHAIN = Speculation(rule="block", num_drafts=1, draft_length=5)
 CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 

@@ -16,11 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.models.gguf.folder import folder_of
+from engine.models.importing import import_transformers
+from engine.request import Limits, Request, Sampling
 from engine.start.compiling import compile_kernels
-from research.analysis.gguf_numbers import by_transformers, greedy
+from engine.start.distribution_check import run_to_end
 from research.analysis.loading import load_engine
 from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import Daemon, Daemons
@@ -92,7 +95,15 @@ def test_greedy_answers_are_those_of_transformers(folder: str) -> None:
     tokenizer = Tokenizer(folder)
     texts = [QUESTION, FOX, "Write a poem about rain.", "Count from 1 to 20.", "Name three planets."]
     prompts = [tokenizer.encode(tokenizer.render_chat(says(text)), False) for text in texts]
-    assert greedy(engine, by_transformers(FILE), prompts, 40)["differences"] == []
+    load = import_transformers().AutoModelForCausalLM.from_pretrained
+    reference = load(str(FILE.parent), gguf_file=FILE.name, dtype=torch.float32).eval()
+    reference.generation_config.eos_token_id = reference.generation_config.pad_token_id = None
+    sampling, limits = Sampling(temperature=0.0), Limits(max_tokens=40, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        request = Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling, limits=limits)
+        with torch.inference_mode():
+            output = reference.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        assert run_to_end(engine, [request])[str(number)].tokens == output[0, len(prompt) :].tolist()
     tokenizer.close()
 
 

@@ -1,4 +1,4 @@
-"""`analyze times --of limits`: passes and steps by length of the text and cores.
+"""`analyze limits`: passes and steps by length of the text and cores.
 
 A pass reads all weights, and the K/V of its text. The least time for that, and for its products,
 follows from the machine's rates, which are measured in the same run. Engines with different numbers
@@ -11,7 +11,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,19 @@ from torch import nn
 from tqdm import tqdm
 
 from engine.attention.inputs import NO_NODES, SequenceInput
-from engine.config import SpeculationConfig
+from engine.config import SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
 from engine.models.runner import ModelRunner
+from engine.plan import Plan
 from engine.request import Speculation
-from engine.start.measuring import synthetic_plan
+from engine.start.measuring import middle_steps, synthetic_plan
 from engine.step.engine import Engine
+from loadtest.arguments import integers
 from loadtest.checkpoints import lengthened
 from loadtest.results import document, table
 from loadtest.statistics import median_of_ratios
-from research.analysis.loading import names_of
-from research.analysis.times.steps import PAIR_DEFAULTS, load_single, measure_turn, part
+from research.analysis.loading import add_format_arguments, add_pair_arguments, config_of, load_engine, names_of
 
-DEFAULTS: dict[str, Any] = {
-    **{name: value for name, value in PAIR_DEFAULTS.items() if name != "threads"},
-    **dict.fromkeys(["weights", "draft_weights", "activations"], "auto"),
-    "contexts": [32, 1000, 8000],
-    "cores": [1, 2],
-    "draft_window": 0,
-    "repeats": 8,
-}
 ROWS = (1, 6, 16, 21)
 """Rows of the measured passes: plain decoding, one chain of five drafts, three of them, four."""
 _SHAPES = {"plain": Speculation(), "1x5": Speculation(rule="block", num_drafts=1, draft_length=5)}
@@ -53,14 +46,45 @@ _PRODUCT = 64, 512, 512
 """Rows, sums and columns of the product whose rate is measured."""
 
 
+Seconds = dict[str, float]
+"""Seconds of a step (`step`), of its phases `draft`, `target` and `verify`, and of all but the
+models (`around`).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--contexts", type=integers, default=[32, 1000, 8000], help="tokens of the texts (default 32,1000,8000)")
+    add("--cores", type=integers, default=[1, 2], help="numbers of cores to compare (default 1,2)")
+    add("--draft-window", type=int, default=0, help="draft window, as of `serve` (default 0)")
+    add("--repeats", type=int, default=8, help="measurements of every point (default 8)")
+    add_pair_arguments(parser)
+    add_format_arguments(parser)
+
+
+def measure_turn(engine: Engine, plans: Mapping[str, Plan]) -> dict[str, Seconds]:
+    """Return the durations of a step of each plan, by the plan's name."""
+    measured = {}
+    for name, (step_s, phases_s) in zip(plans, middle_steps(engine, list(plans.values())), strict=True):
+        phases = {phase: phases_s[phase] for phase in ("draft", "target", "verify")}
+        measured[name] = {"step": step_s, **phases, "around": step_s - phases["draft"] - phases["target"]}
+    return measured
+
+
+def part(turns: list[Seconds], name: str) -> list[float]:
+    """Return one duration of every turn."""
+    return [seconds[name] for seconds in turns]
+
+
 def build(options: argparse.Namespace, num_cores: int, folders: list[Path]) -> Engine:
     """Build an engine with room for one text of the greatest length."""
     target, draft = map(str, folders)
     named = argparse.Namespace(**{**vars(options), "target": target, "draft": draft, "threads": num_cores})
     speculation = SpeculationConfig(draft_window=options.draft_window)
-    engine = load_single(named, max(options.contexts) + _PLACE, speculation)
+    scheduler = SchedulerConfig(max_model_len=max(options.contexts) + _PLACE, max_num_seqs=1)
+    engine = load_engine(config_of(named, scheduler, speculation))
     if not engine.target.backend.reads_pages:
-        raise ConfigError("--of limits needs models that run in the CPU's decoder")
+        raise ConfigError("analyze limits needs models that run in the CPU's decoder")
     return engine
 
 
@@ -252,7 +276,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     return document(
         "durations of passes and steps after texts, and their least durations by the machine's rates; in seconds",
         options,
-        ("of", "contexts", "cores", "draft_window", "repeats"),
+        ("contexts", "cores", "draft_window", "repeats"),
         cores_chosen={str(cores): chosen for cores, chosen in cores_chosen.items()},
         rates_per_second={str(cores): measured for cores, measured in machine.items()},
         cells=cells,
