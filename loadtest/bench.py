@@ -1,9 +1,11 @@
 """Compares arms of speculation with plain decoding on one daemon, in one interleaved run.
 
-The arms differ only in the request's `speculation` object: they share the process, the weights, the
-prompts and the seeds. In a cell (task x temperature x context x concurrency) every repeat has
-separate prompts and runs the arms in turn, in alternating order (A B B A ...). Every ratio compares
-paired runs. Every arm may run on the daemon of another version of the project too (`before ARM`).
+Arms of the measured daemon differ only in the request's `speculation` object: they share the
+process, the weights, the prompts and the seeds. Every arm may run on the daemon of another version
+of the project too (`before ARM`). Each further address is an arm: a daemon with other flags, or
+another server with OpenAI's API. In a cell (task x temperature x context x concurrency) every
+repeat has separate prompts and runs the arms in turn, in alternating order (A B B A ...). Every
+ratio compares paired runs.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import functools
 import statistics
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -21,7 +23,7 @@ from tqdm import tqdm
 
 from loadtest import environment as record
 from loadtest.arms import ADAPTIVE, AGAIN, OFF, parse
-from loadtest.client import RunResult, closed_loop, served_model, whole_text
+from loadtest.client import Refused, RunResult, closed_loop, served_model, whole_text
 from loadtest.results import with_interval
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load, random_prompts
@@ -42,6 +44,16 @@ class BenchOptions:
     """`speculation` object of each arm; `off` is the base of all ratios."""
     ramp: Sequence[int] = ()
     """Concurrency of each stage of the ramp; empty for no ramp."""
+    addresses: dict[str, str] = field(default_factory=dict)
+    """URL of each arm that another server answers."""
+    address_fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of requests to other servers."""
+
+    @property
+    def shapes(self) -> list[str]:
+        """Return the arms with a fixed shape."""
+        others = (OFF, ADAPTIVE, AGAIN, *self.addresses)
+        return [arm for arm in self.arms if arm not in others and not arm.startswith(_BEFORE)]
 
     @property
     def num_prompts(self) -> int:
@@ -109,6 +121,7 @@ def run(url: str, options: BenchOptions, before_url: str = "") -> dict[str, Any]
         "what": "speculation on against off, closed loop over HTTP",
         "options": asdict(options),
         "environment": environment(url),
+        "addresses": {name: _model_of(address) for name, address in options.addresses.items()},
         "exactness": exactness,
         "cells": cells,
         **({"ramp": ramp} if ramp else {}),
@@ -140,7 +153,7 @@ class _Bench:
             for arm in arms if repeat % 2 == 0 else arms[::-1]:
                 results[arm].append(self.run_arm(chosen, concurrency, arm))
                 progress.update()
-        return {"concurrency": concurrency, **compared(results)}
+        return {"concurrency": concurrency, **compared(results, options.shapes)}
 
     def ramp(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Measure all arms through the stages of the ramp; the rate covers all stages."""
@@ -160,21 +173,27 @@ class _Bench:
             counts = [sum(sample.num_tokens for sample in one.samples) for one in stages]
             busy_s = sum(count / one.tokens_per_second for count, one in zip(counts, stages, strict=True))
             results[arm].append(RunResult(busy_s, sum(counts), samples))
-        return {"stages": list(options.ramp), **compared(results)}
+        return {"stages": list(options.ramp), **compared(results, options.shapes)}
 
     def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:
         """Run one closed loop without cached prefixes of other runs."""
-        body = {**self._body(self.options.arms[arm]), "cache_salt": uuid.uuid4().hex}
+        if arm in self.options.addresses:
+            body = self._plain_body() | self.options.address_fields
+        else:
+            body = {**self._body(self.options.arms[arm]), "cache_salt": uuid.uuid4().hex}
         if arm.removeprefix(_BEFORE) == ADAPTIVE:
             body["seed"] = None  # a seed would fix the shape
         return asyncio.run(closed_loop(*self._served(arm), prompts, concurrency, body))
 
-    async def single_draft_acceptance(self, prompts: list[Prompt]) -> float:
+    async def single_draft_acceptance(self, prompts: list[Prompt]) -> float | None:
         """Measure the share of single drafted tokens that token verification accepts: sum min(p,
-        q).
+        q); None without a draft model.
         """
         body = self._body({"rule": "token", "num_drafts": 1, "draft_length": 1})
-        result = await closed_loop(*self._served(OFF), _take(prompts, 0, 16), 8, body)
+        try:
+            result = await closed_loop(*self._served(OFF), _take(prompts, 0, 16), 8, body)
+        except Refused:
+            return None
         counted = [sample.speculation for sample in result.samples if sample.speculation is not None]
         accepted = sum(part["num_accepted_draft_tokens"] for part in counted)
         return float(accepted / sum(part["num_draft_tokens"] for part in counted))
@@ -189,27 +208,28 @@ class _Bench:
             texts = {
                 await whole_text(*self._served(arm), prompt, {**body, "speculation": speculation})
                 for arm, speculation in options.arms.items()
+                if arm not in options.addresses
             }
             equal += len(texts) == 1
         return {"greedy_answers": len(prompts), "equal_in_all_arms": equal}
 
     def _served(self, arm: str) -> tuple[str, str]:
         """Return the URL and the model's name of the daemon that an arm measures."""
-        url = self.before_url if arm.startswith(_BEFORE) else self.url
+        url = self.before_url if arm.startswith(_BEFORE) else self.options.addresses.get(arm, self.url)
         return url, _model_of(url)
 
+    def _plain_body(self) -> dict[str, Any]:
+        return {"max_tokens": self.options.max_tokens, "temperature": self.temperature, "ignore_eos": True}
+
     def _body(self, speculation: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "max_tokens": self.options.max_tokens,
-            "temperature": self.temperature,
-            "ignore_eos": True,
-            "speculation": speculation,
-        }
+        return {**self._plain_body(), "speculation": speculation}
 
 
-def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
+def compared(results: dict[str, list[RunResult]], shapes: Sequence[str] = ()) -> dict[str, Any]:
     """Return every arm's rate relative to plain decoding in the same repeat and to the version
     before, and adaptive's to the best fixed shape.
+
+    shapes: arms with a fixed shape.
     """
     rates = {arm: [result.tokens_per_second for result in runs] for arm, runs in results.items()}
     compared: dict[str, Any] = {
@@ -226,7 +246,7 @@ def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
     for arm, found in compared["arms"].items():
         if (before := _BEFORE + arm) in rates:
             found["ratio_to_before"] = median_of_ratios(rates[arm], rates[before])._asdict()
-    fixed = [arm for arm in results if arm not in (ADAPTIVE, AGAIN) and not arm.startswith(_BEFORE)]
+    fixed = [arm for arm in results if arm == OFF or arm in shapes]
     if ADAPTIVE in results and len(fixed) > 1:
         best = max(fixed, key=lambda arm: statistics.median(rates[arm]))
         compared["adaptive_to_best_fixed"] = {"arm": best, **median_of_ratios(rates[ADAPTIVE], rates[best])._asdict()}

@@ -19,6 +19,7 @@ from typing import Any
 
 from loadtest import plots, report
 from loadtest.arguments import Parser, integers
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.environment import commit_of
 from loadtest.results import add_output_argument, write
 from loadtest.workload import TASKS, load
@@ -52,6 +53,13 @@ def _tasks(text: str) -> list[str]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
     return names
+
+
+def _address(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if not name or "://" not in url or name in (OFF, AGAIN, ADAPTIVE):
+        raise argparse.ArgumentTypeError(f"{text}: must look like llama.cpp=http://localhost:8080")
+    return name, url.rstrip("/")
 
 
 def _lengths(text: str) -> list[int]:
@@ -108,6 +116,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="checkout of another version of Polydraft: every arm also runs on a daemon of that version, in turns",
     )
+    result.add_argument(
+        "--address",
+        action="append",
+        default=[],
+        type=_address,
+        metavar="NAME=URL",
+        help="another server with OpenAI's API (llama-server, vLLM, transformers serve, a daemon with other flags), "
+        "which is an arm of this name; may be repeated",
+    )
+    result.add_argument(
+        "--address-fields",
+        type=json.loads,
+        default={},
+        help="further fields of requests to these servers, as JSON, for example '{\"cache_prompt\": false}'",
+    )
     return result
 
 
@@ -136,7 +159,13 @@ def _measure(options: argparse.Namespace) -> int:
             setattr(options, name, value)
     names = ("tasks", "concurrency", "repeats", "max_tokens", "temperatures", "contexts", "ramp")
     arms = arms_of(options.rules.split(","), options.num_drafts, options.draft_length)
-    wanted = BenchOptions(arms=arms, **{name: getattr(options, name) for name in names})
+    addresses = dict(options.address)
+    wanted = BenchOptions(
+        arms=arms | {name: {} for name in addresses},
+        addresses=addresses,
+        address_fields=options.address_fields,
+        **{name: getattr(options, name) for name in names},
+    )
     try:
         if options.url:
             result = run(options.url.rstrip("/"), wanted)
@@ -150,7 +179,8 @@ def _measure(options: argparse.Namespace) -> int:
                 before_url = ""
                 if options.before is not None:
                     before_url = daemons.enter_context(running_daemon(words, in_folder(options.before)))
-                    wanted = replace(wanted, arms=both_versions(wanted.arms))
+                    own = {name: arm for name, arm in wanted.arms.items() if name not in addresses}
+                    wanted = replace(wanted, arms=both_versions(own) | {name: {} for name in addresses})
                 result = run(url, wanted, before_url)
                 if options.before is not None:
                     result["before"] = commit_of(options.before)

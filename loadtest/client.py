@@ -65,6 +65,10 @@ def raw_request(path: str, body: bytes, connection: str = "keep-alive") -> bytes
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
+class Refused(RuntimeError):
+    """A request that is not answered with 200."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """Answered request with the client's measurements."""
@@ -132,7 +136,7 @@ async def _stream_one(
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             detail = (await response.aread()).decode(errors="replace")
-            raise RuntimeError(f"{path} answered {response.status_code}: {detail}")
+            raise Refused(f"{path} answered {response.status_code}: {detail}")
         if (most := response.headers.get("x-polydraft-max-tokens")) is not None:
             wanted = body.get("max_tokens")
             raise RuntimeError(f"the context has room for {most} of {wanted} answer tokens; shorten prompts or answers")
@@ -142,8 +146,11 @@ async def _stream_one(
             last = json.loads(line.removeprefix("data: "))
             if "error" in last:
                 raise RuntimeError(f"{path} broke off: {last['error']['message']}")
-            receive(last["usage"]["completion_tokens"] - num_tokens)
-            num_tokens = last["usage"]["completion_tokens"]
+            # Other servers count at the end only; until then a chunk of text is one token.
+            usage = last.get("usage") or {}
+            counted = usage.get("completion_tokens", num_tokens + _has_text(last))
+            receive(counted - num_tokens)
+            num_tokens = counted
             if first_s is None and _has_text(last):
                 first_s = time.perf_counter() - began
     total_s = time.perf_counter() - began

@@ -23,7 +23,7 @@ def markdown(result: dict[str, Any]) -> str:
         row = [
             prompts_of(cell, result),
             str(cell["concurrency"]),
-            f"{cell['single_draft_acceptance']:.2f}",
+            "-" if (acceptance := cell["single_draft_acceptance"]) is None else f"{acceptance:.2f}",
             f"{cell['arms']['off']['tokens_per_second']:.0f}",
         ]
         for arm in arms:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tqdm import tqdm
 
@@ -49,7 +51,7 @@ def test_the_version_before_is_compared_with_its_own_runs() -> None:
         arm: [RunResult(1.0 + arm.startswith("before "), tokens, ()) for tokens in (100, 200, 400)] for arm in arms
     }
     with instead(bench, "_speculation", lambda *_: {}):
-        found = bench.compared(results)
+        found = bench.compared(results, ["block:1x2"])
     for arm in ("off", "adaptive", "block:1x2"):
         assert found["arms"][arm]["ratio_to_before"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
         assert "ratio_to_before" not in found["arms"][f"before {arm}"]
@@ -66,3 +68,24 @@ def test_an_arm_of_the_version_before_runs_on_its_daemon() -> None:
         one = bench._Bench("now", "then", options, 1.0)
         assert one._served("off") == ("now", "model of now")
         assert one._served("before off") == ("then", "model of then")
+
+
+def test_another_server_is_an_arm_without_our_fields() -> None:
+    """It gets OpenAI's fields and those that are named, and is no fixed shape."""
+    arms = bench.arms_of(["adaptive", "block:1x2"], 1, 2) | {"llama.cpp": {}}
+    addresses = {"llama.cpp": "http://other"}
+    options = bench.BenchOptions(["dialogues"], [1], 1, 8, [0.0], [0], arms, (), addresses, {"cache_prompt": False})
+    assert options.shapes == ["block:1x2"]
+    sent: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    async def closed_loop(_: object, url: str, _model: str, *rest: Any) -> RunResult:
+        sent[url] = url, rest[-1]
+        return RunResult(1.0, 8, ())
+
+    with instead(bench, "_model_of", lambda *_: "model"), instead(bench, "closed_loop", closed_loop):
+        one = bench._Bench("http://own", "", options, 0.0)
+        for arm in ("block:1x2", "llama.cpp"):
+            one.run_arm([], 1, arm)
+    fields = {"max_tokens", "temperature", "ignore_eos"}
+    assert set(sent["http://other"][1]) == fields | {"cache_prompt"}
+    assert set(sent["http://own"][1]) == fields | {"speculation", "cache_salt"}

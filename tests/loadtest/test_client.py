@@ -101,3 +101,19 @@ def test_a_stream_that_breaks_off_is_no_sample() -> None:
     refused = httpx.MockTransport(lambda _: httpx.Response(400, text="no such model"))
     with pytest.raises(RuntimeError, match="answered 400: no such model"):
         asyncio.run(answer(refused))
+
+
+def test_a_server_that_counts_at_the_end_only_is_counted() -> None:
+    """As OpenAI's API says: a chunk of text is a token until the last chunk has the number."""
+    chunks: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in ("a", "b", "")]
+    chunks.append({"choices": [], "usage": {"completion_tokens": 3}})
+    text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    received: list[int] = []
+
+    async def run() -> Sample:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, text=text))
+        async with httpx.AsyncClient(base_url="http://other", transport=transport) as http:
+            return await client._stream_one(http, "/v1/completions", {}, received.append)
+
+    assert asyncio.run(run()).num_tokens == 3
+    assert received == [1, 1, 0, 1]

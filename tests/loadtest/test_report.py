@@ -65,7 +65,7 @@ def test_adaptive_is_compared_with_the_best_fixed_shape_of_each_cell() -> None:
         return [RunResult(1.0, int(rate), (Sample(int(rate), 0.1, 1.0, None),)) for rate in rates]
 
     results = {"off": runs(50, 50), "a": runs(60, 60), "b": runs(80, 80), "again": runs(99, 99)}
-    found = compared(results | {"adaptive": runs(76, 76)})
+    found = compared(results | {"adaptive": runs(76, 76)}, ["a", "b"])
     assert found["adaptive_to_best_fixed"]["arm"] == "b"
     assert found["adaptive_to_best_fixed"]["ratio"] == pytest.approx(0.95)
     assert found["arms"]["a"]["ratio_to_off"]["ratio"] == pytest.approx(1.2)
