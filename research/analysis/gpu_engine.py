@@ -28,7 +28,6 @@ from engine.start.loading import adopt
 from engine.start.measuring import synthetic_plan
 from engine.step.engine import Engine
 from research.analysis import arms
-from research.analysis.device_model import DEVICES, model_of
 from research.analysis.fast_paths import fast_paths, steps_of
 from research.analysis.gpu_results import SectionResults, described, middle_s, require_all, wait
 from research.analysis.load import Load
@@ -38,6 +37,8 @@ _LEAST_RECORDED = 0.5
 """Least share of a lone request's steps that are recorded; other steps read its prompt, or no
 recording has room for their plan.
 """
+_BYTES_PER_S = {"h200": 4.8e12, "h100": 3.35e12, "a100": 2.04e12, "l40s": 0.864e12, "rtx4090": 1.008e12}
+"""Bandwidths of data sheets."""
 QWEN3_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """Sampling of Qwen3's generation_config."""
 
@@ -130,12 +131,12 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
     """
     on_cuda = options.device == "cuda"
     bandwidth = bytes_per_s(torch.cuda.get_device_name() if on_cuda else "", copied_bytes_per_s)
-    shape = model_of(options.target, options.vocabulary)
+    num_weights, token_bytes = _read_by_a_pass(bench_pair.SIZES[options.target], options.vocabulary)
     shares: dict[str, float] = {}
     copy_shares: dict[str, float] = {}
     for num_rows in (1, 4, 16, 64) if on_cuda else (1, 2):
         plan = plan_of(engine, "off", num_rows, 300)
-        needed = 2 * shape.weights + num_rows * 300 * shape.token_bytes
+        needed = 2 * num_weights + num_rows * 300 * token_bytes
         reached = needed / _step_s(findings, engine, plan, options.scale / 3, on_cuda)
         shares[str(num_rows)], copy_shares[str(num_rows)] = reached / bandwidth, reached / copied_bytes_per_s
         findings.add("plain_share_of_roofline", shares)
@@ -183,8 +184,18 @@ def bytes_per_s(device: str, copied_bytes_per_s: float) -> float:
     """Return the bandwidth on the data sheet of a device of this name, or what was measured if it
     is not known.
     """
-    known = [one for name, one in DEVICES.items() if name in device.lower().replace(" ", "")]
-    return known[0].bytes_per_s if known else copied_bytes_per_s
+    known = [rate for name, rate in _BYTES_PER_S.items() if name in device.lower().replace(" ", "")]
+    return known[0] if known else copied_bytes_per_s
+
+
+def _read_by_a_pass(size: bench_pair.Size, vocabulary: int) -> tuple[int, int]:
+    """Return the number of weights of layers and output head, and the bytes of a token's K/V in
+    bfloat16.
+    """
+    width, dim, heads = size.hidden_size, size.head_dim, size.num_key_value_heads
+    attention = width * dim * 2 * (size.num_attention_heads + heads)
+    layer = attention + 3 * width * size.intermediate_size
+    return size.num_hidden_layers * layer + width * vocabulary, 2 * size.num_hidden_layers * heads * dim * 2
 
 
 def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
