@@ -94,7 +94,7 @@ def flags_in(text: str) -> list[str]:
     return [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--?[a-z-]+)`", text)]
 
 
-@pytest.mark.parametrize("name", ["tuning", "cuda", "text-drafts", "editors"])
+@pytest.mark.parametrize("name", ["tuning", "cuda", "text-drafts"])
 def test_flags_of_pages_exist(name: str) -> None:
     flags = re.findall(r"`--(?:no-)?([a-z-]+)", (DOCS / f"{name}.md").read_text())
     assert flags

@@ -96,7 +96,7 @@ def test_an_example_runs(
 
 def test_the_page_of_langchain_has_the_program() -> None:
     program = (ROOT / "docs/examples/langchain_chat.py").read_text().partition('"""\n\n')[2]
-    assert f"```python\n{program}```" in (ROOT / "docs/langchain.md").read_text()
+    assert f"```python\n{program}```" in (ROOT / "docs/clients.md").read_text()
 
 
 def test_every_example_is_listed_and_tested() -> None:

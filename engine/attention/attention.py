@@ -3,7 +3,7 @@
 One function is registered with transformers under `HOOK`. A model that is loaded with this
 attention implementation calls it in every layer with rotated q and k, and with the object that was
 passed to the model as the keyword `metadata`. No mask function is registered under the name, so
-transformers builds no mask. (transformers >= 5.17; `docs/execution.md`.)
+transformers builds no mask. (transformers >= 5.17; `docs/architecture.md`.)
 
 The plain path is one call for each group of sequences (`groups.py`), on any device. With a single
 sequence in every group it is the oracle of the faster paths.

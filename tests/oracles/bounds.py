@@ -50,7 +50,7 @@ def race_acceptance(ratio_BL: Law, fanout: Sequence[int]) -> Law:
     ratio_BL: q/p of each token of the path, 0 where none is drafted. fanout: independent children
     of every node by depth. A node's race is won below t with probability F(t) = 1 - (1 - t)^n if
     its n children have scores below t with probability t. So the first i tokens are accepted with
-    probability F_1(min(1, r_1 F_2(min(1, r_2 ...)))), as `docs/score-race.md` proves.
+    probability F_1(min(1, r_1 F_2(min(1, r_2 ...)))), as `docs/speculation-rules.md` proves.
     """
     accepted = np.zeros_like(ratio_BL)
     for length in range(1, len(fanout) + 1):

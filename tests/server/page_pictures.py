@@ -1,5 +1,5 @@
 """`python -m tests.server.page_pictures --url http://127.0.0.1:8000` makes the pictures of
-docs/live-page.md.
+docs/clients.md.
 
 It asks a daemon with the demonstration pair, and needs Chromium and Pillow.
 """

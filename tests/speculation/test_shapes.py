@@ -1,7 +1,7 @@
 """Shapes that depend on drafted tokens, and trees with a stem: what keeps the rules exact, by
 enumeration.
 
-docs/score-race.md proves both. No stem is served, because none was predicted to pay (`analyze
+docs/speculation-rules.md proves both. No stem is served, because none was predicted to pay (`analyze
 shapes`).
 """
 

@@ -67,7 +67,7 @@ All shapes draft twelve tokens a pass. Equal tokens of independent chains below 
 fewer nodes are verified there; the fourth column counts them. The second pair has chosen laws: a Llama of two layers
 with a table of successors, whose draft agrees with it on 0.65 of a single draft's mass. At single positions the
 weighted race is the optimum (the first section's tables); over whole chains the score race keeps more in most tables,
-because it verifies blocks. [The proof that it is exact](../score-race.md) takes one page.
+because it verifies blocks. [The proof that it is exact](../speculation-rules.md#the-score-race-several-drafts-one-exact-block-verification) takes one page.
 """.strip()
 
 _OF_RECORDED = """

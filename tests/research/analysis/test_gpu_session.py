@@ -122,7 +122,7 @@ def test_each_part_fits_a_call_of_ten_minutes_and_its_tests_are_there() -> None:
     limits = {number: sum(section.limit_s for section in sections) for number, sections in PARTS.items()}
     assert max(limits.values()) <= 590, "a command has ten minutes"
     assert limits[2] <= 300
-    pages = [ROOT / "Makefile", ROOT / "docs" / "tuning.md", ROOT / "analysis" / "gpu_session.py"]
+    pages = [ROOT / "Makefile", ROOT / "docs" / "tuning.md", ROOT / "research" / "analysis" / "gpu_session.py"]
     assert all(f"{sum(limits.values()) / 60:g} minutes" in page.read_text() for page in pages)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"| {section.name} | {section.limit_s:g} |" in page for section in PARTS[1])

@@ -1,6 +1,6 @@
 """Runs a task with coding agents against a daemon, without login and without flags.
 
-Their settings are those of docs/codex.md and docs/claude-code.md: the address, a key and the
+Their settings are those of docs/clients.md: the address, a key and the
 model's name.
 """
 

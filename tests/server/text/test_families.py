@@ -190,6 +190,6 @@ def test_the_format_of_calls_is_recognised(family: Family, tmp_path: Path) -> No
 
 
 def test_the_table_of_the_documentation_is_this_one() -> None:
-    page = (ROOT / "docs" / "dialogues.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     rows = page.partition("| family |")[2].partition("\n\n")[0].splitlines()[2:]
     assert rows == [family.documented() for family in FAMILIES]

@@ -31,7 +31,7 @@ from server.text.structured import Structure, structure_of
 from server.text.tools import ToolUse
 from server.wire.fields import CompletionRequest, Tool
 
-PAGE = Path(__file__).parents[3] / "docs" / "structured-output.md"
+PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 ZOD: dict[str, Any] = json.loads((Path(__file__).parent / "zod_schemas.json").read_text())
 """Schemas by zod 4.6 and 4.1, of `z.toJSONSchema`."""
 
