@@ -3,7 +3,7 @@ vocabularies.
 
 Built on the quantities that the rules themselves compute (acceptance, residual, score interval,
 weights), so that an error in them shows as a wrong law. Used by the exactness tests and by
-`polydraft analyze blocks`. Not for: a serving engine.
+the papers' tables. Not for: a serving engine.
 """
 
 from __future__ import annotations
