@@ -19,8 +19,9 @@ from server.wire.fields import ChatRequest, CompletionRequest, SpeculationFields
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+OTHERS = ("tests/README.md", "server/demo/MODEL_CARD.md")
 FIELDS = (DOCS / "fields.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "tests" / "README.md", ROOT / "server/demo/MODEL_CARD.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / name for name in OTHERS)])
 # Names that mean where a request goes or what it says, not how it is answered.
 WHERE_AND_WHAT = frozenset({"model", "messages", "prompt", "input", "instructions", "text", "max_output_tokens"})
 

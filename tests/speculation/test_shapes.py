@@ -1,8 +1,7 @@
 """Shapes that depend on drafted tokens, and trees with a stem: what keeps the rules exact, by
 enumeration.
 
-docs/speculation-rules.md proves both. No stem is served, because none was predicted to pay (`analyze
-shapes`).
+docs/speculation-rules.md proves both. No stem is served, because none was predicted to pay.
 """
 
 from __future__ import annotations

@@ -62,12 +62,13 @@ AlpacaFarm with reward models and GPT-4 as judges, where OPT wins more than half
 target's log-likelihood of the answer. Over-acceptance writes what the draft model finds likely, which the target may
 find likely too, so log-likelihood alone is no measure of exactness: the distances above are.
 """.strip()
-_OF_RACES = """
+_PROOF = "../speculation-rules.md#the-score-race-several-drafts-one-exact-block-verification"
+_OF_RACES = f"""
 All shapes draft twelve tokens a pass. Equal tokens of independent chains below the same parent are one node, so that
 fewer nodes are verified there; the fourth column counts them. The second pair has chosen laws: a Llama of two layers
 with a table of successors, whose draft agrees with it on 0.65 of a single draft's mass. At single positions the
 weighted race is the optimum (the first section's tables); over whole chains the score race keeps more in most tables,
-because it verifies blocks. [The proof that it is exact](../speculation-rules.md#the-score-race-several-drafts-one-exact-block-verification) takes one page.
+because it verifies blocks. [The proof that it is exact]({_PROOF}) takes one page.
 """.strip()
 
 _OF_RECORDED = """
