@@ -28,9 +28,9 @@ which command helps with what:
   rules of verification on paper           papers
 
 `polydraft analyze COMMAND --help` lists the flags of a command. Words such as
-rule, chain, head and acceptance are explained in docs/quickstart.md. `python -m
-research.analysis.peers` compares with transformers and llama.cpp, and `polydraft bench
---before FOLDER` with another version of Polydraft."""
+rule, chain, head and acceptance are explained in docs/quickstart.md.
+`polydraft bench` compares with other servers (--address) and other versions
+(--before)."""
 
 
 class Analysis(NamedTuple):

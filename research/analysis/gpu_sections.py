@@ -9,21 +9,18 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig, Weights
-from engine.control.step_time import Prices
 from engine.models.quantising import FORMATS
 from engine.start.building import assemble
 from engine.start.distribution_check import check_distribution
@@ -47,8 +44,6 @@ from research.analysis.gpu_engine import (
 )
 from research.analysis.gpu_exactness import check_exactness
 from research.analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
-from research.analysis.load import Load
-from research.analysis.peer_arms import sampled
 
 _FEW_SHAPES = ("off", "block:1x5", "bv_race:4x5", "adaptive")
 _SHAPES = ("off", "block:1x3", "block:1x5", "bv_race:2x5", "bv_race:4x5", "adaptive")
@@ -128,84 +123,13 @@ def generate(options: argparse.Namespace, findings: SectionResults) -> None:
 
 
 def record(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Measure tokens per second of every shape, then of transformers' continuous batching."""
+    """Measure tokens per second of every shape."""
     built = build(options, findings, 48 << 30, options.eager)
     prices = measure_prices(built, arms.speculation_of("adaptive"))
     on_cuda = options.device == "cuda"
     loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
     candidates = Candidates(built, prices, _SHAPES)
     findings.attempt("speeds", partial(cells, options, findings, candidates, loads, 4.0))
-    counts = (1, 16, 64) if on_cuda else (2,)
-    findings.attempt("batches", partial(batches, options, findings, built, prices, counts))
-    target = built.target.model
-    del candidates, built
-    _free(options)
-    findings.attempt("transformers", partial(continuous, options, findings, target, counts))
-
-
-def _batch(options: argparse.Namespace, count: int) -> Load:
-    return load_of(options, count, 300 if options.device == "cuda" else 40, seed=count)
-
-
-def batches(
-    options: argparse.Namespace, findings: SectionResults, built: Engine, prices: Prices, counts: Sequence[int]
-) -> None:
-    """Measure tokens per second of batches that start and end together, as `continuous` measures
-    transformers.
-    """
-    result: dict[str, dict[str, float]] = {}
-    for count in counts:
-        made = arms.make_arms(built, ("off", "adaptive"), prices, _batch(options, count))
-        result[str(count)] = {name: _rate(partial(_num_answered, arm, count)) for name, arm in made.items()}
-        findings.add("batches, tokens per second", result)
-
-
-def _num_answered(arm: arms.Arm, count: int) -> int:
-    """Answer the next requests of an arm, and return the number of tokens."""
-    return sum(map(len, arm.answers([*islice(arm.requests, count)]).values()))
-
-
-def continuous(options: argparse.Namespace, findings: SectionResults, target: Any, counts: Sequence[int]) -> None:
-    """Measure tokens per second of transformers' continuous batching on the same weights and
-    prompts.
-    """
-    from transformers import ContinuousBatchingConfig
-
-    target.set_attn_implementation("sdpa")
-    # On a CPU it would take most of the memory.
-    small = {} if options.device == "cuda" else {"num_blocks": 64, "max_batch_tokens": 64}
-    result = {}
-    for count in counts:
-        load = _batch(options, count)
-
-        def answer(load: Load = load) -> int:
-            outputs = target.generate_batch(
-                [list(prompt) for prompt in load.prompts],
-                generation_config=sampled(load.num_tokens, 1.0),
-                continuous_batching_config=ContinuousBatchingConfig(**small),
-                persistent_manager=True,
-            )
-            num_tokens = sum(len(one.generated_tokens) for one in outputs.values())
-            if num_tokens != len(load.prompts) * load.num_tokens:
-                raise ValueError(f"{len(load.prompts)} answers of transformers have {num_tokens} tokens")
-            return num_tokens
-
-        try:
-            with torch.inference_mode(False):  # its thread writes to tensors that it has made here
-                result[str(count)] = _rate(answer)
-        finally:
-            target.destroy_cached_continuous_batching_manager()
-        findings.add("transformers' continuous batching, tokens per second", result)
-
-
-def _rate(work: Callable[[], int], num_runs: int = 3) -> float:
-    """Return the median tokens per second of work that returns its tokens, after a first run."""
-    work()
-    rates = []
-    for _ in range(num_runs):
-        began = time.perf_counter()
-        rates.append(work() / (time.perf_counter() - began))
-    return statistics.median(rates)
 
 
 def weights(options: argparse.Namespace, findings: SectionResults) -> None:

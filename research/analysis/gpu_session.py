@@ -61,7 +61,7 @@ PARTS: dict[int, Sequence[Section]] = {
         Section("generate", 60, "tokens a second of transformers' generate on the same pair"),
         Section("tests", 95, "tests of kernels and graphs"),
     ),
-    2: (Section("record", 290, "tokens a second of every shape at 1, 4, 16 and 64 requests, and transformers'"),),
+    2: (Section("record", 290, "tokens a second of every shape at 1, 4, 16 and 64 requests"),),
     3: (
         Section("weights", 525, "the checkpoint's weights, fp8 and int4: the probe, the distribution, times of steps"),
     ),

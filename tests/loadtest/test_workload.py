@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest import workload
 from loadtest.cli import parser
 from loadtest.workload import TASKS, Prompt, load
 
@@ -14,6 +15,8 @@ from loadtest.workload import TASKS, Prompt, load
 def test_the_tasks_have_prompts() -> None:
     for task in TASKS:
         assert len(load(task)) >= 16
+    for file in (Path(workload.__file__).parent / "prompts").glob("*.jsonl"):
+        assert len({str(prompt.body) for prompt in load(str(file))}) >= 12
 
 
 def test_a_file_gives_its_records_in_turn(tmp_path: Path) -> None:

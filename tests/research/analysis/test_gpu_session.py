@@ -257,7 +257,6 @@ def test_an_engine_of_a_format_ends_before_the_next_is_built(tmp_path: Path) -> 
 
 
 def test_a_record_is_written_cell_by_cell(tmp_path: Path) -> None:
-    """Batches, and those of transformers, come even if the cells fail."""
     seen = []
 
     def measure(_right: Any, make: Any, load: Any, concurrency: int, *_: Any) -> dict[str, Any]:
@@ -273,8 +272,6 @@ def test_a_record_is_written_cell_by_cell(tmp_path: Path) -> None:
     with (
         instead(gpu_sections, "measure_prices", lambda *_: []),
         instead(gpu_sections, "build", lambda *_: MagicMock()),
-        instead(gpu_sections, "batches", lambda *_: None),
-        instead(gpu_sections, "continuous", lambda _right, _options, findings, *_: findings.add("also", 1)),
         instead(gpu_engine.arms, "check_room", lambda *_: None),
         instead(gpu_engine.arms, "measure", measure),
     ):
@@ -283,7 +280,6 @@ def test_a_record_is_written_cell_by_cell(tmp_path: Path) -> None:
     found = json.loads(output.read_text())
     assert [cell["concurrency"] for cell in found["cells"]] == [1]
     assert found["failures"][0].startswith("speeds: ValueError: of the test (test_gpu_session.py, line")
-    assert found["also"] == 1
 
 
 def test_goals_say_what_is_met() -> None:
