@@ -180,10 +180,14 @@ def test_the_installed_command_explains_itself(installed: Path) -> None:
     assert all(Path(place).is_relative_to(installed) for place in places.stdout.split())
     version = run_installed(installed, "--version")
     assert (version.returncode, version.stdout, version.stderr) == (0, f"{VERSION}\n", "")
-    for words in (["--help"], ["serve", "--help"], ["bench", "--help"], ["analyze", "--help"], ["distill", "--help"]):
+    for words in (["--help"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"]):
         shown = run_installed(installed, *words)
         assert (shown.returncode, shown.stderr) == (0, ""), words
         assert "usage: polydraft" in shown.stdout
+    for command in ("analyze", "distill"):
+        refused = run_installed(installed, command, "--help")
+        assert refused.returncode == 2
+        assert refused.stderr.startswith(f"polydraft {command}: this installation has no folder research/")
 
 
 @pytest.mark.slow
@@ -243,7 +247,7 @@ def test_uv_installs_the_command_with_what_it_needs(wheel: Path, index: dict[str
     assert done.returncode == 0, done.stderr
     version = run_installed(tmp_path, "--version")
     assert (version.returncode, version.stdout, version.stderr) == (0, f"{VERSION}\n", "")
-    for words in (["serve", "--help"], ["analyze", "--help"], ["distill", "--help"], ["completion", "fish"]):
+    for words in (["serve", "--help"], ["chat", "--help"], ["completion", "fish"]):
         shown = run_installed(tmp_path, *words)
         assert (shown.returncode, shown.stderr) == (0, ""), words
     plot = run_installed(tmp_path, "bench", "--plot", "plot.png")

@@ -12,7 +12,9 @@ import pexpect
 import pytest
 import shtab
 
+from polydraft import completion
 from polydraft.completion import SHELLS, all_commands
+from server import cli
 from server.cli import USAGE
 from server.settings.settings import Serve
 from tests.grid import slow_fixture
@@ -86,3 +88,17 @@ def test_completed_commands_are_those_of_the_usage() -> None:
     listed = re.findall(r"^  ([a-z-]+) ", USAGE, re.MULTILINE)
     (commands,) = [action.choices for action in all_commands()._actions if isinstance(action.choices, dict)]
     assert sorted({*listed, "help"}) == sorted(commands)
+
+
+def test_commands_of_research_are_refused_outside_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installed wheel has neither the folder nor the commands' completion."""
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "server" / "cli.py"))
+    monkeypatch.setattr(completion, "__file__", str(tmp_path / "polydraft" / "completion.py"))
+    for command in ("analyze", "distill"):
+        assert cli.main([command]) == 2
+        assert capsys.readouterr().err.startswith(f"polydraft {command}: this installation has no folder research/")
+    (commands,) = [action.choices for action in all_commands()._actions if isinstance(action.choices, dict)]
+    assert not {"analyze", "distill"} & set(commands)
+    assert "bench" in commands
