@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def disturb_with_malformed_bodies(target: Target) -> Iterator[Row]:
     headers = {"content-type": "application/json"}
 
     def send(first: int) -> list[str]:
-        statuses = []
+        statuses: list[str] = []
         with httpx.Client(base_url=target.url, headers=key_headers() | headers, timeout=60) as client:
             began = time.monotonic()
             while (passed_s := time.monotonic() - began) < seconds:
@@ -220,7 +221,8 @@ def disturb_with_grammars(target: Target) -> Iterator[Row]:
     faults: list[dict[str, Any]] = []
 
     def send(seed: int) -> list[str]:
-        chance, statuses = random.Random(seed), []
+        chance = random.Random(seed)
+        statuses: list[str] = []
         with httpx.Client(base_url=target.url, headers=key_headers(), timeout=_ANSWER_TIMEOUT_S) as client:
             ends_s = time.monotonic() + target.options.seconds
             while time.monotonic() < ends_s:
@@ -246,8 +248,8 @@ def disturb_with_headers(target: Target) -> Iterator[Row]:
     """Send headers without an end, one and then twenty at once."""
     endless = [b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: ", *[b"a" * (1 << 20)] * (_HEADER_BYTES >> 20)]
     for at_once in (1, _AT_ONCE):
-        name = "a header without an end"
-        yield target.row(name, lambda at_once=at_once: together(target.url, endless, at_once), at_once=at_once)
+        send = partial(together, target.url, endless, at_once)
+        yield target.row("a header without an end", send, at_once=at_once)
 
 
 def disturb_with_a_prompt(target: Target) -> Iterator[Row]:

@@ -363,7 +363,7 @@ def test_other_settings_do_not_resume(
     training.save()
     with pytest.raises(Exception, match="another epochs"):
         training_of(target, states, tmp_path / "checkpoint.pt", epochs=5)
-    words = options_of(target_folder, tmp_path / "head", "eagle3")
+    words = options_of(target_folder, tmp_path / "head")
     options = parser().parse_args(words)
     complete(options)
     settings = settings_of(options, target, shape_of(options, target))
