@@ -122,23 +122,6 @@ def markdown(result: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-def summary_markdown(result: dict[str, Any]) -> str:
-    """Return a row per number of requests: plain rate and adaptive's ratio, by prompts; the
-    README's table.
-    """
-    cells = {(cell["concurrency"], cell["prompts"]): cell["arms"] for cell in result["cells"]}
-    prompts = list(dict.fromkeys(name for _, name in cells))
-    head = ["requests at once", *(text for name in prompts for text in (f"{name}, plain", "with drafts"))]
-    rows = []
-    for concurrency in dict.fromkeys(number for number, _ in cells):
-        row = [str(concurrency)]
-        for name in prompts:
-            arms = cells[concurrency, name]
-            row += [f"{arms[OFF]['tokens_per_second']:.0f} tokens/s", shown_ratio(arms[ADAPTIVE]["ratio_to_off"])]
-        rows.append(row)
-    return table(head, rows)
-
-
 def is_shape(name: str) -> bool:
     """Whether an arm has a fixed shape (`rule:KxL`)."""
     return ":" in name
@@ -160,18 +143,6 @@ def chart(result: dict[str, Any], file: Path) -> None:
         axes.set_xticks(np.arange(len(cells)), [f"{cell['prompts']}\n{cell['concurrency']} at once" for cell in cells])
         axes.set_ylabel("speed over plain decoding")
         axes.figure.legend(fontsize=8, loc="outside upper center", ncols=len(names))
-
-
-def reported_markdown(result: dict[str, Any]) -> str:
-    """Return a table of reported and measured speedups, with a row per cell."""
-    names = [name for name in result["cells"][0]["arms"] if name not in (OFF, AGAIN)]
-    head = ["prompts", "c", *(f"{name}: measured, reported" for name in names)]
-    rows = []
-    for cell in result["cells"]:
-        arms = [cell["arms"][name] for name in names]
-        shown = [f"{shown_ratio(arm['ratio_to_off'])}, {_reported(arm)}" for arm in arms]
-        rows.append([cell["prompts"], cell["concurrency"], *shown])
-    return table(head, rows)
 
 
 def _reported(arm: dict[str, Any]) -> str:

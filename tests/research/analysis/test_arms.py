@@ -34,8 +34,6 @@ from research.analysis.turns import (
     markdown,
     price,
     ratio,
-    reported_markdown,
-    summary_markdown,
     works,
 )
 from tests.engine import tiny
@@ -172,7 +170,6 @@ def test_the_summary_has_a_row_per_number_of_requests(tmp_path: Path) -> None:
         "cells": [{"prompts": name, "concurrency": number, "arms": arms} for name in prompts for number in (1, 4)]
     }
     shown = "| 100 tokens/s | 2.00x (2.00-2.00) " * 2
-    assert summary_markdown(result).splitlines()[2:] == [f"| 1 {shown}|", f"| 4 {shown}|"]
     chart(result, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
@@ -239,7 +236,6 @@ def test_the_arms_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest
         assert set(cell["adaptive_to_best_fixed"]["arm"].split(" / ")) <= {OFF, "block:1x2"}
         assert set(cell["greedy_answers_equal_off"]) == {ADAPTIVE, AGAIN, "block:1x2"}
     assert markdown(result) in printed.err
-    assert len(reported_markdown(result).splitlines()) == 4
     assert json.loads((tmp_path / "not" / "there" / "arms.json").read_text()) == result
 
 
