@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from research.analysis.gpu_session import Section
-from tests.analysis.test_gpu_session import run
+from tests.research.analysis.test_gpu_session import run
 
 
 def test_a_section_that_is_stopped_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
