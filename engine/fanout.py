@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import mul
 
 Fanout = tuple[int, ...]
-"""Children of every drawn node by depth, from the root on; empty if nothing is drawn."""
+"""Children of drawn nodes by depth, from the root; empty if nothing is drawn."""
 
 
 def chains(num_drafts: int, length: int) -> Fanout:

@@ -50,17 +50,13 @@ class AttentionMetadata:
 
     storage: KVTensors
     slots_T: Tensor | slice
-    """Slots to which the K/V of the pass's tokens is written."""
+    """Slots to which the pass writes its K/V."""
     groups: Sequence[Group] = ()
     paged: Paged | None = None
     """Set if one kernel attends for all sequences; there are no groups then."""
     kernel: PagedKernel | None = None
-    """The kernel that attends over `paged`."""
     layout: StepLayout | None = None
-    """Layout of the pass on the host, for backends with `reads_pages`.
-
-    There are no groups then, and `paged` is None.
-    """
+    """Layout on the host, for backends with `reads_pages`; there are no groups then."""
     page_size: int = 0
 
     def begun(self) -> AttentionMetadata:

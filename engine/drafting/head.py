@@ -35,9 +35,8 @@ class HeadDrafter:
     """Base of drafters with a head."""
 
     pass_nodes: Callable[[Fanout, int], Sequence[NodeInput]]
-    """See `RecordedDrafter`."""
     _wants_ends = True
-    """Whether the pass that reads texts has outputs that are needed."""
+    """Whether the pass over texts has needed outputs."""
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         assert isinstance(runner, HeadRunner)

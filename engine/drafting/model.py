@@ -1,8 +1,4 @@
-"""ChainSource with a small model: a pass to catch up on the text, and a pass for each further
-level.
-
-Its drafted nodes follow the text level by level.
-"""
+"""Drafts with a small model: a pass to catch up on the text, and one for each further level."""
 
 from __future__ import annotations
 
@@ -128,9 +124,7 @@ class ModelDrafter:
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:
-    """Return the index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted
-    token).
-    """
+    """Return the index in the sequence of a node's K/V; depth 1 is the first drafted token."""
     return row.end + node_of(row.fanout, chain, depth) - 1
 
 

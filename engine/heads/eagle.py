@@ -1,4 +1,4 @@
-"""EAGLE-3, and P-EAGLE, its variant that drafts in one pass.
+"""EAGLE-3, and P-EAGLE, which drafts in one pass.
 
 EAGLE-3 is a decoder layer over a token's embedding and the state before it, which drafts token by
 token.
@@ -81,9 +81,7 @@ class Eagle3(Head):
         return normed_TH
 
     def products(self, state_NH: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the products of states with the output head, after the
-        norm.
-        """
+        """Return [N, draft vocabulary] products of normed states with the output head."""
         if not self.config.norm_output:
             state_NH = self.norm(state_NH)
         return super().products(state_NH)
@@ -98,7 +96,5 @@ class PEagle(Eagle3):
         """Replaces the target's states in rows of the mask token."""
 
     def sampler(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> ChainSampler:  # noqa: ARG002
-        """Return the sampler from the outputs at the last rows of texts and at the masks after
-        them.
-        """
+        """Return the sampler from outputs at texts' last rows and masks."""
         return Marginals(self.in_target_tokens(self.scaled(output.product_NX), vocab_size))

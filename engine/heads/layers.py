@@ -15,7 +15,6 @@ from torch.nn.functional import rms_norm, silu
 from engine.models.importing import import_transformers
 
 Rotation = tuple[Tensor, Tensor]
-"""(cosines, sines) [T, 1, head_dim]."""
 
 
 class Memory(Protocol):
@@ -27,9 +26,7 @@ class Memory(Protocol):
     def attend(
         self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """[T, H, D] attention of a pass in the layer `module.layer_idx`, whose K and V are
-        stored.
-        """
+        """Return [T, H, D] attention in the layer `module.layer_idx`, whose K and V are stored."""
 
 
 class Norm(nn.Module):

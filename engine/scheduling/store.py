@@ -32,9 +32,7 @@ def next_key(before: Key, tokens: Sequence[int]) -> Key:
 
 
 class BlockPool:
-    """Free blocks, allocated in runs that are as contiguous as possible, because a sequence with
-    contiguous blocks is read without a copy.
-    """
+    """Free blocks, allocated in contiguous runs, because such sequences are read without a copy."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -141,9 +139,7 @@ class BlockStore:
         return blocks
 
     def take_cached(self, keys: Sequence[Key]) -> tuple[list[int], int]:
-        """Hold the blocks of the longest cached beginning of `keys`. Return these blocks, and the
-        number of leading blocks that also have the draft model's K/V.
-        """
+        """Hold the longest cached prefix; return (blocks, leading blocks with draft K/V)."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)

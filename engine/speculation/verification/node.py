@@ -21,9 +21,7 @@ from engine.speculation.verification.rule import NodeRule
 
 
 def normalised(mass_NV: Tensor, fallback_NV: Tensor) -> Tensor:
-    """Scale rows to sum 1; a row without mass (a branch of probability zero) becomes the
-    fallback's.
-    """
+    """Scale rows to sum 1; rows without mass become the fallback's."""
     total_N1 = mass_NV.sum(-1, keepdim=True)
     return torch.where(total_N1 > 0, mass_NV / torch.where(total_N1 > 0, total_N1, 1.0), fallback_NV)
 
