@@ -27,9 +27,7 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
 _LEAST_BLOCK = 16
 _USUAL_CHAINS = 1024
-"""Each program of a race reads all chains of a step; the kernel is compiled once for up to this
-number of them.
-"""
+"""Most chains of a usual step; the race is compiled once for up to this number."""
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)

@@ -1,5 +1,4 @@
-"""Products of a decoder's linear layers, for weights in several layouts, in as few calls as
-possible.
+"""Products of linear layers, for weights in several layouts, in few calls.
 
 Plain weights, and fp8 weights of torchao with a scale for each row, are joined: q, k and v are one
 product, gate and up another. The modules keep views, so nothing is stored twice. Other layouts of
@@ -73,9 +72,8 @@ class Float8Product(RowProduct):
     weight_NK: Any
     bias_N: Tensor | None
     module: nn.Module
-    """A module whose weight is a part of the weight; the probe disables its rounding."""
+    """A module whose weight is a part of it; the probe disables its rounding."""
     by_kernel: bool
-    """Whether rows are rounded by our kernel."""
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
         if not rounds_rows(self.module):
@@ -98,10 +96,9 @@ class Float8Product(RowProduct):
 
 
 def product(modules: Sequence[Any], use_kernels: bool = False) -> RowProduct:
-    """Return the product of modules with their weights stacked.
+    """Return the product of modules with stacked weights, of which they keep views.
 
-    The modules keep views of the stacked weights. use_kernels: whether Triton's kernels compute the
-    layers.
+    use_kernels: whether Triton's kernels compute the layers.
     """
     biases = [module.bias for module in modules if module.bias is not None]
     if biases and len(biases) < len(modules):

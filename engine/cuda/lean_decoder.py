@@ -37,7 +37,7 @@ class _Layer:
     attention_norm: Tensor
     qkv: RowProduct
     norms: tuple[Tensor, Tensor] | None
-    """Norms of q and k, if the layer has them."""
+    """Norms of q and k, or None."""
     output: RowProduct
     mlp_norm: Tensor
     gate_up: RowProduct

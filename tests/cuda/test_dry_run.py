@@ -146,6 +146,18 @@ def test_a_recorded_step_copies_once_and_reads_once(
         for _ in range(2):
             replays = 3 if speculation.num_drafts else 2
             assert costs(device, machine) == Costs(reads=1, waits=0, pinned=1, replays=replays)
+            kernels = device.counts.total() - device.counts["read"] - device.counts["pinned copy"] - replays
+            assert kernels <= 2, "one kernel moves the K/V of each model"
+
+
+def test_merging_equal_nodes_reads_the_drafted_tokens(device: DryDevice, machine: Engine) -> None:
+    most_unmerged, machine.unrecorded.most_unmerged = machine.unrecorded.most_unmerged, 0
+    try:
+        with launched_one_by_one(machine), asking(machine, CHAINS):
+            costs(device, machine)
+            assert costs(device, machine).reads == 2
+    finally:
+        machine.unrecorded.most_unmerged = most_unmerged
 
 
 BOTH = Speculation(rule="bv_race", num_drafts=2, draft_length=2, drafters=("model", "prompt_lookup"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -341,39 +340,3 @@ def test_rows_that_torchao_rounds_otherwise_are_left_to_it(
     for name, value in other.items():
         setattr(weight.act_quant_kwargs, name, value)
     assert not quantising.rounds_to_float8(weight)
-
-
-def launches_of_a_layer(make: Callable[[int], LoadedModel], of: Callable[[LoadedModel], Backend]) -> Counter[str]:
-    """Launches of one more layer for a few tokens of a short text."""
-    from tests.launches import counted_launches
-
-    counts = []
-    for num_layers in (2, 3):
-        loaded = make(num_layers)
-        backend = of(loaded)
-        runner = ModelRunner(
-            loaded.model, find_kv_shape(loaded), 200, 4, loaded.vocab_size, backend, paged_kernel=attention_kernel
-        )
-        (step,) = runner.prepare([passes()[1][:1]])
-        with counted_launches() as launches:
-            runner.run(step)
-        counts.append(launches)
-    return counts[1] - counts[0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not IS_INTERPRETED, reason="launches are counted in the interpreter")
-def test_a_layer_of_fp8_is_a_fifth_of_transformers_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layer_products, a rounding before each, a sum after two; besides, what a plain layer
-    has.
-    """
-
-    def make(num_layers: int) -> LoadedModel:
-        return in_fp8(tmp_path / str(num_layers), monkeypatch, num_hidden_layers=num_layers)
-
-    of_transformers = launches_of_a_layer(make, lambda loaded: TransformersBackend(loaded.model))
-    ours = launches_of_a_layer(make, by_kernels)
-    between = Counter(_norm=2, _rotate_and_write=1, _attend=1, _gate=1, add_=2)
-    assert ours == between + Counter(_round_rows=4, _scaled_mm=4)
-    assert of_transformers["_scaled_mm"] == 7
-    assert of_transformers.total() >= 5 * ours.total()

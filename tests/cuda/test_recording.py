@@ -26,11 +26,9 @@ from engine.cuda.recorded.passes import pass_rooms
 from engine.cuda.recorded.recorder import CudaGraphs, recorder
 from engine.cuda.recorded.steps import RecordedStep, RecordedSteps
 from engine.errors import LoadError
-from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
 from engine.start import building
 from engine.step.engine import Engine
-from tests.cuda.test_host_reads import counted_reads
 from tests.cuda.test_recorded_steps import RECORDED, asked, chains, compared, machines, stands_in
 from tests.engine import tiny
 from tests.wrong import instead
@@ -50,25 +48,6 @@ def _no_step_is_tried() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def both() -> tuple[Engine, Engine]:
     return machines()
-
-
-@stands_in
-def test_recorded_work_looks_at_no_number() -> None:
-    """A recording repeats what was launched, whatever the host would have decided from a step's
-    numbers.
-    """
-    with instead(building, "choose", lambda *_: TORCH):
-        machine = machines()[1]
-    with (
-        instead(transfer, "are_here", lambda *_: False),
-        instead("engine.cuda.attention_kernel", "attend_paged", lambda *operands: operands[4].transpose(1, 2)),
-        torch.inference_mode(),
-    ):
-        for step in machine.recorded.steps.values():
-            with counted_reads() as counts:
-                for work in step.parts().values():
-                    work()
-            assert counts == {}, step.shape
 
 
 @pytest.mark.slow

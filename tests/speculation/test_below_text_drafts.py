@@ -29,7 +29,6 @@ from torch import Tensor
 import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from analysis.node_enumeration import draft_tuples
-from engine.cpu.compiled import block_loops
 from engine.fanout import level_widths
 from engine.kernels.protocol import ChainNoise, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -37,7 +36,6 @@ from engine.request import Speculation, TextDraft
 from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.text_drafts import Below, below, refuse
-from tests.cpu.test_kernel_mutants import BLOCK, kernels_with
 from tests.grid import FAMILIES
 from tests.speculation.exact import from_prefix
 from tests.speculation.served import KERNELS, WITHOUT_DECIDE, Fit, fit, small_world
@@ -317,26 +315,6 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not KERNELS.decides, reason="a kernel of a CPU")
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("draft_rows[chain, walked:]", "draft_rows[chain]"),
-        pytest.param(
-            "verdict[1, request] = walked + stop",
-            "verdict[1, request] = stop",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["draft distributions from the root", "accepted tokens below the walk alone"],
-)
-def test_a_wrong_kernel_is_rejected(right: str, wrong: str) -> None:
-    kernels = kernels_with(BLOCK, right, wrong)
-    with instead(block_loops, "decide", lambda _, *operands: kernels.decide(*operands)):
-        assert sampled(CHAINS[-1], KERNELS, num_rows=1_000).p_value < ALPHA
-
-
-@pytest.mark.slow
 def test_triton_s_race_serves_the_enumerated_law() -> None:
     """On a CPU in its interpreter."""
     triton = pytest.importorskip("engine.cuda.kernels")
@@ -352,9 +330,3 @@ def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Ker
     """`leads_CL` is not among its operands: rules by nodes read it."""
     with instead(verifying, "below", lambda _, *operands: unshifted(part)(*operands)):
         assert sampled(CHAINS[-1], kernels, num_rows=1_000).p_value < ALPHA
-
-
-@pytest.mark.slow
-def test_a_step_whose_leaders_are_not_shifted_is_rejected() -> None:
-    with instead(verifying, "below", lambda _, *operands: unshifted("leads_CL")(*operands)):
-        assert sampled(Drafting("greedy", "greedy", (1, 3))).p_value < ALPHA

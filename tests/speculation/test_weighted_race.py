@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -221,23 +220,6 @@ def test_emits_the_target_law(seed: int, n: int, vocabulary: int) -> None:
         law, acceptance = emitted(race.weighted_race, p, q, draft_tuples("iid", q, n), n)
         np.testing.assert_allclose(law, p, atol=1e-10)
         assert acceptance == pytest.approx(theory.alpha_star_iid(p, q, n), abs=1e-9)
-
-
-@pytest.mark.parametrize("wrong", ["all weights equal", "no threshold"])
-def test_a_race_without_its_weights_is_caught(wrong: str) -> None:
-    p, q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.2, 0.2, 0.2, 0.4])
-
-    def broken(right: Any, table: object, place_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weight_NK, floor_N1 = right(table, place_NK)
-        if wrong == "no threshold":
-            return weight_NK, torch.zeros_like(floor_N1)
-        return (weight_NK > 0).double(), floor_N1
-
-    law, _ = emitted(race.weighted_race, p, q, draft_tuples("iid", q, 3), 3)
-    np.testing.assert_allclose(law, p, atol=1e-10)
-    with instead(race, "_weights", broken):
-        law, _ = emitted(race.weighted_race, p, q, draft_tuples("iid", q, 3), 3)
-    assert np.abs(law - p).sum() / 2 > 1e-3
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 152_000])

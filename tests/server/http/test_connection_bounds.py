@@ -1,7 +1,6 @@
-"""The bounds of a connection to the byte and the second, on a transport in memory and a clock that
-is set.
+"""Bounds of a connection to the byte and the second, in memory and on a clock that is set.
 
-`test_connections.py` has the same bounds on a daemon's sockets.
+`test_connections.py` has three of them on a daemon's sockets.
 """
 
 from __future__ import annotations
@@ -252,6 +251,27 @@ def test_a_body_brings_room_for_its_chunks(server: Server, over: bool) -> None:
         server.send(wire, b"x")
         assert wire.statuses == [431]
         assert server.received == ["left"], "the application is not left waiting"
+
+
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n1"
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [
+        (POST + b"x: ", b"a" * 16384),
+        (POST, b"a" * 16384),
+        (POST, b"".join(b"x: %d\r\n" % number for number in range(4096))),
+        (CHUNKED + b";x=", b"a" * 16384),
+        (CHUNKED + b"\r\na\r\n0\r\nx: ", b"a" * 16384),
+        (CHUNKED + b"\r\na\r\n0\r\n", b"x: y\r\n" * 4096),
+    ],
+    ids=["value", "name", "headers", "chunk extension", "trailer", "trailers"],
+)
+def test_bytes_around_a_body_are_bounded(server: Server, first: bytes, piece: bytes) -> None:
+    wire = server.connect()
+    server.send(wire, first, *[piece] * 20)
+    assert wire.statuses == [431]
 
 
 def test_a_large_body_is_no_head(server: Server) -> None:
