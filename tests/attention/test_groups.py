@@ -36,8 +36,9 @@ CONFIGS: dict[str, Any] = {
 
 
 def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
-    """Prompts of nine sequences in scattered blocks, then a decode step of them: single tokens and
-    trees, some of which see no key before the sixth.
+    """Prompts of nine sequences in scattered blocks, then a step of single tokens and trees.
+
+    Some see no key before the sixth.
     """
     chance = np.random.default_rng(seed)
     blocks = chance.permutation(200).tolist()
@@ -169,11 +170,7 @@ def seen_in(groups: list[Group]) -> dict[int, tuple[int, dict[int, int]]]:
 
 
 def test_every_row_sees_what_its_place_allows() -> None:
-    """Chunks, single tokens, trees, nodes below cached ones; some begin at a later key; blocks in
-    order and scattered.
-
-    All together, two of them, and each alone.
-    """
+    """Chunks, single tokens and trees, in blocks in order and scattered, together and alone."""
     chance = np.random.default_rng(3)
     blocks, parts = chance.permutation(400).tolist(), []
     for number in range(16):

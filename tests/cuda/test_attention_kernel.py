@@ -1,6 +1,4 @@
-"""The Triton kernel gives the numbers of the plain path: in Triton's interpreter on a CPU, compiled
-on a device.
-"""
+"""The Triton attention kernel gives the plain path's numbers."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ def test_a_key_or_value_that_is_nan_is_not_hidden(parts: int, name: str) -> None
 def operands(
     dtype: torch.dtype, num_keys: int, window: int | None = None, first_key: int = 0, nodes: int = 70
 ) -> tuple[Any, ...]:
-    """Return a tree of more nodes than a word has bits, after a long text, and a chunk of a
-    prompt.
-    """
+    """Return a tree of more nodes than a word has bits, after a long text, and a chunk."""
     chance = np.random.default_rng(1)
     tree = merge_chains(chance.integers(0, 8, (nodes // 4, 6)).tolist())
     blocks = chance.permutation(2 * (num_keys + 200) // PAGE).tolist()
@@ -275,9 +271,7 @@ def test_the_comparison_has_teeth(wrong: str) -> None:
 
 
 def unset_memory(outputs: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which new tensors of floating point are NaN; they are added to
-    `outputs`.
-    """
+    """Let new tensors of floating point be NaN, and add them to `outputs`."""
 
     def unset(empty: Any, *size: Any, **kind: Any) -> torch.Tensor:
         found = empty(*size, **kind)
@@ -326,9 +320,7 @@ class Launches:
     [([1] * 63 + [512], 792, 760), ([1] * 63 + [2048], 1560, 1528), ([1] * 64, 640, 512), ([21] * 4, 72, 64)],
 )
 def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: int) -> None:
-    """A grid of sequences times the tiles of the longest had 16,384 and 65,536 programs for the
-    first two.
-    """
+    """Sequences times tiles of the longest would be 16,384 and 65,536 programs."""
     blocks = [list(range(-(-count // PAGE))) for count in counts]
     paged = paged_of(
         [SequenceInput([1] * n, 0, own, NO_NODES, slice(0)) for n, own in zip(counts, blocks, strict=True)]
@@ -349,9 +341,7 @@ def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: 
 
 @pytest.mark.slow
 def test_every_tile_of_many_sequences_is_computed() -> None:
-    """More sequences than are searched at once, some of several tiles; a tile that is left out has
-    other numbers.
-    """
+    """More sequences than are searched at once, some of several tiles."""
     chance = np.random.default_rng(5)
     counts = [*chance.integers(1, 4, 70).tolist(), 21, 9, 1, 40]
     blocks = iter(chance.permutation(400).tolist())
@@ -373,9 +363,7 @@ def test_every_tile_of_many_sequences_is_computed() -> None:
 
 
 def test_tiles_have_few_sizes() -> None:
-    """Each size is compiled separately: three sizes of four heads that share keys, fewer rows in
-    float32.
-    """
+    """Each size is compiled separately: three for four heads that share keys."""
     sizes = {attention_kernel.tile_queries_of(count, 4, torch.bfloat16) for count in range(1, 500)}
     assert sizes == {4, 8, 16}
     assert {attention_kernel.tile_queries_of(count, 4, torch.float32) for count in range(1, 500)} == {4, 8}
@@ -403,9 +391,7 @@ def test_a_server_compiles_few_kernels() -> None:
 
 
 def rerun_of_a_pass() -> bool:
-    """Run a pass after a short text, then over the same buffers with a longer text's numbers;
-    compare the latter.
-    """
+    """Run a pass over buffers that another pass has used, and compare."""
     model = randomised(CASES["llama"], seed=5)
     shape = find_kv_shape(model)
     runner = ModelRunner(model.model, shape, 60, PAGE, model.vocab_size, paged_kernel=attention_kernel)

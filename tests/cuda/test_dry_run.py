@@ -1,6 +1,4 @@
-"""The path of a CUDA device, run on one that is not there: every operation is one that the device
-allows.
-"""
+"""The path of a CUDA device, run on a device that is not there."""
 
 from __future__ import annotations
 
@@ -281,9 +279,7 @@ WAITING_FAMILIES = {
 def test_every_family_is_recorded_or_served_without_recordings(
     device: DryDevice, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two families wait for the device in every pass: the start says where, and their steps are
-    launched one by one.
-    """
+    """Two families wait for the device in every pass; the start says where."""
     engine = build(dry.moved(families.family(name)))
     assert engine.target.fast_paths["paged attention"]
     waits = WAITING_FAMILIES.get(name)
@@ -333,9 +329,7 @@ def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_comparisons_of_a_start_run(device: DryDevice) -> None:
-    """Kernels with plain operations, and models with plain transformers, in their type and in
-    float32.
-    """
+    """Kernels with plain operations, and models with transformers, in both types."""
     cases = choosing.cases
 
     def without_decide(_cases: Any, of: torch.device) -> Any:

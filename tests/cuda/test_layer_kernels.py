@@ -1,6 +1,4 @@
-"""Layers by kernels give the numbers of plain operations: in Triton's interpreter on a CPU,
-compiled on a device.
-"""
+"""Layers by kernels give the numbers of plain operations."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ Numbers = tuple[torch.Tensor, ...]
 
 
 def numbers(loaded: Any, by_kernels: bool, longest: int = 0) -> Numbers:
-    """Logits of a step of a single token and a tree after prompts; all keys, values and hidden
-    states.
-    """
+    """Logits, keys, values and hidden states of a step of a token and a tree."""
     with instead(lean_decoder, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model, longest)
     shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
@@ -108,9 +104,6 @@ WRONG = {
 @IN_TORCH
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
 def test_wrong_kernels_are_found_out(wrong: str) -> None:
-    """The comparison finds them, and so does the trial at start, which would keep the plain
-    operations.
-    """
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
     assert layer_check.find_fault(tiny.DEVICE, torch.float32) is None

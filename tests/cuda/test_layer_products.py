@@ -1,5 +1,4 @@
-"""Products of quantised weights in the lean decoder: the numbers of transformers and torchao,
-joined, in few launches.
+"""Products of quantised weights in the lean decoder give torchao's numbers.
 
 fp8 has the layout of a device, which a CPU computes by torch's own product; Triton's interpreter
 rounds its rows. On a device the same tests use its own product and kernel.
@@ -49,9 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @contextlib.contextmanager
 def rounding_to_nearest() -> Iterator[None]:
-    """Let Triton's interpreter convert float32 as a device does: it drops the bits of a carry, and
-    rounds ties up.
-    """
+    """Let Triton's interpreter convert float32 as a device does."""
     if not IS_INTERPRETED:
         yield
         return
@@ -175,9 +172,7 @@ def by_pass(loaded: LoadedModel, backend: Backend) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits differ by what rounding rows to fp8 explains: 0.16 standard deviations; wrong
-    ones do by 4.
-    """
+    """Return whether logits differ by rounding rows to fp8: 0.16 standard deviations."""
     return bool((found - expected).abs().max() < 0.3 * expected.std())
 
 
@@ -270,9 +265,7 @@ def test_a_product_is_that_of_torchao_to_the_bit(tmp_path: Path, monkeypatch: py
 
 
 def test_a_stored_fp8_layer_gives_the_product_of_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """compressed-tensors unpacks the same weights, to the model's type; adopted ones stay as they
-    are stored.
-    """
+    """compressed-tensors unpacks the same weights; adopted ones stay as stored."""
     adopted = in_compressed_tensors(tmp_path, monkeypatch)
     unpacked = load(str(tmp_path / "fp8"), None, "bfloat16", CPU)
     rows_TK = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -1,6 +1,4 @@
-"""The lean decoder: the same numbers as transformers, only for models it knows, and never instead
-of a right answer.
-"""
+"""The lean decoder gives transformers' numbers, for models that it knows."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def randomised(config: Any, seed: int) -> Any:
 
 @pytest.mark.parametrize("name", LEAN)
 def test_it_gives_transformers_numbers(name: str) -> None:
-    """Prompt in two chunks, a tree, an acceptance; then also through transformers, whose weights
-    are views now.
-    """
+    """Prompt in two chunks, a tree, an acceptance; then through transformers."""
     loaded = randomised(LEAN[name], seed=3)
     assert is_lean(loaded.model)
     assert probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 0.05

@@ -26,9 +26,7 @@ def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
 
 
 def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list[KVMoves]:
-    """Return moves like those of steps: nodes of trees, by depth, go to the first places of their
-    row, which others may occupy.
-    """
+    """Return moves like those of steps: nodes of trees to the first places of their row."""
     moves: list[KVMoves] = []
     for start in chance.permutation(NUM_SLOTS // 40)[:num_sequences] * 40:
         length = int(chance.integers(0, longest + 1))
@@ -55,9 +53,7 @@ def test_it_moves_what_torch_moves(shape: KVShape, dtype: torch.dtype) -> None:
 
 
 def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
-    """A chain in which each move overwrites what the next one reads; the wrong variant makes one
-    after the other.
-    """
+    """Each move overwrites what the next one reads."""
     shape = KVShape(2, 2, 8, 8)
     chain = [(slot, slot + 1) for slot in range(10)]
     before, together, in_turn = (tensors(shape, torch.float32, True) for _ in range(3))

@@ -1,6 +1,4 @@
-"""Edges without sorting are those of sorting: in Triton's interpreter on a CPU, compiled on a
-device.
-"""
+"""Edges without sorting are those of sorting."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def fewer_digits(rounds: int) -> AbstractContextManager[Any]:
 
 
 def distributions() -> torch.Tensor:
-    """Flat and steep ones, ties, certainty, tokens without mass, tokens with next to none, half of
-    the mass in one.
-    """
+    """Flat and steep ones, ties, certainty, tokens with little or no mass."""
     generator = torch.Generator().manual_seed(1)
     rows = [(spread * torch.randn(WIDTH, generator=generator)).softmax(0) for spread in (0.1, 3.0, 9.0)]
     rows.append(torch.randint(1, 4, (WIDTH,), generator=generator).float())
@@ -92,9 +88,9 @@ def test_an_edge_that_is_known_to_fewer_digits_is_found_out() -> None:
 
 
 def rows_with_ties() -> torch.Tensor:
-    """Return nine logits in several tiles of each row: with ties of every size, with masked tokens,
-    and with neighbours one unit in the last place apart that the division by a temperature may make
-    equal.
+    """Return nine logits in several tiles of each row, with ties of every size.
+
+    Also masked tokens, and neighbours one unit apart that a temperature may make equal.
     """
     one = torch.tensor(3.0)
     near = [one]
@@ -139,9 +135,7 @@ def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
 
 @pytest.mark.slow
 def test_all_filters_of_a_request_together() -> None:
-    """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others
-    keep.
-    """
+    """Qwen3's sampling (0.6, 20, 0.95): top-p counts the mass that the others leave."""
     logits_NV = rows_with_ties()[:5]
     wishes = [(0.6, 3, 0.95, 0.0), (1.0, 4, 0.5, 0.0), (0.6, 5, 0.9, 0.1), (2.0, 0, 0.7, 0.0), (0.0, 3, 0.9, 0.0)]
     rows = [Sampling(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in wishes]

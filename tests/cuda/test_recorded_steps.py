@@ -1,5 +1,4 @@
-"""Recorded steps give, to the token, what the same steps give when they are launched operation by
-operation.
+"""Recorded steps give the tokens of the same steps launched operation by operation.
 
 Without a device nothing is recorded, and what is tested is all but the recording: shapes, numbers,
 padding, and the work that is recorded, on the arrays that a recording would read.
@@ -73,9 +72,7 @@ def both() -> tuple[Engine, Engine]:
 
 @pytest.fixture(autouse=True)
 def _attention(request: pytest.FixtureRequest) -> None:
-    """Attend by the kernel in plain steps of every shape and in those with padding, else in
-    torch.
-    """
+    """Attend by the kernel in plain steps and in those with padding, else in torch."""
     is_plain = "callspec" in vars(request.node) and request.node.callspec.params.get("sampling") == "plain"
     if not is_plain and "padding" not in request.node.name:
         request.getfixturevalue("attention_in_torch")
@@ -313,9 +310,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int
 
 
 def test_a_chain_that_no_request_has_cannot_win(both: tuple[Engine, Engine]) -> None:
-    """A plain request has one chain of no tokens; the second, and the nodes of both, have undefined
-    numbers.
-    """
+    """A plain request has one chain of no tokens; the second has undefined numbers."""
     machine, num_plain = both[1], 3
     for number in range(num_plain + 1):
         speculation = tiny.OFF if number < num_plain else chains(2, 3)
@@ -434,9 +429,7 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, En
 
 
 def test_rows_without_use_read_no_text(both: tuple[Engine, Engine]) -> None:
-    """A request that drafts nothing has no rows in the draft model's passes, and one in the
-    target's.
-    """
+    """A request that drafts nothing has no rows in the draft model's passes."""
     machine = both[1]
     wishes = [chains(2, 3), tiny.OFF, chains(1, 2)]
     seen: list[dict[str, Any]] = []

@@ -38,9 +38,7 @@ pytestmark = pytest.mark.usefixtures("attention_in_torch")
 
 @pytest.fixture(autouse=True)
 def _no_step_is_tried() -> Iterator[None]:
-    """Whether the host waits in a step is found on a device (`test_dry_run.py` has one that is not
-    there).
-    """
+    """Try no steps; `test_dry_run.py` finds waits on a device."""
     with instead(steps, "find_wait", lambda *_: None):
         yield
 
@@ -83,8 +81,7 @@ class Recording:
 
 
 class FakeGraphs:
-    """Recordings of a device that is not there, each of some bytes; after `most` of them it raises
-    an error.
+    """Recordings of a device that is not there, which has room for `most` of them.
 
     runs: runs work when it is recorded; ends_badly: the end of a recording that fails raises
     another error.
@@ -225,9 +222,7 @@ def test_an_operator_may_leave_graphs_out() -> None:
 @stands_in
 @pytest.mark.parametrize("is_sized", [False, True])
 def test_the_pool_gets_what_graphs_leave(is_sized: bool) -> None:
-    """Graphs are recorded next to a pool of one block first, and their memory is kept back from the
-    pool. A pool of a given size needs no trial.
-    """
+    """Graphs are recorded next to a pool of one block first, unless the pool is sized."""
     target, graphs, pools = tiny.llama(1, layers=1), FakeGraphs(free_bytes=1 << 20, bytes_each=1000), []
 
     def noting(record: Any, steps: RecordedSteps, runners: Any, *more: Any) -> None:
@@ -268,9 +263,7 @@ def test_a_trial_without_memory_leaves_recording_out() -> None:
 
 @stands_in
 def test_memory_that_the_trial_found_is_recorded_into(both: tuple[Engine, Engine]) -> None:
-    """The pool leaves little more than the graphs need: the share that recording leaves must not
-    stop them again.
-    """
+    """The share that recording leaves must not stop the graphs again."""
     shapes = menu(RECORDED, 4)
     assert both[1].draft_runner is not None
     runners = [both[1].target, both[1].draft_runner]

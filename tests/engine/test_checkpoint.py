@@ -1,6 +1,4 @@
-"""End tokens and context length are decided from all files of a checkpoint, whichever of them says
-it.
-"""
+"""End tokens and context length follow from all files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -119,9 +117,7 @@ def test_other_spellings_of_a_token_are_understood(value: Any, tmp_path: Path) -
 
 
 def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
-    """An architecture's default that is text of another vocabulary, and a begin token that is
-    called the end.
-    """
+    """A default that is text of another vocabulary, and a begin token called the end."""
     end = {"eos_token_id": 151645}
     stale = roles(written(tmp_path, QWEN, config={"eos_token_id": 5}, generation_config=end), 151936)
     assert stale.ends == {151645}
@@ -133,9 +129,7 @@ def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
 
 
 def test_a_single_file_that_names_an_end_is_believed(tmp_path: Path) -> None:
-    """Text of the tokenizer may be the end if no other file names one; a begin token may not if
-    config.json does.
-    """
+    """Text may be the end if no other file names one; a begin token may not."""
     assert roles(written(tmp_path, S, config={"eos_token_id": 5}), 100).ends == {5}
     begin = {"eos_token": "<s>", "bos_token": "<s>"}
     assert roles(written(tmp_path, S, config={"eos_token_id": 2}, tokenizer_config=begin), 100).ends == {2}

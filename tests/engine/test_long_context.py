@@ -1,6 +1,4 @@
-"""Answers after a text of 16k tokens: the same with drafts, in chunks, with a draft window,
-together with short requests.
-"""
+"""Answers after 16k tokens are the same with drafts, chunks, windows and neighbours."""
 
 from __future__ import annotations
 

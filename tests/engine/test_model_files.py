@@ -1,6 +1,4 @@
-"""A file that is not what its name says is named with the reason and the way out, before anything
-reads the weights.
-"""
+"""A file that is not what its name says is named, before weights are read."""
 
 from __future__ import annotations
 
@@ -147,9 +145,7 @@ def test_weights_that_are_not_whole_are_named(fault: str, model: Path) -> None:
 
 @pytest.mark.parametrize(("count", "more"), [(3, ""), (4, ", ...")])
 def test_three_files_are_named(count: int, more: str, model: Path) -> None:
-    """Three of the files that an index names but that are missing, and of those that exist
-    instead.
-    """
+    """Three of the missing files, and of those that exist instead."""
     names = [f"{number}.bin" for number in range(count)]
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
@@ -186,9 +182,7 @@ def test_three_files_are_named(count: int, more: str, model: Path) -> None:
     ],
 )
 def test_a_header_says_how_long_its_file_is(header: bytes | None, is_whole: bool, model: Path) -> None:
-    """Nothing follows the header here. None: the length of the header is the largest number that
-    there is.
-    """
+    """None: the length of the header is the largest number."""
     length = b"\xff" * 8 if header is None else len(header).to_bytes(8, "little")
     (model / SHARDS[1]).write_bytes(length + (header or b"{}"))
     if is_whole:

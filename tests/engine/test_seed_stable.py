@@ -1,6 +1,4 @@
-"""Seed-stable sampling: the tokens are the same whatever drafts and verifies, and the noise is the
-one noise.
-"""
+"""Seed-stable tokens are the same for any drafts and rules."""
 
 from __future__ import annotations
 

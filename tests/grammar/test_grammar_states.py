@@ -1,5 +1,4 @@
-"""The engine's handling of a grammar's process, message by message, on a socket and clocks that are
-set.
+"""The engine's handling of a grammar's process, message by message.
 
 `test_grammar.py` has real processes.
 """
@@ -192,9 +191,7 @@ def test_masks_have_their_time(
 def test_questions_about_one_answer_share_their_time(
     process: Process, ready: GrammarClient, answers: Any, fails: bool
 ) -> None:
-    """A step asks several times about one answer. About none many steps may ask: those of
-    thoughts.
-    """
+    """About no answer many steps may ask: those of thoughts."""
     for answer in answers:
         wait = ready.masks(answer, [()])
         process.cpu_s += 0.125

@@ -1,6 +1,4 @@
-"""Edits of logits against the same by hand, and their edges; their distribution is tested on the
-running engine (tests/engine/test_output_distribution.py).
-"""
+"""Edits of logits against the same by hand, and their edges."""
 
 from __future__ import annotations
 
@@ -207,9 +205,7 @@ def test_masks_that_nodes_share_cannot_be_written_to() -> None:
 
 
 def test_edits_of_other_lists_are_never_shared() -> None:
-    """Lists are compared by identity, so edits keep theirs: the next list could lie in the same
-    place.
-    """
+    """Lists are compared by identity: the next list could lie in the same place."""
     shared = SharedEdits()
     made = [shared.of(Sampling(bad_words=((token,),)), ()) for token in range(100)]
     for token, edits in enumerate(made):
@@ -236,9 +232,7 @@ def test_edits_of_other_lists_are_never_shared() -> None:
     ],
 )
 def test_a_masked_token_was_emitted_at_a_dead_end(emitted: tuple[int, ...], num_held: int, is_dead: bool) -> None:
-    """Masks hold back the end 5 so long, 6 is never allowed, and 4 not after 3, with which the text
-    ends.
-    """
+    """The end 5 is held back, 6 is never allowed, and 4 not after 3, the text's last."""
     edits = FixedEdits(Sampling(allowed_token_ids=(2, 3, 4, 5), bad_words=((3, 4),)), (5,))
     assert edits.has_dead_end((1, 3), emitted, num_held, VOCABULARY) is is_dead
     assert not FixedEdits(Sampling(), ()).has_dead_end((1, 3), emitted, 0, VOCABULARY)

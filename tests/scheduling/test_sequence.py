@@ -1,6 +1,4 @@
-"""The running state of a request: lengths of its text, the end of its answer, and keys of its
-blocks.
-"""
+"""The running state of a request: lengths, end, and keys of its blocks."""
 
 from __future__ import annotations
 

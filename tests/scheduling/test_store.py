@@ -21,9 +21,7 @@ def keys_of(text: list[int], salt: str = "") -> list[bytes]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Holders of short texts over two tokens; the model remembers what was last written to each
-    block.
-    """
+    """Holders of short texts over two tokens, and what was written to each block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""A model folder whose answers are known: a Llama that continues scripts, chosen by a mark in its
-prompt.
+"""A Llama that continues scripts, chosen by a mark in its prompt.
 
 Every script has a mark, a token. Each of its pieces is a token, too, in the order in which it is
 written. Attention finds the last of these tokens in the text: of the marks the one of the last
@@ -31,9 +30,7 @@ _HEAD = 64
 _OTHER = -1
 """Stands for any token that no script has."""
 CUT = "\x1f"
-"""Ends a piece of a script. A script for a grammar has only the text that the grammar leaves free,
-in pieces.
-"""
+"""Ends a piece of a script; one for a grammar has the free text alone."""
 _BYTE_LETTERS = {byte: letter for letter, byte in byte_characters().items()}
 
 

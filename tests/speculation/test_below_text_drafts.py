@@ -1,5 +1,4 @@
-"""Sampled chains that are verified below accepted text drafts: the joint distribution of what a
-step serves.
+"""Sampled chains below accepted text drafts: the joint law of what a step serves.
 
 (accepted tokens, next token) are compared with an enumeration that knows no chains and no shifted
 arrays. The walk down the text drafts ends at a node with a known probability. A number of sampled
@@ -110,9 +109,7 @@ LINEAR_PROGRAM = Drafting("ot_lp", "iid", (1, 2))
 
 
 def walk_ends(world: TabularModel) -> Iterator[tuple[Path, float, list[int]]]:
-    """(text, probability, refused tokens) of every node where the walk down the text drafts can
-    end.
-    """
+    """Yield (text, probability, refused tokens) where the walk can end."""
     nodes: list[tuple[Path, float]] = [((), 1.0)]
     for path, probability in nodes:
         refused = sorted(
@@ -210,9 +207,7 @@ PARTS = ("leads_CL", "tokens_CL", "draft", "target", "root")
 
 
 class Branches:
-    """In place of `categorical`: every row takes the script's next token, and the product of the
-    chances is counted.
-    """
+    """In place of `categorical`: rows take the script's next token; chances are multiplied."""
 
     def __init__(self, script: tuple[int, ...]) -> None:
         self.script = list(script)
@@ -225,9 +220,7 @@ class Branches:
 
 
 def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> Ends:
-    """`RULES[name].verify` behind `below`: every drafted tree, every end of the walk, every token
-    of every node.
-    """
+    """Enumerate `RULES[name].verify` behind `below`: trees, ends of the walk, tokens."""
     law: Ends = defaultdict(float)
     length = len(drafting.fanout)
     trees = drafted_trees(SMALL, drafting.fanout, drafting.method)

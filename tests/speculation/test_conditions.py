@@ -65,9 +65,7 @@ def depth_alone(path: Path) -> Path:
 
 
 def drafted_by_head(memory: Memory) -> ModelOf:
-    """Return models whose draft laws depend on the text at the root and on a part of the path below
-    it.
-    """
+    """Return models whose draft laws depend on the text at the root and some path."""
 
     def model_of(world: TabularModel, prefix: Path, length: int, shifts: tuple[TargetShift, ...]) -> TabularModel:
         model = from_prefix(world, prefix, length, shifts)
@@ -131,8 +129,7 @@ def test_a_rule_and_a_drafter_are_exact_or_refused(rule: str, drafter: str) -> N
 
 
 def text_drafts(step: Callable[[TabularModel], list[RuleOutcome]]) -> Callable[[TabularModel], list[RuleOutcome]]:
-    """Return steps before which a text draft of one token is tried: the walk emits one of both
-    tokens, from the target.
+    """Return steps before which a text draft of one token is tried.
 
     The draft's distribution there is unknown, so nothing is known about pending changes of the
     target.
@@ -190,9 +187,7 @@ def test_the_number_of_chains_may_change_below_a_changed_target() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_trees_that_branch_late_are_exact_or_refused(rule: str) -> None:
-    """`test_chain_rules.py` enumerates those that are taken, and the race over chains that share a
-    token.
-    """
+    """`test_chain_rules.py` enumerates those that are taken."""
     is_exact = rule in {one for one, _, _ in TREES_THAT_BRANCH_LATER}
     assert is_exact == (unmet(RULES[rule], LATE_BRANCHES) is None)
     speculation = Speculation(rule=rule, num_drafts=2, draft_length=2, tree=(1, 2))

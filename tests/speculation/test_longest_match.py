@@ -1,6 +1,4 @@
-"""Deterministic rows emit the target's own text: as far as the best draft matches, and one token
-more.
-"""
+"""Deterministic rows emit the target's own text, as far as the best draft matches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The weighted race against a plain computation of the same race, row by row, and against the
-optimum.
-"""
+"""The weighted race against a plain computation of it, and the optimum."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def plain_join_points(a: Law, q: Law, t: Law, reached: Law, n: int) -> Law:
 
 
 def plain_race(p: Law, q: Law, n: int, order: np.ndarray) -> tuple[Law, Law, np.ndarray, float]:
-    """(accepted mass, log weights, segments, log threshold in the last one) of the tokens in this
-    order.
-    """
+    """Return (accepted mass, log weights, segments, last log threshold) in this order."""
     p, q = p[order], q[order]
     t, total = np.cumsum(q).clip(max=1.0), np.cumsum(p)
     supply = 1 - (1 - t) ** n
@@ -76,9 +72,7 @@ def plain_race(p: Law, q: Law, n: int, order: np.ndarray) -> tuple[Law, Law, np.
 
 
 def plain_law(p: Law, q: Law, drafted: list[int], order: np.ndarray) -> Law:
-    """Law of the emitted token; `order` has the tokens that race. Wins by integration between the
-    weights.
-    """
+    """Return the law of the emitted token; `order` has the racing tokens."""
     if not drafted:
         return p
     accepted, law = np.zeros_like(p), np.zeros_like(p)
@@ -150,9 +144,7 @@ def draw(q: Law, n: int, seed: int) -> list[int]:
     st.lists(st.integers(0, 16), min_size=1, max_size=5),
 )
 def test_equals_the_plain_race(seed: int, vocabulary: int, counts: list[int]) -> None:
-    """Zeros, ties, equal and disjoint laws, one-hot laws, together in one batch with different
-    n.
-    """
+    """Zeros, ties, equal, disjoint and one-hot laws, in one batch with different n."""
     pairs = [random_laws(seed + i, vocabulary) for i in range(len(counts))]
     drafted = [draw(q, n, seed + i) for i, ((_, q), n) in enumerate(zip(pairs, counts, strict=True))]
     assert_plain(rows(*(p for p, _ in pairs)), rows(*(q for _, q in pairs)), drafted)
@@ -161,9 +153,7 @@ def test_equals_the_plain_race(seed: int, vocabulary: int, counts: list[int]) ->
 @pytest.mark.sampled
 @pytest.mark.parametrize("n", range(1, 17))
 def test_equals_the_plain_race_on_many_tokens(n: int) -> None:
-    """Enough tokens for interpolated starts; flat, peaked, truncated and nearly equal laws; several
-    blocks.
-    """
+    """Flat, peaked, truncated and nearly equal laws, in several blocks."""
     vocabulary = 9_000
     pairs = [zipf_laws(seed, vocabulary, spread) for seed, spread in enumerate((0.1, 0.7, 2.0, 1e-7))]
     peaked = tuple(law**4 / (law**4).sum() for law in pairs[1])

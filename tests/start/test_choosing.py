@@ -1,6 +1,4 @@
-"""Every operation of the kernels gives what plain torch gives, and one that does not is found at
-start and replaced.
-"""
+"""Every kernel gives what plain torch gives, or is replaced at start."""
 
 from __future__ import annotations
 

@@ -133,9 +133,7 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
 
 @pytest.mark.slow
 def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None:
-    """The host learns the tokens with the verdict; what is emitted is the same as with merged
-    trees.
-    """
+    """What is emitted is the same as with merged trees."""
     wanted = [one for one in requests() if one.speculation.drafters == ("model",) and one.request_id not in EDITED]
     engine = build()
     engine.unrecorded.most_unmerged = 1000

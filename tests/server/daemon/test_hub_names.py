@@ -1,6 +1,4 @@
-"""A model named as on the hub, at a revision: weights, tokenizer, defaults and grammars are all of
-that one.
-"""
+"""A hub's model at a revision: weights, tokenizer, defaults and grammars."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ COMMITS = {"main": "a" * 40, "v2": "b" * 40, "bare": "c" * 40}
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModels:
-    """A hub's cache: its main revision has another vocabulary, `v2` is greedy by default, `bare`
-    has no tokenizer.
-    """
+    """A hub's cache: `v2` is greedy by default, `bare` has no tokenizer."""
     pair = write_pair(tmp_path)
     repository = tmp_path / "hub" / "models--polydraft--tiny"
     for revision, commit in COMMITS.items():
@@ -130,9 +126,7 @@ def test_a_hub_that_does_not_answer(models: TinyModels, monkeypatch: pytest.Monk
 
 
 class HubAnswers(BaseHTTPRequestHandler):
-    """A hub: `X-Error-Code` by the owner's name, as the real one has it; the owner `silent` gets no
-    answer.
-    """
+    """A hub with `X-Error-Code` by the owner's name; `silent` gets no answer."""
 
     def do_HEAD(self) -> None:
         owner = self.path.split("/")[1]
@@ -222,9 +216,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(tmp_path: Path, hub_url: str) ->
 def test_a_hub_that_does_not_answer_is_not_needed_for_a_cached_model(
     models: TinyModels, tmp_path: Path, knows_defaults: bool
 ) -> None:
-    """Then it is asked once, and never again; but a cache that may lack the model's defaults is no
-    whole model.
-    """
+    """It is asked once; a cache without the model's defaults is no whole model."""
     code = (
         "import os; from engine.models.files import check_source, model_file\n"
         "import logging; logging.basicConfig()\n"

@@ -1,5 +1,4 @@
-"""A published model, SmolLM2-135M-Instruct as a GGUF file of 4 bits, with everything that a client
-may ask for.
+"""SmolLM2-135M-Instruct of 4 bits, with everything that a client may ask for.
 
 The file is named by POLYDRAFT_TEST_GGUF, or is where `make serve MODEL=smollm2` puts it; without it
 these tests are skipped.

@@ -89,9 +89,7 @@ def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
 
 
 def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> None:
-    """A request on a connection that was idle for as long as load balancers and pools keep one
-    would be cut off.
-    """
+    """Load balancers and pools keep idle connections longer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await server.app(scope, receive, send)
@@ -124,9 +122,7 @@ def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:
 
 @pytest.mark.parametrize("begun", [b"GET", POST + b"content-length: 9\r\n\r\nab"])
 def test_a_request_that_came_beside_another_has_its_time_after_it(server: Server, begun: bytes) -> None:
-    """Its client could not have been answered before, and must not hold the connection
-    afterwards.
-    """
+    """Its client must not hold the connection afterwards."""
     wire = server.connect()
     server.may_answer.clear()
     server.send(wire, GET + begun)
@@ -303,9 +299,7 @@ def test_data_after_a_refusal_is_discarded_up_to_a_bound(server: Server) -> None
 
 
 def test_the_rest_of_a_body_is_read_before_the_connection_closes(server: Server) -> None:
-    """Else the client, which still sends, would not read the answer; what is too much is not waited
-    for.
-    """
+    """A client that still sends would not read the answer."""
     server.waiting.most_discarded_bytes = 1000
     server.reads = False
     for size in (1000, 1001):
@@ -378,9 +372,7 @@ CHUNKS = b"Transfer-Encoding: chunked\r\n", b"1\r\na\r\n2;x=y\r\nbc\r\n0\r\nUpgr
 def test_a_request_with_an_offer_is_read_like_any_other(
     server: Server, offer: bytes, framing: bytes, body: bytes, size: int
 ) -> None:
-    """Many requests on one connection, with and without bodies, in pieces of any size. The
-    application sees offers.
-    """
+    """Many requests on one connection, in pieces of any size; offers are visible."""
     one = b"POST /a?b HTTP/1.1\r\n" + offer % framing + body
     sent = (one + GET + b"GET /c HTTP/1.1\r\n" + offer % b"") * 20
     wire = server.connect()

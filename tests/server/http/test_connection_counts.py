@@ -1,6 +1,4 @@
-"""The number of connections, and of warnings about them, on a transport in memory and a clock that
-is set.
-"""
+"""The number of connections, and of warnings about them, in memory."""
 
 from __future__ import annotations
 

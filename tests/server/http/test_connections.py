@@ -42,9 +42,7 @@ def answered(connection: socket.socket) -> bytes:
 
 @pytest.mark.slow
 def test_clients_read_413_while_they_still_send(daemon: Daemon) -> None:
-    """Clients that send 64 MB read 413 and no reset, with and without keep-alive, with and without
-    a length.
-    """
+    """64 MB, with and without keep-alive, with and without a length."""
     body = b" " * LARGE_BYTES
     asked = urllib.request.Request(f"{daemon.url}/v1/completions", body, {"content-type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -68,9 +66,7 @@ def test_clients_read_413_while_they_still_send(daemon: Daemon) -> None:
 @pytest.fixture
 @slow_fixture
 def guarded(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon that holds few connections, waits a second for clients that send or read nothing,
-    and limits rates.
-    """
+    """A daemon with few connections, a second for slow clients, and rate limits."""
     few = ["--max-connections", str(MOST_CONNECTIONS), "--rate-limit", f"{MOST_CALLS}/hour", "--enable-log-requests"]
     return daemons.get(*pair_arguments, "--no-calibrate", *few, "--receive-timeout", "1", "--send-timeout", "1")
 
@@ -135,9 +131,7 @@ def deaf(guarded: Daemon) -> Iterator[socket.socket]:
 
 
 def is_connected(port: int, client: int) -> bool:
-    """Whether the server's side has a socket, in any state, that is connected to a client's
-    port.
-    """
+    """Return whether the server has a socket, in any state, to a client's port."""
     ends = (f":{port:04X}", f":{client:04X}")
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return any((local[-5:], other[-5:]) == ends for _, local, other, *_ in lines)
@@ -155,9 +149,7 @@ def test_slow_reader_is_disconnected(guarded: Daemon, deaf: socket.socket) -> No
 
 
 def test_rate_limits_ignore_forwarded_addresses(guarded: Daemon) -> None:
-    """Without keys a caller is its address, whatever it says of itself. The last test here: nothing
-    more is let in.
-    """
+    """Without keys a caller is its address. The last test: nothing more is let in."""
     with guarded.client() as client:
         asked = [client.post("/v1/completions", json=SHORT).status_code for _ in range(MOST_CALLS + 1)]
         assert asked[-1] == 429

@@ -44,9 +44,7 @@ def rejections(daemon: Daemon, reason: str) -> float:
 
 
 def test_a_key_may_ask_so_often(limited: Daemon) -> None:
-    """More gets 429 in the shape of the endpoint, with the time to wait; another key is not
-    concerned.
-    """
+    """429 in the shape of the endpoint, with the time to wait."""
     with limited.client("second") as client:
         statuses = [client.post("/v1/completions", json=SHORT).status_code for _ in range(3)]
         refused = client.post("/v1/completions", json=SHORT)
@@ -77,9 +75,7 @@ def test_a_request_may_take_so_long(limited: Daemon) -> None:
 
 
 def test_a_prompt_beyond_the_waiting_tokens_is_refused(limited: Daemon) -> None:
-    """Prompts of 40 tokens: one runs, two wait, the fourth is too many; a first one is always let
-    in.
-    """
+    """Prompts of 40 tokens: one runs, two wait, the fourth is too many."""
     with limited.client("third") as client, open_stream(client, "/v1/completions", **LONG) as stream:
         next(stream)
         statuses: list[int] = []
@@ -113,9 +109,7 @@ def test_the_wait_for_a_grammar_counts() -> None:
 
 
 def test_an_answer_ends_when_it_cannot_be_sent(caplog: pytest.LogCaptureFixture) -> None:
-    """Over a unix socket no system timer watches: the daemon's own does, and the generation ends at
-    once.
-    """
+    """Over a unix socket the daemon's own timer watches."""
     ended = []
 
     async def deltas() -> AsyncGenerator[Any, None]:
@@ -152,9 +146,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_window_moves_with_time(clock: list[float]) -> None:
-    """At two per second the third must wait, and a later one may pass; each client has a separate
-    window.
-    """
+    """Two per second: the third waits, and each client has its own window."""
     rate = RateLimit([(2, 1.0)])
     assert [rate.take("a") for _ in range(3)] == [None, None, 1]
     assert rate.take("b") is None

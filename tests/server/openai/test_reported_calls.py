@@ -74,9 +74,7 @@ def check(calls: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 def test_forced_calls_are_valid_under_speculation(http: httpx.Client, choice: Any, shape: str) -> None:
-    """vllm-project/vllm#38106, #44006 and NVIDIA/TensorRT-LLM#16377: with drafts, calls were broken
-    or lost.
-    """
+    """vllm-project/vllm#38106, #44006, NVIDIA/TensorRT-LLM#16377: broken or lost."""
     found = choice_of(http, tool_choice=choice, speculation=SHAPES[shape], parallel_tool_calls=False)
     (call,) = found["message"]["tool_calls"]
     check([call])
@@ -85,9 +83,7 @@ def test_forced_calls_are_valid_under_speculation(http: httpx.Client, choice: An
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 def test_calls_end_with_their_own_reason(http: httpx.Client, choice: Any) -> None:
-    """vllm-project/vllm#25054, #9209, #53255 and Blaizzy/mlx-vlm#990: `stop` with calls, or
-    `tool_calls` without.
-    """
+    """vllm-project/vllm#25054, #9209, #53255, Blaizzy/mlx-vlm#990: another reason."""
     found = choice_of(http, tool_choice=choice, parallel_tool_calls=False)
     assert (found["finish_reason"], len(found["message"]["tool_calls"])) == ("tool_calls", 1)
     reasons = [one["finish_reason"] for one in chunks_of(http, tool_choice=choice, parallel_tool_calls=False)]
@@ -95,9 +91,7 @@ def test_calls_end_with_their_own_reason(http: httpx.Client, choice: Any) -> Non
 
 
 def test_calls_of_a_stream_are_numbered(http: httpx.Client) -> None:
-    """sgl-project/sglang#6310, #5661 and ai-dynamo/dynamo#4723: all calls had the number 0, or
-    none.
-    """
+    """sgl-project/sglang#6310, #5661, ai-dynamo/dynamo#4723: all were 0, or none."""
     for seed in range(20):
         chunks = chunks_of(http, tool_choice="required", seed=seed, max_tokens=200)
         pieces = [piece for one in chunks for piece in one["delta"].get("tool_calls") or []]
@@ -118,9 +112,7 @@ def test_one_call_is_one_call(http: httpx.Client) -> None:
 
 
 def test_calls_have_logprobs_in_streams_too(http: httpx.Client) -> None:
-    """sgl-project/sglang#28601 and am17an/llama.cpp#35: log probabilities were lost or refused with
-    calls.
-    """
+    """sgl-project/sglang#28601, am17an/llama.cpp#35: lost or refused with calls."""
     wish = {"tool_choice": NAMED, "logprobs": True, "top_logprobs": 2}
     whole = choice_of(http, **wish)["logprobs"]["content"]
     streamed = [token for one in chunks_of(http, **wish) for token in (one.get("logprobs") or {}).get("content") or []]
@@ -162,9 +154,7 @@ def test_white_space_does_not_fill_structured_output(http: httpx.Client) -> None
     ],
 )
 def test_plain_text_is_typed_by_its_schema(schema: dict[str, Any], text: str, value: Any) -> None:
-    """ml-explore/mlx-lm#1330, #1635 and openvinotoolkit/model_server#3727: calls were lost, or
-    quotes of strings.
-    """
+    """ml-explore/mlx-lm#1330, #1635, openvinotoolkit/model_server#3727: calls were lost."""
     tool = Tool(type="function", function=Function(name="f", parameters={"properties": {"x": schema}}))
     reader = ToolCalls(ToolUse((tool,), "qwen3_coder", True, forced=False), None)
     reader.feed(f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>", True)

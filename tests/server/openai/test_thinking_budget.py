@@ -1,7 +1,4 @@
-"""Thoughts that the engine follows, on a daemon whose model has the tags as tokens: a budget ends
-them, and structured output comes after them. The distribution is enumerated in
-tests/engine/test_output_distribution.py.
-"""
+"""Thoughts that the engine follows: a budget ends them, structured output follows."""
 
 from __future__ import annotations
 
@@ -125,9 +122,7 @@ def test_structured_output_comes_after_the_thoughts(client: httpx.Client, shape:
 
 
 def test_structured_output_may_come_without_thoughts(client: httpx.Client) -> None:
-    """If the prompt has closed the thoughts, the grammar applies; if it has not, the model
-    chooses.
-    """
+    """If the prompt has not closed the thoughts, the model chooses."""
     none = CAPITALS | {"reasoning_effort": "none", "logit_bias": {str(OPENS): 100}}
     open_to_both = CAPITALS | {"thinking_token_budget": 4}
     assert re.fullmatch("[A-Z]{2,6}", answer(client, **none)[1]["content"])

@@ -27,9 +27,7 @@ ORIGIN = "https://chat.example"
 
 
 def test_text_goes_to_tokens_and_back(http: httpx.Client) -> None:
-    """Tokenize counts and spells, with and without special tokens; detokenize gives the text
-    back.
-    """
+    """With and without special tokens."""
     body = http.post("/tokenize", json={"prompt": "hello there", "return_token_strs": True}).json()
     assert body["tokens"][0] == BOS
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
@@ -82,9 +80,7 @@ def test_probes_may_send_head(http: httpx.Client, path: str) -> None:
 
 
 def test_a_model_has_the_fields_that_benchmarks_read(http: httpx.Client) -> None:
-    """`vllm bench serve` without --model reads id and root: the model's folder or name on the
-    hub.
-    """
+    """`vllm bench serve` without --model reads id and root."""
     (card,) = http.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", MAX_POSITIONS)
     assert Path(card["root"], "config.json").is_file()
@@ -157,9 +153,7 @@ def test_an_internal_error_is_answered_and_logged(app: FastAPI, caplog: pytest.L
 
 
 def test_browsers_of_allowed_origins_may_ask(app: FastAPI) -> None:
-    """A preflight needs no key and allows the header that carries it; other origins are not
-    allowed.
-    """
+    """A preflight needs no key and allows the header that carries it."""
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     response = ask(app, "OPTIONS", "/v1/chat/completions", origin=ORIGIN, **asked)
     assert response.status_code == 200

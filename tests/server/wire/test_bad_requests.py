@@ -1,6 +1,4 @@
-"""Requests that are wrong in any way: a 4xx in OpenAI's error shape that names the field, and the
-daemon serves on.
-"""
+"""Wrong requests: a 4xx that names the field, and the daemon serves on."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ TOO_LONG = [5] * MAX_POSITIONS
     ],
 )
 def test_a_bad_value_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    """A value of the wrong type, out of range or not served: 400 that names the field, before a
-    stream begins.
-    """
+    """Wrong types, out of range, not served: 400 before a stream begins."""
     for path in GOOD:
         for stream in (False, True):
             error = error_of(send(http, path, {"stream": stream, **fields}), 400)
@@ -231,9 +227,7 @@ def test_values_that_json_does_not_have_are_refused(http: httpx.Client, fields: 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_ends_of_openai_s_bounds_are_taken(http: httpx.Client, end: int) -> None:
-    """The least and the largest value of each field; an answer of 0 tokens is empty and ended by
-    its length.
-    """
+    """An answer of 0 tokens is empty and ended by its length."""
     bounds = {
         "temperature": (0, 2),
         "top_p": (0, 1),
@@ -323,9 +317,7 @@ def test_errors_are_counted_by_status(http: httpx.Client) -> None:
 
 
 def test_request_ids_are_echoed_or_made(http: httpx.Client) -> None:
-    """The caller's x-request-id comes back, cut to a bounded length; without one there is a new one
-    each time.
-    """
+    """Cut to a bounded length; without one there is a new one each time."""
     assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert http.get("/nowhere", headers={"x-request-id": "mine-2"}).headers["x-request-id"] == "mine-2"
     assert len(http.get("/health", headers={"x-request-id": "x" * 5000}).headers["x-request-id"]) <= 128
