@@ -92,7 +92,7 @@ def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "parts"), grid([(None, 1), (None, 3), (50, 1), (50, 3)], {(50, 3)}))
-def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(window: int | None, parts: int) -> None:
+def test_prompt_queries_read_no_keys_beyond_their_tile(window: int | None, parts: int) -> None:
     """NaN behind the tile would make the results NaN."""
     count, known, clean = 90, 40, 64
     blocks = list(range(-(-(known + count) // PAGE)))
@@ -207,7 +207,7 @@ def test_attention_in_every_number_format_equals_torch(
         {("both", 100, 1)},
     ),
 )
-def test_options_that_models_add_to_attention(kind: str, window: int | None, parts: int) -> None:
+def test_softcaps_windows_and_sinks_equal_torch(kind: str, window: int | None, parts: int) -> None:
     sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
     options = ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks)
     with in_parts(parts):
@@ -260,7 +260,7 @@ def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
 @pytest.mark.sole("wrong operands of the attention kernel")
 @pytest.mark.sampled
 @pytest.mark.parametrize("wrong", grid(["words", "limits", "node_positions", "pages", "ends"], {"words", "pages"}))
-def test_the_comparison_has_teeth(wrong: str) -> None:
+def test_wrong_variants_fail_the_comparison(wrong: str) -> None:
     parts, storage, query, window = operands(torch.float32, 130, window=40)
     paged = paged_of(parts)
     spoilt = getattr(paged, wrong)

@@ -103,7 +103,7 @@ WRONG = {
 @pytest.mark.slow
 @IN_TORCH
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
-def test_wrong_kernels_are_found_out(wrong: str) -> None:
+def test_wrong_layer_kernels_are_rejected(wrong: str) -> None:
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
     assert layer_check.find_fault(tiny.DEVICE, torch.float32) is None
@@ -114,7 +114,7 @@ def test_wrong_kernels_are_found_out(wrong: str) -> None:
 
 @pytest.mark.slow
 @IN_TORCH
-def test_sums_that_are_left_out_are_found_out() -> None:
+def test_omitted_sums_are_rejected() -> None:
     """A layer adds to what was there before it."""
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
@@ -124,7 +124,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
 
 @pytest.mark.slow
 @IN_TORCH
-def test_biases_that_are_left_out_are_found_out() -> None:
+def test_omitted_biases_are_rejected() -> None:
     loaded = randomised(LEAN["llama, biases"], seed=5)
     expected = numbers(loaded, False)
     with instead(layer_products.PlainProduct, "__call__", lambda _, product, rows: linear(rows, product.weight_NK)):

@@ -217,7 +217,7 @@ def test_rows_are_rounded_as_by_torchao(width: int) -> None:
 
 
 @by_triton
-def test_rows_of_zeros_stay_and_numbers_that_are_none_show() -> None:
+def test_rounding_keeps_zeros_and_nans() -> None:
     """torchao divides zeros by zero: rows of padding attend to nothing."""
     rows_TK = torch.linspace(-3, 3, 128, device=DEVICE).view(2, 64).bfloat16().repeat(2, 1)
     rows_TK[1] = 0

@@ -72,7 +72,7 @@ def randomised(config: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", LEAN)
-def test_it_gives_transformers_numbers(name: str) -> None:
+def test_lean_decoder_equals_transformers(name: str) -> None:
     """Prompt in two chunks, a tree, an acceptance; then through transformers."""
     loaded = randomised(LEAN[name], seed=3)
     assert is_lean(loaded.model)
@@ -82,7 +82,7 @@ def test_it_gives_transformers_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_run_through_transformers(name: str) -> None:
+def test_other_models_run_through_transformers(name: str) -> None:
     assert not is_lean(randomised(OTHERS[name], seed=3).model)
 
 

@@ -120,7 +120,7 @@ def test_the_comparison_finds_wrong_padding(wrong: str) -> None:
         assert not are_equal(outputs(make_runner("llama", most_sequences=12)), expected)
 
 
-def test_a_pass_without_room_runs_as_it_is() -> None:
+def test_pass_without_a_recorded_room_runs_unpadded() -> None:
     """More sequences, pages, rows or nodes than a recorded pass has room for."""
     runner = make_runner("llama", most_sequences=3)
     prompts, _ = passes_of_nine()

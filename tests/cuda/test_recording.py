@@ -321,7 +321,7 @@ def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> N
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 
 
-def test_a_text_of_more_blocks_than_the_table_has_runs_as_it_is(both: tuple[Engine, Engine]) -> None:
+def test_text_beyond_the_recorded_table_runs_eagerly(both: tuple[Engine, Engine]) -> None:
     with serving(both[1], recorded_again(both[1], most_pages=2)):
         shapes = compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
     assert None in shapes[1:]

@@ -52,7 +52,7 @@ def test_turns_of_a_conversation_have_one_prefix() -> None:
         *(b'{"a":' * 5000, b'{"prompt_cache_key": "\\ud800"}', b'{"prompt": "\\ud800"}', b'{"prompt_cache_key": [{}]}'),
     ],
 )
-def test_any_body_finds_a_replica(body: bytes) -> None:
+def test_every_body_is_routed(body: bytes) -> None:
     """An error of the router would leave the request waiting indefinitely."""
     assert sorted(order(*router(2), prefix_of(body))) == ["r0", "r1"]
 
@@ -99,7 +99,7 @@ def test_a_prefix_stays_with_its_replica() -> None:
     assert len(moved) < 80
 
 
-def test_a_busy_replica_gets_help() -> None:
+def test_busy_replica_is_relieved() -> None:
     """Two requests ahead of the idlest it gets no more; afterwards it is preferred again."""
     made, replicas = router(3)
     favourite = order(made, replicas, "x")[0]

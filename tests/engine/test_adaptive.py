@@ -186,7 +186,7 @@ def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() ->
     assert answers(False)[0] != [tiny.run(build(), [one]).tokens[one.request_id] for one in asked(False)[::2]]
 
 
-def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
+def test_drafts_after_plain_steps_are_accepted_as_before() -> None:
     """The drafts are those of a model that has read everything."""
 
     class Late(Restless):
@@ -248,7 +248,7 @@ def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, Load
         assert (share > 0.8) if drafts_much else (share < 0.2)
 
 
-def test_a_plan_without_a_controller_drafts_all_it_may() -> None:
+def test_without_a_controller_requests_draft_their_maximum() -> None:
     engine = tiny.build(TARGET, DRAFT)
     engine.submit(wishes(1)[0])
     plan: Plan = engine.scheduler.plan()

@@ -101,7 +101,7 @@ def test_a_text_model_may_be_a_part_of_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 100, 2.5, "<none>", "a", True, [2, 10**30], {"id": 2}])
-def test_what_is_no_token_is_left_out_by_name(value: Any, tmp_path: Path) -> None:
+def test_unknown_end_tokens_are_dropped_by_name(value: Any, tmp_path: Path) -> None:
     source = written(tmp_path, S, config={"eos_token_id": 2}, generation_config={"eos_token_id": value})
     found = roles(source, 100)
     assert found.ends == {2}
@@ -195,7 +195,7 @@ def test_different_begin_tokens_are_reported(tmp_path: Path) -> None:
     assert "1 '<s>' (tokenizer_config.json), 2 '</s>' (config.json)" in remark
 
 
-def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_unreadable_config_is_named(tmp_path: Path) -> None:
     source = written(tmp_path, S, config={"eos_token_id": 2})
     (tmp_path / "tokenizer_config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: this is a git-lfs pointer.*git lfs pull"):
@@ -209,7 +209,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     ("content", "fault"),
     [("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"), ("{}", "cannot be used (")],
 )
-def test_a_tokenizer_that_is_none_is_named(content: str, fault: str, tmp_path: Path) -> None:
+def test_unreadable_tokenizer_is_named(content: str, fault: str, tmp_path: Path) -> None:
     source = written(tmp_path, S, config={"eos_token_id": 2})
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json: ") as refused:

@@ -110,7 +110,7 @@ def test_at_temperature_0_several_drafts_accept_more(pair) -> None:  # type: ign
 
 @pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a CPU's decoder sums a row in one order")
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_logprobs_with_drafts_are_those_of_plain_decoding(pair, weights: Weights) -> None:  # type: ignore[no-untyped-def]
+def test_logprobs_with_drafts_equal_plain_decoding(pair, weights: Weights) -> None:  # type: ignore[no-untyped-def]
     """To the bit, in trees and below text drafts, where rows of products are rounded, too."""
     texts = [
         (text * 4)[:length] for length, text in zip((50, 61, 64), tiny.prompts(101, [17] * 3, seed=4), strict=True)

@@ -18,7 +18,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_window", [0, 300])
-def test_answers_behind_a_long_text(draft_window: int) -> None:
+def test_answers_after_long_texts_are_the_same(draft_window: int) -> None:
     config = transformers.LlamaConfig(
         vocab_size=101,
         hidden_size=16,

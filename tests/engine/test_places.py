@@ -159,7 +159,7 @@ def forbidden(answers: dict[str, list[int]]) -> list[str]:
 @pytest.mark.sole("requests that share a step")
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed_stable", [False, True])
-def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedModel], seed_stable: bool) -> None:
+def test_requests_emit_no_token_of_a_neighbour(pair: tuple[LoadedModel, LoadedModel], seed_stable: bool) -> None:
     """Every rule that allows text drafts, together with every other, and the same answers alone."""
     engine = tiny.build(*pair, max_copied_tokens=8)
     rules = [name for name, rule in RULES.items() if WHOLE_BLOCKS not in rule.needs]

@@ -315,7 +315,7 @@ def differing(pair: Pair, seed: int) -> list[Request]:
 @pytest.mark.sole("random traffic")
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", grid(range(4), {1, 2}))
-def test_company_changes_no_answer(pair: Pair, seed: int) -> None:
+def test_concurrent_requests_change_no_answer(pair: Pair, seed: int) -> None:
     assert differing(pair, seed) == []
 
 

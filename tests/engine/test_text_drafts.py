@@ -186,7 +186,7 @@ def with_text_drafts(speculation: Speculation, *names: str) -> Speculation:
 
 
 @pytest.mark.parametrize("base", [BV_RACE, Speculation()])
-def test_a_right_prediction_is_taken_in_few_steps(base: Speculation) -> None:
+def test_right_prediction_takes_few_steps(base: Speculation) -> None:
     """Also with one token replaced, left out or added."""
     plain, steps = answer(base)
     names = ("model", "prediction") if base.num_drafts else ("prediction",)
@@ -207,7 +207,7 @@ def test_a_right_prediction_is_taken_in_few_steps(base: Speculation) -> None:
             assert num_from_text <= outcome.num_accepted <= outcome.draft_length
 
 
-def test_a_useless_prediction_is_given_up() -> None:
+def test_useless_prediction_stops_drafting() -> None:
     plain, steps = answer(BV_RACE)
     tokens, outcomes = answer(with_text_drafts(BV_RACE, "model", "prediction"), tiny.prompts(101, [60], seed=9)[0])
     assert tokens == plain
@@ -235,7 +235,7 @@ def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
     assert seen["model", "prediction"] < seen["model",]
 
 
-def test_the_text_is_looked_up() -> None:
+def test_prompt_lookup_drafts_from_the_text() -> None:
     """With two tokens to say a text repeats itself, which the lookup finds."""
     plain, steps = answer(Speculation(), allowed_token_ids=(5, 6))
     tokens, outcomes = answer(Speculation(drafters=("prompt_lookup",)), allowed_token_ids=(5, 6))
@@ -264,7 +264,7 @@ def test_text_drafts_with_others_and_after_preemption() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("names", [("prompt_lookup", "earlier_answers"), (*ALL, "earlier_answers")])
-def test_trees_in_a_tight_pool_say_what_plain_decoding_says(names: tuple[str, ...]) -> None:
+def test_text_draft_trees_under_preemption_equal_plain_decoding(names: tuple[str, ...]) -> None:
     """Requests lose their blocks, and draft from the answers of others."""
     shape = BV_RACE if "model" in names else Speculation()
     adaptive = msgspec.structs.replace(shape, drafters=names, adaptive=True)
@@ -296,6 +296,6 @@ def test_text_drafts_that_cannot_be_used_are_refused(request_fields: dict[str, A
         build().submit(Request(request_id="x", prompt_token_ids=(1, 2), **request_fields))
 
 
-def test_the_operator_can_switch_text_drafts_off() -> None:
+def test_text_drafts_can_be_disabled() -> None:
     with pytest.raises(RequestError, match="switched"):
         build(max_copied_tokens=0).submit(tiny.request("x", (1, 2), with_text_drafts(BV_RACE, *ALL)))

@@ -161,7 +161,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: GrammarPool, gra
 
 
 @pytest.mark.slow
-def test_a_grammar_that_the_server_cannot_follow_is_its_own_fault(
+def test_grammar_process_failures_are_server_errors(
     grammars: GrammarPool, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
     """The process that starts the others is killed, gets no time, or has no vocabulary."""
@@ -250,7 +250,7 @@ def test_masks_that_take_too_long_end_their_grammar(grammars: GrammarPool, vocab
         other.close()
 
 
-def test_a_grammar_that_fails_later_harms_nobody_else(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
+def test_failing_grammar_ends_its_request_alone(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
     """Its own places are free from then on (its request ends), a neighbour's mask holds."""
     bad, good = started(grammars, OBJECT), started(grammars, OBJECT)
 
@@ -290,7 +290,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
             grammars.close()
 
 
-def test_nothing_is_left_behind(grammars: GrammarPool) -> None:
+def test_grammar_processes_leave_nothing_behind(grammars: GrammarPool) -> None:
     """Ended states end their processes, those that still compute too; and all end with the pool."""
     ended, busy, left = (started(grammars, OBJECT) for _ in range(3))
     numbers = [state.process_id for state in (ended, busy, left)]
@@ -304,7 +304,7 @@ def test_nothing_is_left_behind(grammars: GrammarPool) -> None:
     left.end()
 
 
-def test_a_grammar_that_nobody_waits_for_ends_too(grammars: GrammarPool) -> None:
+def test_abandoned_grammar_ends(grammars: GrammarPool) -> None:
     """Its request has been left before the number of its process was known."""
     grammars.start(ENDLESS).end()
     state = started(grammars, OBJECT)  # the process of the first has been forked before this one's

@@ -175,7 +175,7 @@ def test_a_large_grammar_is_read_while_new_ones_come() -> None:
     assert queue.num_waiting > 300
 
 
-def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
+def test_costly_grammar_continues_if_none_waits() -> None:
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     queue.add(Request(request_id="a", prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
@@ -186,7 +186,7 @@ def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
     assert len(source.open) == 1
 
 
-def test_costly_grammars_that_nobody_waits_for_keep_their_places() -> None:
+def test_abandoned_costly_grammars_keep_their_seats() -> None:
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     ask(queue, "many", *"abcd")

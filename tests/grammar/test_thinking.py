@@ -61,7 +61,7 @@ def by_hand(thinking: Thinking, text: tuple[int, ...], has_grammar: bool) -> np.
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 @pytest.mark.parametrize("has_grammar", [True, False])
-def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar: bool) -> None:
+def test_masks_equal_the_ones_by_hand(is_begun: bool, budget: int | None, has_grammar: bool) -> None:
     """Every answer of up to three tokens, and every path of up to two below it, in one call."""
     thinking = Thinking(opens=(OPENS,), closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
     paths = [path for size in range(3) for path in itertools.product(range(VOCABULARY), repeat=size)]

@@ -139,7 +139,7 @@ WRONG: dict[str, Callable[[Chains, ProbsTable, ChainNoise], Case]] = {
 @pytest.mark.parametrize(
     ("kernels", "wrong"), of_compilers(WRONG, ("one number for two decisions",)), indirect=["kernels"]
 )
-def test_the_comparison_has_teeth(wrong: str, kernels: Kernels) -> None:
+def test_wrong_variants_fail_the_comparison(wrong: str, kernels: Kernels) -> None:
     right = CASES["several chains"]()
     expected = verdict(verify_race, right, TORCH)
     assert verdict(verify_race, WRONG[wrong](*right), kernels) != expected
@@ -169,7 +169,7 @@ def test_a_shape_of_other_requests_is_found() -> None:
 
 
 @pytest.mark.sampled
-def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels: Kernels) -> None:
+def test_token_without_draft_probability_is_rejected(kernels: Kernels) -> None:
     chains, target, noise = CASES["several chains"]()
     draft_NV = chains.draft.probs_NV.clone()
     draft_NV[chains.draft.row_CX[:, 1], chains.tokens_CL[:, 1]] = 0

@@ -131,7 +131,7 @@ def with_odd(text: LogitContext) -> LogitContext:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_those_by_hand(dtype: torch.dtype) -> None:
+def test_edited_rows_equal_the_ones_by_hand(dtype: torch.dtype) -> None:
     """All places in one call, in any order, rows without a place between them."""
     chance = np.random.default_rng(4)
     places: list[NodeContext | None] = [*every_place([*TEXTS, *(with_odd(text) for text in TEXTS)]), *[None] * 40]
@@ -154,7 +154,7 @@ def test_each_grammar_is_asked_once_for_all_its_places() -> None:
     assert [text.grammar.asked for text in texts] == [[((5, 3), PATHS)], [((), PATHS)]]  # type: ignore[union-attr]
 
 
-def test_without_a_place_nothing_is_copied() -> None:
+def test_rows_without_edits_are_not_copied() -> None:
     logits = torch.zeros(2, VOCABULARY)
     assert edit(logits, [None, None]) is logits
 

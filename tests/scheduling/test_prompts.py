@@ -157,7 +157,7 @@ def test_a_token_takes_longer_behind_a_longer_text() -> None:
         assert limit.most(first, 2048) == max(fitting)
 
 
-def test_the_text_of_those_who_decode_counts() -> None:
+def test_prompt_limit_depends_on_decoding_texts() -> None:
     times = Formula()
     times.rest_s = lambda work: 1e-4 * work.text + work.prompt / 1024  # type: ignore[method-assign]
     assert PromptLimit(times, 1, 5000).most(0, 2048) == 512

@@ -104,7 +104,7 @@ def test_rows_that_do_not_fit_the_budget_take_turns() -> None:
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
+def test_short_prompt_shares_a_step_with_a_long_one() -> None:
     """The wrong variant serves prompts one after the other: the short one waits for 20 steps."""
     scheduler = build(budget=16, num_blocks=256)
     scheduler.submit(request("long", 300, 4))
@@ -154,7 +154,7 @@ def test_a_small_limit_of_prompt_tokens_holds_beside_a_cached_prefix() -> None:
         assert ended, "the request was never served"
 
 
-def test_a_lagging_draft_model_holds_no_queue_up() -> None:
+def test_lagging_draft_model_does_not_block_the_queue() -> None:
     """What is left of a step must do for a cached prefix without draft K/V."""
     config = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=32)
     scheduler = Scheduler(config, BlockStore(2048, 16), frozenset({99}), draft_window=128)
@@ -186,7 +186,7 @@ def test_prompt_tokens_are_limited_while_others_decode() -> None:
     assert sorted(len(row.input_ids) for row in scheduler.plan().rows) == [1, 10]
 
 
-def test_a_prompt_of_16k_holds_nobody_up_for_more_than_a_step() -> None:
+def test_long_prompt_delays_others_by_one_step() -> None:
     config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=8, max_prompt_tokens=512)
     scheduler = Scheduler(config, BlockStore(4096, 16), frozenset({99}))
     for i in range(4):

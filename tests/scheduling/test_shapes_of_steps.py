@@ -24,7 +24,7 @@ def is_behind(plan: Plan) -> bool:
     )
 
 
-def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
+def test_draft_model_reads_prompts_of_drafting_requests() -> None:
     """If that changes, it catches up: near texts at once, far ones piece by piece."""
     config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
     scheduler, whims = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99})), Whims()
@@ -77,7 +77,7 @@ class Noting(Whims):
     [(12, 64, 4, 3), (60, 64, 4, 2), (12, 5, 4, 2), (12, 64, 2, 2)],
     ids=["ends", "too long for a step", "too few blocks", "no seat"],
 )
-def test_shapes_are_chosen_for_those_too_whose_prompts_end(
+def test_shapes_include_requests_whose_prompts_end(
     length: int, num_blocks: int, max_num_seqs: int, foreseen: int
 ) -> None:
     """The wrong variant chooses for two wherever answers end and begin."""
@@ -106,7 +106,7 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
     ],
     ids=["idle", "long", "two long", "too many", "urgent", "logprobs"],
 )
-def test_shapes_are_chosen_for_exactly_those_that_emit(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
+def test_shapes_are_chosen_for_emitting_requests(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
     """Prompts with and without limits, more urgent ones, and more rows than fit."""
     config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_tokens=16, max_num_seqs=8)
     scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))

@@ -91,7 +91,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         (None, {"scheduler": SchedulerConfig(max_model_len=300)}, "target reaches 64 positions; lower it to 64"),
     ],
 )
-def test_what_is_wrong_is_found_before_weights_are_read(
+def test_faults_are_found_before_weights_are_read(
     tmp_path: Path, draft: str | None, parts: dict[str, object], reason: str
 ) -> None:
     """Loading a large target first would take minutes."""
@@ -165,7 +165,7 @@ ATTENTION = "model.layers.1.self_attn"
         (f"{ATTENTION}.attn.bias", "silent"),
     ],
 )
-def test_tensors_without_a_place_are_not_dropped_in_silence(
+def test_unplaced_tensors_are_refused_or_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, outcome: str
 ) -> None:
     """Tensors that change an existing module are refused; others are named once."""
@@ -239,7 +239,7 @@ def test_a_draft_with_a_padded_head_is_served(tmp_path: Path) -> None:
         assert len(result.tokens["0"]) == 24
 
 
-def test_a_half_empty_target_config_is_not_a_model(tmp_path: Path) -> None:
+def test_incomplete_target_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "not-a-model"}))
     with pytest.raises(ConfigError, match="no readable transformers config"):
         build_engine(engine_config(str(tmp_path)))

@@ -39,7 +39,7 @@ def facts() -> object:
 
 
 @pytest.mark.slow
-def test_what_a_step_needs_is_kept_back_from_the_pool(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_workspace_is_reserved(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workspace, and what recorded steps write."""
     called = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
@@ -123,7 +123,7 @@ def test_a_draft_window_leaves_the_target_the_memory_of_the_rest(facts: object) 
     assert tokens(8000) == [216_000, 216_000]
 
 
-def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) -> None:
+def test_workspace_covers_default_drafts(facts: object) -> None:
     """All nodes of trees, and text drafts, also without a draft model."""
 
     def rows(config: EngineConfig) -> float:

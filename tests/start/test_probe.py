@@ -32,7 +32,7 @@ WITHOUT_COMPACTION = (runner.ModelRunner, "keep", lambda *_: None)
 
 @pytest.mark.parametrize("fault", ["causal", "positions", "compaction", "window", "not finite"])
 @pytest.mark.filterwarnings("ignore")
-def test_the_probe_catches_a_wrong_path(fault: str) -> None:
+def test_probe_rejects_a_wrong_path(fault: str) -> None:
     """Each part of the paged path that could be wrong makes the probe refuse."""
     if fault == "window":
         config = transformers.MistralConfig(**SMALL, sliding_window=6)

@@ -186,7 +186,7 @@ def test_a_shared_beginning_of_a_broken_request_stays(shape: str) -> None:
     assert run(machine, asked)[0] == expected
 
 
-def test_a_broken_request_whose_blocks_all_belong_to_others_too_ends_alone() -> None:
+def test_broken_request_with_shared_blocks_ends_alone() -> None:
     """Nothing of it can be wiped."""
     machine = engine()
     size = machine.facts.block_size

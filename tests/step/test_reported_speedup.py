@@ -67,7 +67,7 @@ STEPS = st.lists(st.tuples(st.booleans(), st.sampled_from([0, 3, 100]), st.float
 
 
 @given(steps=STEPS, times=st.sampled_from([0.02, 1.0, 20.0]))
-def test_no_load_and_no_machine_claims_a_gain(steps: list[tuple[bool, int, float]], times: float) -> None:
+def test_speedup_is_at_most_one_without_accepted_drafts(steps: list[tuple[bool, int, float]], times: float) -> None:
     """No draft was accepted, and the machine is not as it was at start."""
     served = Served()
     served.machine.times = times

@@ -70,7 +70,7 @@ def test_a_race_of_one_chain_is_block_verification() -> None:
     assert run.num_accepted > 10
 
 
-def test_certain_rows_keep_their_own_rule() -> None:
+def test_greedy_rows_use_their_own_rule() -> None:
     certain = requests(RACE, BLOCK, PLAIN, temperature=0.0)
     answers = tiny.run(tiny.build(TARGET, DRAFT), certain).tokens
     assert answers["0"] == answers["1"] == answers["2"]

@@ -129,7 +129,7 @@ def test_a_format_is_followed(client: anthropic.Anthropic) -> None:
         ask(client, extra_body={"output_config": bad})
 
 
-def test_an_error_of_a_tool_is_told(client: anthropic.Anthropic) -> None:
+def test_tool_errors_reach_the_prompt(client: anthropic.Anthropic) -> None:
     def num_tokens(**more: Any) -> int:
         call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
         result = {"type": "tool_result", "tool_use_id": "c", "content": "no such city", **more}

@@ -61,7 +61,7 @@ def text_of(body: dict[str, Any]) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
-def test_the_times_of_a_batch_are_in_order(client: openai.OpenAI) -> None:
+def test_batch_timestamps_are_ordered(client: openai.OpenAI) -> None:
     begun = int(time.time())
     batch = ended(client, begin(client, short_lines(3)))
     times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]

@@ -302,7 +302,7 @@ def fill(store: BatchStore, is_full: bool) -> None:
     store.database.execute(f"PRAGMA max_page_count = {num_pages if is_full else 1 << 30}")
 
 
-def test_a_full_disk_delays_the_writing_of_answers_alone(store: BatchStore) -> None:
+def test_full_disk_delays_answers_only(store: BatchStore) -> None:
     """No line is answered twice: the others run on while the first answer waits for its place."""
     batch = new_batch(store, short_lines(6))
 

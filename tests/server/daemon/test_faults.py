@@ -109,7 +109,7 @@ def test_ctrl_c_at_any_moment_has_no_traceback(
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
+def test_engine_without_a_launch_exits_quietly() -> None:
     """Its parent was ended between starting it and saying what to load."""
     run = subprocess.run([sys.executable, "-m", "engine"], input=b"", capture_output=True, check=False, cwd=ROOT)
     assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
@@ -191,7 +191,7 @@ def test_sigterm_with_too_little_time_ends_streams_with_an_error(crowded: Daemon
 
 
 @pytest.mark.slow  # test_stopping.py has a drain of one stream
-def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list[str]) -> None:
+def test_sigterm_under_load_completes_all_answers(daemons: Daemons, pair_arguments: list[str]) -> None:
     """Accepted requests are finished, later ones are refused, and the exit code is 0."""
     daemon = daemons.get(*pair_arguments, *FEW_BLOCKS)
     threads, ends = together(daemon, 24)

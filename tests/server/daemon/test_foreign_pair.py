@@ -88,7 +88,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> ForeignPair:
     return ForeignPair(target, draft, model.eval(), tokenizer)
 
 
-def test_the_folders_are_what_they_should_be(pair: ForeignPair) -> None:
+def test_foreign_pair_has_the_expected_files(pair: ForeignPair) -> None:
     for folder, at_least in ((pair.target, 3), (pair.draft, 2)):
         assert len(list(folder.glob("model-*.safetensors"))) >= at_least
         assert (folder / "model.safetensors.index.json").exists()

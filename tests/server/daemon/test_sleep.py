@@ -161,7 +161,7 @@ def test_clients_together_wake_the_engine_once(sleeping: Daemon, http: httpx.Cli
 
 
 @pytest.mark.slow  # serving/test_idle_sleep.py has it with a process that stands in for the engine
-def test_a_model_that_is_gone_is_an_error_for_all_who_wait(sleeping: Daemon, http: httpx.Client) -> None:
+def test_removed_model_is_an_error_for_all_waiting_requests(sleeping: Daemon, http: httpx.Client) -> None:
     """503, an error as a stream's last event, and exit code 1."""
     folder = Path(next(word for word in sleeping.process.args if str(word).endswith("/target")))  # type: ignore[union-attr]
     (folder / "model.safetensors").rename(folder / "elsewhere")

@@ -88,7 +88,7 @@ def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
     assert wire.statuses == [200, 200, 408], "a further byte gives no further time"
 
 
-def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> None:
+def test_idle_connections_outlast_those_of_clients(server: Server) -> None:
     """Load balancers and pools keep idle connections longer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -107,7 +107,7 @@ def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> Non
     assert wire.ended == "closed"
 
 
-def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:
+def test_pipelined_request_waits_for_the_first_answer(server: Server) -> None:
     """Nobody reads it meanwhile, so its time does not run out."""
     wire = server.connect()
     server.may_answer.clear()
@@ -121,7 +121,7 @@ def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"GET", POST + b"content-length: 9\r\n\r\nab"])
-def test_a_request_that_came_beside_another_has_its_time_after_it(server: Server, begun: bytes) -> None:
+def test_pipelined_request_is_timed_after_the_first_answer(server: Server, begun: bytes) -> None:
     """Its client must not hold the connection afterwards."""
     wire = server.connect()
     server.may_answer.clear()
@@ -172,7 +172,7 @@ def test_the_rest_of_a_body_has_its_time_too(server: Server) -> None:
     assert (wire.statuses, wire.ended) == ([200], "aborted")
 
 
-def test_without_a_limit_of_time_nothing_ends(server: Server) -> None:
+def test_receive_timeout_zero_never_ends(server: Server) -> None:
     server.waiting.receive_timeout_s = 0
     wire = server.connect()
     server.send(wire, b"GET")
@@ -203,7 +203,7 @@ def test_a_head_beyond_its_bytes_is_refused(server: Server, num_headers: int, ov
     assert str(HEAD_BYTES) in wire.error["message"]
 
 
-def test_a_fault_behind_a_full_head_is_a_fault(server: Server) -> None:
+def test_malformed_header_after_a_full_head_gets_400(server: Server) -> None:
     wire = server.connect()
     server.send(wire, POST + b"x: %s\r\n\0: a\r\n\r\n" % (b"a" * (HEAD_BYTES - len(b"/a") - 33)))
     assert wire.statuses == [400]
@@ -270,14 +270,14 @@ def test_bytes_around_a_body_are_bounded(server: Server, first: bytes, piece: by
     assert wire.statuses == [431]
 
 
-def test_a_large_body_is_no_head(server: Server) -> None:
+def test_large_body_does_not_count_as_head(server: Server) -> None:
     wire = server.connect()
     server.send(wire, POST + b"content-length: 200000\r\n\r\n", *[b"a" * 50_000] * 4)
     assert server.received == ["a" * 200_000]
     assert wire.statuses == [200]
 
 
-def test_bytes_that_are_no_http_get_400_in_json(server: Server) -> None:
+def test_malformed_http_gets_400_in_json(server: Server) -> None:
     wire = server.connect()
     server.send(wire, b"nonsense\r\n\r\n")
     assert wire.statuses == [400]
@@ -343,7 +343,7 @@ def test_an_answer_that_has_begun_is_cut_off_by_a_refusal(server: Server) -> Non
         assert wire.ended == ended
 
 
-def test_a_refusal_reads_on(server: Server) -> None:
+def test_refusal_keeps_reading_the_body(server: Server) -> None:
     """A client that sends first and reads afterwards must get through."""
     wire = server.connect()
     server.send(wire, POST + b"transfer-encoding: chunked\r\n\r\n")

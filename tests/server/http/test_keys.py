@@ -32,7 +32,7 @@ OPEN = ["/health", "/ping", "/ready", "/metrics", "/version", "/load"]
 
 @pytest.mark.parametrize("prefix", ["", PREFIX])
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
-def test_a_key_is_needed(one_seat: Daemon, method: str, path: str, prefix: str) -> None:
+def test_requests_without_a_key_get_401(one_seat: Daemon, method: str, path: str, prefix: str) -> None:
     """Without one: 401 with a code, also through a proxy's path prefix."""
     wrong = ["", "Bearer", "Bearer wrong", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", KEYS[0]]
     with one_seat.client() as client:
@@ -43,7 +43,7 @@ def test_a_key_is_needed(one_seat: Daemon, method: str, path: str, prefix: str) 
 
 
 @pytest.mark.parametrize("prefix", ["", PREFIX])
-def test_every_key_opens(one_seat: Daemon, prefix: str) -> None:
+def test_every_configured_key_is_accepted(one_seat: Daemon, prefix: str) -> None:
     """Each of several keys is accepted, the scheme in any case, with and without the prefix."""
     with one_seat.client() as client:
         for value in (f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[1]}"):

@@ -43,7 +43,7 @@ def rejections(daemon: Daemon, reason: str) -> float:
     return float(line.split()[-1])
 
 
-def test_a_key_may_ask_so_often(limited: Daemon) -> None:
+def test_rate_limit_per_key(limited: Daemon) -> None:
     """429 in the shape of the endpoint, with the time to wait."""
     with limited.client("second") as client:
         statuses = [client.post("/v1/completions", json=SHORT).status_code for _ in range(3)]
@@ -61,7 +61,7 @@ def test_a_key_may_ask_so_often(limited: Daemon) -> None:
     assert rejections(limited, "rate_limited") == 3
 
 
-def test_a_request_may_take_so_long(limited: Daemon) -> None:
+def test_request_timeout_ends_with_504(limited: Daemon) -> None:
     """Whole: 504. A stream: an error as its last event. The engine is free at once."""
     # Eight answers one after the other: seconds on any machine.
     slow = LONG | {"max_tokens": 1900, "n": 8, "speculation": {"enabled": False}}
@@ -174,6 +174,6 @@ def test_callers_are_forgotten_when_their_windows_have_passed(clock: list[float]
 
 
 @pytest.mark.parametrize("text", ["often", "0/minute", "60/minute;5/second", "5", "-1/second"])
-def test_a_strange_rate_is_a_bad_setting(text: str) -> None:
+def test_malformed_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="60/minute"):
         Serve(rate_limit=text)

@@ -226,7 +226,7 @@ def test_a_model_without_marks_refuses(http: httpx.Client) -> None:
     assert "--fim-tokens" in error["message"]
 
 
-def test_a_key_is_needed(one_seat: Daemon) -> None:
+def test_requests_without_a_key_get_401(one_seat: Daemon) -> None:
     with one_seat.client() as client:
         assert error_of(client.post(f"{PREFIX}{INFILL}", json=GREEDY), 401)["code"] == "invalid_api_key"
         assert error_of(client.post(INFILL, json=GREEDY), 401)["code"] == "invalid_api_key"

@@ -64,7 +64,7 @@ def test_a_bound_beyond_the_context_is_cut_to_its_room(
 
 
 @pytest.mark.slow
-def test_an_answer_that_fills_the_context_says_so(http: httpx.Client) -> None:
+def test_full_context_has_its_finish_reason(http: httpx.Client) -> None:
     """Each API has its reason, and the count of cut calls rises."""
 
     def num_cut() -> float:

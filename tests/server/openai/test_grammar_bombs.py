@@ -173,7 +173,7 @@ def kill_grammars(daemon: Daemon) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_strange_grammars_get_an_answer_or_400(http: httpx.Client) -> None:
+def test_fuzzed_grammars_get_an_answer_or_400(http: httpx.Client) -> None:
     """Some of those that `python -m loadtest.grammar_fuzz` makes."""
     chance = random.Random(1)
     statuses = []
@@ -185,7 +185,7 @@ def test_strange_grammars_get_an_answer_or_400(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_health_says_that_no_step_ends(http: httpx.Client, strict: Daemon, leaves: bool) -> None:
+def test_health_reports_a_stalled_engine(http: httpx.Client, strict: Daemon, leaves: bool) -> None:
     """The engine stands still with a request open, then goes on."""
     engine = strict.engine_pid()
     with strict.client() as other, open_stream(http, COMPLETIONS, **LONG) as stream:

@@ -32,7 +32,7 @@ def tool_client(tool_daemon: Daemon) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_answers_as_a_chat_does(openai_client: openai.OpenAI, shape: str) -> None:
+def test_responses_equal_chat_answers(openai_client: openai.OpenAI, shape: str) -> None:
     """Instructions are the system's message; sampling and speculation are the same."""
     more = {"seed": 5, "ignore_eos": True, "speculation": SHAPES[shape]}
     answer = openai_client.responses.create(
@@ -142,7 +142,7 @@ def test_some_functions_may_be_allowed(tool_client: openai.OpenAI) -> None:
         ask("cook")
 
 
-def test_a_call_and_its_result_go_round(tool_client: openai.OpenAI) -> None:
+def test_call_and_result_round_trip(tool_client: openai.OpenAI) -> None:
     """Function calls as items; the client sends its own objects back with the result."""
     wish = {**CALL, "tools": [FUNCTION], "max_output_tokens": 200, "temperature": 1}
     answer = tool_client.responses.create(**wish, tool_choice={"type": "function", "name": "weather"})

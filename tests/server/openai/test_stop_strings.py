@@ -96,7 +96,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Once upon"}]}
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(PATH, {}), ("/v1/chat/completions", CHAT)])
-def test_an_answer_names_what_ended_it(http: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
+def test_stop_reason_names_the_stop(http: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
     """`stop_reason` is the stop string or the token's id, in a stream's last chunk alone."""
     call = {key: value for key, value in CALL.items() if not prompt or key != "prompt"} | prompt
     (free,) = http.post(path, json={**call, "return_token_ids": True}).json()["choices"]

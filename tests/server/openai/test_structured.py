@@ -102,7 +102,7 @@ def test_a_thousand_answers_are_all_valid(http: httpx.Client) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", ["password", "binary", "int64", "regex"])
-def test_formats_that_are_not_known_say_nothing(http: httpx.Client, form: str) -> None:
+def test_unknown_schema_formats_are_ignored(http: httpx.Client, form: str) -> None:
     """A property or a constant of that name is none."""
     text = {"type": "string", "format": form, "maxLength": 3}
     schema = {

@@ -144,7 +144,7 @@ def test_messages_have_the_budget_of_their_own_api(thinking: Daemon) -> None:
     assert [block.type for block in made.content] == ["thinking", "text"]
 
 
-def test_a_budget_holds_where_nothing_is_thought(http: httpx.Client) -> None:
+def test_budget_without_thoughts_changes_nothing(http: httpx.Client) -> None:
     """It is kept by itself."""
     body = {"model": MODEL, "messages": ASKED["messages"], "max_tokens": 4, "seed": 1}
     plain, bounded = (http.post(CHAT, json=body | more).json() for more in ({}, {"thinking_token_budget": 2}))

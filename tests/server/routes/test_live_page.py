@@ -274,7 +274,7 @@ def test_a_selection_stays_while_the_answer_grows(browser: Browser, daemon: Daem
     page.close()
 
 
-def test_a_finished_answer_stays_in_sight(browser: Browser, daemon: Daemon) -> None:
+def test_finished_answer_stays_visible(browser: Browser, daemon: Daemon) -> None:
     """Without drafts its tokens have no colours."""
     page, noted = opened(browser, daemon.url)
     bodies: list[dict[str, Any]] = []

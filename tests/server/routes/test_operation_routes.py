@@ -26,7 +26,7 @@ from tests.server.tiny_models import BOS, MAX_POSITIONS, VOCAB_SIZE
 ORIGIN = "https://chat.example"
 
 
-def test_text_goes_to_tokens_and_back(http: httpx.Client) -> None:
+def test_tokenize_and_detokenize_round_trip(http: httpx.Client) -> None:
     """With and without special tokens."""
     body = http.post("/tokenize", json={"prompt": "hello there", "return_token_strs": True}).json()
     assert body["tokens"][0] == BOS
@@ -95,13 +95,13 @@ def test_a_model_has_the_fields_that_benchmarks_read(http: httpx.Client) -> None
         ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
     ],
 )
-def test_the_served_model_answers_a_request_without_a_name(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_request_without_a_model_gets_the_served_one(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     """The answer names it."""
     assert http.post(path, json=body).json()["model"] == MODEL
     assert error_of(http.post(path, json={**body, "model": "another"}), 404)["code"] == "model_not_found"
 
 
-def test_the_version_is_told(http: httpx.Client) -> None:
+def test_version_is_reported(http: httpx.Client) -> None:
     """The version of the package."""
     assert http.get("/version").json() == {"version": VERSION}
 

@@ -161,7 +161,7 @@ def test_a_request_that_leaves_while_the_engine_wakes_leaves_no_trace() -> None:
     assert len(run(test(), load_s=0.3)) == 1
 
 
-def test_an_engine_nobody_waits_for_any_more_is_not_woken() -> None:
+def test_abandoned_wake_is_cancelled() -> None:
     """A request that comes and leaves while the engine falls asleep."""
 
     async def test() -> None:
@@ -179,7 +179,7 @@ def test_an_engine_nobody_waits_for_any_more_is_not_woken() -> None:
 
 
 @pytest.mark.parametrize("failure", ["no such file: model.safetensors", ""])
-def test_a_wake_that_fails_is_an_error_for_all_who_wait(failure: str) -> None:
+def test_failed_wake_is_an_error_for_all_waiting_requests(failure: str) -> None:
     """If the model cannot be loaded, and if no process can be started."""
 
     async def test() -> None:

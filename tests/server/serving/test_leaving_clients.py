@@ -93,7 +93,7 @@ def test_leaving_a_whole_answer_frees_its_blocks(daemon: Daemon, http: httpx.Cli
 
 
 @pytest.mark.slow
-def test_an_engine_left_by_everybody_says_that_it_is_idle(http: httpx.Client) -> None:
+def test_abandoned_engine_reports_idle(http: httpx.Client) -> None:
     """The gauges fall to zero by themselves, without another request."""
     with open_stream(http, PATH, **LONG) as stream:
         next(stream)

@@ -64,7 +64,7 @@ def test_a_waiting_stream_is_kept_alive_by_comments(one_seat_http: httpx.Client)
     assert metrics["queue_time_ms"] >= 0
 
 
-def test_a_call_that_can_never_fit_is_not_told_to_retry(one_seat_http: httpx.Client) -> None:
+def test_impossible_call_gets_no_retry_after(one_seat_http: httpx.Client) -> None:
     """More answers than seats and places together: 400, not 429."""
     wait_until_idle(one_seat_http)
     assert error_of(one_seat_http.post(PATH, json={**LONG, "n": 3}), 400)["param"] == "n"
@@ -83,7 +83,7 @@ def test_a_loading_daemon_answers_at_once(one_seat: Daemon) -> None:
     assert "loading" in seen["/v1/completions"].body
 
 
-def test_a_ready_daemon_says_so(one_seat_http: httpx.Client) -> None:
+def test_ready_daemon_reports_ready(one_seat_http: httpx.Client) -> None:
     """Once loaded, `/ready` and `/v1/models` are 200."""
     assert one_seat_http.get("/ready").status_code == 200
     assert one_seat_http.get("/v1/models").json()["data"][0]["id"] == MODEL

@@ -148,7 +148,7 @@ def test_without_a_model_the_embedded_pair_is_served() -> None:
     assert parse("some/model", "--served-model-name", "x").served_name() == "x"
 
 
-def test_the_engine_is_told_what_was_set() -> None:
+def test_settings_reach_the_engine_config() -> None:
     """Flags reach the field of the engine's configuration that they are about."""
     config = parse(
         "m", "--draft-model", "d", "--dtype", "float32", "--device", "cpu", "--num-threads", "3", "--block-size", "8",
