@@ -84,7 +84,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokenizer_source(self) -> tuple[str, str | None]:
-        """Return name and revision of the tokenizer."""
         name = self.tokenizer or self.target
         return name, self.revision if name == self.target else None
 
@@ -229,5 +228,4 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a draft model."""
         return MODEL in self.drafters

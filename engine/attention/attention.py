@@ -64,7 +64,6 @@ class AttentionMetadata:
         return replace(self, paged=self.paged and self.paged._replace(shares={}))
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
-        """Write K and V of the pass's tokens."""
         keys, values = self.storage.layers[layer]
         keys[self.slots_T] = key_THD
         values[self.slots_T] = value_THD

@@ -150,11 +150,9 @@ class StepLayout:
 
     @property
     def positions(self) -> Integers:
-        """Return [T] `positions_T` in 32 bits."""
         return self.positions_T.astype(np.int32)
 
     def part(self, begin: int, end: int) -> StepLayout:
-        """Return the layout of the sequences from number `begin` to `end`."""
         sequences = slice(begin, end)
         first = int(self.starts[begin])
         stop = int(self.starts[end - 1] + self.counts[end - 1])

@@ -45,7 +45,6 @@ class KVShape:
     """Taps whose hidden states are stored with K and V."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one token's K, V and hidden states."""
         return self.num_layers * self.layer_bytes(dtype) + self.all_hidden_dim * dtype.itemsize
 
     @property
@@ -54,7 +53,6 @@ class KVShape:
         return len(self.taps) * self.hidden_dim
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one token's K and V in one layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
 
 

@@ -126,7 +126,6 @@ def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests,
 
 
 def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-    """Return `torch_block.race`."""
     num_chains, length = chains.num_chains, chains.max_length
     probs_NV, draft_NV = target.probs_NV, chains.draft.probs_NV
     assert probs_NV.is_contiguous(), "a distribution's rows must be contiguous"
@@ -153,7 +152,6 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-    """Return `torch_block.winners`."""
     num_requests, block = chains.shape[0], max(_USUAL_CHAINS, triton.next_power_of_2(chains.num_chains))
     verdict_3B = torch.empty((3, num_requests), dtype=torch.int64, device=score_C.device)
     _race[(num_requests,)](

@@ -20,8 +20,6 @@ _USUAL_MOVES = 32
 
 
 class TritonKernels(Kernels):
-    """Compiled operations."""
-
     by_tiles = reads_no_filter = True
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:

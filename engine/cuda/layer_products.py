@@ -28,18 +28,14 @@ class RowProduct:
     """`rows @ weight.T + bias` for rows [T, K]."""
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
-        """Return [T, N]."""
         raise NotImplementedError
 
     def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
-        """Add the product of the rows to `sums_TN` in place."""
         sums_TN += self(rows_TK)
 
 
 @dataclass(frozen=True)
 class PlainProduct(RowProduct):
-    """A product with a plain weight [N, K]."""
-
     weight_NK: Tensor
     bias_N: Tensor | None = None
 
@@ -54,8 +50,6 @@ class PlainProduct(RowProduct):
 
 @dataclass(frozen=True)
 class ModuleProduct(RowProduct):
-    """A product by the modules themselves."""
-
     modules: Sequence[nn.Module]
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
@@ -117,7 +111,6 @@ def product(modules: Sequence[Any], use_kernels: bool = False) -> RowProduct:
 
 
 def _joined(modules: Sequence[Any]) -> Any:
-    """Return the stacked weights of modules."""
     if len(modules) == 1:
         return modules[0].weight.detach()
     weight = torch.cat([module.weight.detach() for module in modules])

@@ -31,8 +31,6 @@ from engine.models.checkpoint import context_length
 
 @dataclass
 class _Layer:
-    """Weights and products of one layer."""
-
     layer_idx: int
     attention_norm: Tensor
     qkv: RowProduct
@@ -45,8 +43,6 @@ class _Layer:
 
 
 class LeanDecoder(Backend):
-    """Runs the passes of one model."""
-
     def __init__(self, model: Any, longest: int = 0) -> None:
         """Take over a model that `kinds.is_lean` accepts.
 

@@ -145,7 +145,6 @@ def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def truncated(logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Tensor:
-    """Return `Kernels.truncated`."""
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
     temperature_N = temperature_N.contiguous()
 

@@ -58,7 +58,6 @@ class ChainShape(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return the number of tokens in a chain."""
         return len(self.fanout)
 
 
@@ -97,7 +96,6 @@ class Draw:
         return value_C[self.chain_NK]
 
     def set_children(self, value_C: Tensor, value_NK: Tensor) -> None:
-        """Write the children's values, in place."""
         if self.chain_NK is None:
             value_C.view(self.shape).copy_(value_NK)
         else:
@@ -149,17 +147,14 @@ class NodeTable:
 
     @cached_property
     def rows(self) -> Ints:
-        """Return [N] the number of the sampling row."""
         return np.repeat(np.arange(len(self.tree_depths)), np.diff(self.starts))
 
     @cached_property
     def depths(self) -> Ints:
-        """Return [N] the depth of each node; 0 for roots."""
         return np.array([depth for depths in self.tree_depths for depth in (0, *depths)])
 
     @cached_property
     def row(self) -> Tensor:
-        """Return `rows` on the device."""
         return to_device(self.rows, self.node_CX.device)
 
 

@@ -16,8 +16,6 @@ from engine.plan import Plan
 
 
 class EagleDrafter(HeadDrafter):
-    """Computes an EAGLE-3 head's logits."""
-
     pass_nodes = staticmethod(level_passes)
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:

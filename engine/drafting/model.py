@@ -27,8 +27,6 @@ def level_passes(fanout: tuple[int, ...], last_token: int = 0) -> list[NodeInput
 
 
 class ModelDrafter:
-    """Computes a draft model's logits."""
-
     pass_nodes = staticmethod(level_passes)
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -44,7 +42,6 @@ class ModelDrafter:
         return self.start(DraftWork(self.runner.prepare(passes)))
 
     def work_of(self, passes: Sequence[Pass], *_: object) -> DraftWork:
-        """Return the work of these passes."""
         return DraftWork(passes)
 
     def read_before(self, plan: Plan, num_text: int) -> None:
@@ -62,7 +59,6 @@ class ModelDrafter:
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, ProbsTable]:
-        """Catch up, and draw level by level."""
         return draw_by_level(self, plan, layout, parameters, uniform_LC)
 
     def level_inputs(self, plan: Plan) -> tuple[list[list[SequenceInput]], None]:

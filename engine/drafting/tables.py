@@ -49,7 +49,6 @@ def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
 
 @lru_cache(maxsize=128)  # the number of layouts that are cached
 def draft_rows_of(layout: Layout) -> DraftRows:
-    """Return the draft rows of a layout."""
     device = layout.request.device
     firsts_C = np.flatnonzero(layout.rank_C == 0)
     length_R = layout.length_C[firsts_C]

@@ -167,7 +167,6 @@ class GrammarClient:
         return message
 
     def _fail_for_end(self, exit_code: int) -> None:
-        """Set the failure after the process has ended."""
         ended = "its process has ended: "
         if exit_code == -signal.SIGKILL:
             # The engine kills only processes that it no longer asks.
@@ -183,7 +182,6 @@ class GrammarClient:
         self._asked_cpu_s = self._cpu_s()
 
     def _computed_s(self) -> float:
-        """Return the CPU time since the clock was started."""
         return self._cpu_s() - self._asked_cpu_s
 
     def _check_time(self, limit_s: float) -> None:
@@ -255,7 +253,6 @@ class GrammarPool:
                 self._control.send(KILL + process_id.to_bytes(8, "little"))
 
     def close(self) -> None:
-        """End all processes."""
         if self._control is not None and self.process is not None:
             self._control.close()
             self.process.wait()

@@ -177,7 +177,6 @@ class GrammarMatcher:
 
 
 def _bit(token: int) -> int:
-    """Return the bit of a token in its byte of a mask."""
     return 1 << token % 8
 
 
@@ -329,7 +328,6 @@ def _report_ended(children: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Serve the engine at the other end of the given socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         serve(control)

@@ -75,7 +75,6 @@ class ThinkingGrammar:
         return _Place(_At.BETWEEN, num_tokens, num_thought, between + thinking.opens, between + thinking.lead)
 
     def _begin(self, answer: Sequence[int]) -> None:
-        """Continue below this answer."""
         answer = tuple(answer)
         num_known = len(self._answer)
         if answer[:num_known] != self._answer:
@@ -85,7 +84,6 @@ class ThinkingGrammar:
         self._place = self._after(self._place, answer[num_known:])
 
     def _after(self, place: _Place, tokens: Sequence[int]) -> _Place:
-        """Return the place after further tokens."""
         for token in tokens:
             if place.at is _At.OVER:
                 return place

@@ -47,12 +47,10 @@ class BlockConfig:
 
     @property
     def causalities(self) -> tuple[bool, ...]:
-        """The different values of `is_causal`."""
         return tuple(sorted(set(self.is_causal)))
 
     @property
     def max_draft_length(self) -> int:
-        """Tokens that a block drafts."""
         return self.size - (not self.from_anchor)
 
 
@@ -102,11 +100,9 @@ class HeadConfig:
 
     @property
     def state_size(self) -> int:
-        """Width of a state of the target."""
         return self.target_hidden_size or self.hidden_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as stored by their readers."""
         return {**vars(self), "layers": self.layers.to_dict(), "block": self.block and vars(self.block)}
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:

@@ -71,8 +71,6 @@ class BlockLayer(DecoderLayer):
 
 
 class DFlash(Head):
-    """A head of the DFlash types."""
-
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
         assert config.block is not None
@@ -90,12 +88,10 @@ class DFlash(Head):
         self.candidate_selector = CandidateSelector(block.selector_rank, width, vocab) if block.selector_rank else None
 
     def project(self, taps_TX: Tensor) -> Tensor:
-        """Return [T, H] the context from the target's states."""
         context_TH: Tensor = self.hidden_norm(self.fc(taps_TX))
         return context_TH
 
     def store(self, context_TH: Tensor, positions_T: Tensor, memory: Memory) -> None:
-        """Store K and V of the context."""
         rotation = self.rotary(positions_T, context_TH.dtype)
         for layer in self.layers:
             layer.self_attn.store(context_TH, rotation, memory)  # type: ignore[operator, union-attr]

@@ -24,8 +24,6 @@ from engine.heads.samplers import ChainSampler, Marginals
 
 
 class FirstLayer(DecoderLayer):
-    """The layer that joins embeddings and states."""
-
     def __init__(self, config: Any, norm_before_residual: bool) -> None:
         super().__init__(config, 0, 2 * config.hidden_size)
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -43,8 +41,6 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head."""
-
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
         layers = config.layers
@@ -88,8 +84,6 @@ class Eagle3(Head):
 
 
 class PEagle(Eagle3):
-    """A P-EAGLE head."""
-
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, num_taps, names)
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_taps * config.state_size))

@@ -112,7 +112,6 @@ class Head(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return [V, H] the embeddings."""
         if self.embed_tokens is not None:
             return self.embed_tokens.weight
         assert self.shared is not None
@@ -135,7 +134,6 @@ class Head(nn.Module):
         return self.scaled(self.products(state_NH))
 
     def products(self, state_NH: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the products of states with the output head."""
         product_NV: Tensor = (self.lm_head or self._shared_output)(state_NH)
         return product_NV
 

@@ -81,8 +81,6 @@ def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, T
 
 
 class Mtp(Head):
-    """An MTP module."""
-
     def __init__(self, config: HeadConfig, _num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
         glm = import_transformers().models.glm4_moe.modeling_glm4_moe

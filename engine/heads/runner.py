@@ -94,13 +94,11 @@ class TorchHead(TransformersBackend, HeadBackend):
         return term_NX
 
     def _output(self, state_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states and their products with the output head."""
         if not len(state_NH):
             return state_NH, state_NH.new_empty(0, self._model.config.draft_vocab_size)
         return state_NH, self._model.products(state_NH)
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Pack the weights of products."""
         num_bytes: int = self._model.pack()
         return num_bytes
 

@@ -71,7 +71,6 @@ class ProbsTable:
         return self.probs_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
 
     def select(self, index: Tensor) -> ProbsTable:
-        """Return the distributions of the chains at `index`."""
         return replace(self, row_CX=self.row_CX[index])
 
 
@@ -87,7 +86,6 @@ class TargetShifts:
     """Chains of the block that caused the shift."""
 
     def select(self, index: Tensor) -> TargetShifts:
-        """Return the shifts of the chains at `index`."""
         return TargetShifts(self.remaining_CM[index], self.state_CM4[index], self.num_chains_CM[index])
 
 
@@ -111,12 +109,10 @@ class Chains:
 
     @property
     def num_chains(self) -> int:
-        """Return C."""
         return self.tokens_CL.shape[0]
 
     @property
     def max_length(self) -> int:
-        """Return L, the length of the longest chain."""
         return self.tokens_CL.shape[1]
 
     def select(self, index: Tensor, shape: tuple[int, int]) -> Chains:
@@ -159,7 +155,6 @@ class ChainNoise:
         )
 
     def select(self, index: Tensor) -> ChainNoise:
-        """Return the numbers of the chains at `index`."""
         return ChainNoise(*(getattr(self, field.name)[index] for field in fields(self)))
 
 

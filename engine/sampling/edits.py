@@ -91,7 +91,6 @@ class _Bias(NamedTuple):
     values: Any
 
     def apply(self, edited_NV: Tensor, _path_ND: Tensor | None) -> None:
-        """Add the bias in place."""
         edited_NV.index_put_((self.rows.unsqueeze(1), self.tokens), self.values, accumulate=True)
 
 
@@ -104,7 +103,6 @@ class _Masks(NamedTuple):
     """Different masks; most nodes of a request share one."""
 
     def apply(self, edited_NV: Tensor, _path_ND: Tensor | None) -> None:
-        """Mask the rows in place."""
         masked_MV = edited_NV[self.row_M].masked_fill_(~self.allowed_DV[self.number_M], -torch.inf)
         is_dead_M1 = (masked_MV.amax(1) == -torch.inf).unsqueeze(1)
         edited_NV[self.row_M] = masked_MV.masked_fill_(is_dead_M1, 0.0)

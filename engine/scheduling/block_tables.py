@@ -19,8 +19,6 @@ BlockTable = tuple[int, ...]
 
 
 class BlockTables:
-    """Blocks of the K/V of all sequences."""
-
     def __init__(self, target: BlockStore, draft: BlockStore | None = None) -> None:
         """target, draft: blocks of their K/V; draft is None if the models share blocks."""
         self.target = target
@@ -119,7 +117,6 @@ class BlockTables:
         return num_blocks - len(sequence.block_ids) <= self.target.num_free
 
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks of a sequence."""
         self.target.release(sequence.block_ids)
         if self.draft is not None:
             self.draft.release(sequence.held_draft_blocks)
@@ -149,7 +146,6 @@ class BlockTables:
         return free, self.draft.forget(draft_blocks)
 
     def forget_all(self) -> None:
-        """Remove all blocks from the prefix cache."""
         for store in (self.target, self.draft):
             if store is not None:
                 store.forget_all()

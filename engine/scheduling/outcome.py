@@ -57,7 +57,6 @@ _decoder = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
 def write_logprobs(logprobs: Sequence[TokenLogprob]) -> msgspec.Raw:
-    """Encode the logprobs of one step."""
     return msgspec.Raw(_encoder.encode(logprobs))
 
 
@@ -134,7 +133,6 @@ class Timing:
             self.usual_tokens_s += num_tokens * stats.usual_plain_s
 
     def __add__(self, other: Timing) -> Timing:
-        """Return the sum of two counts."""
         return Timing(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: Timing) -> Timing:

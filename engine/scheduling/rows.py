@@ -47,22 +47,18 @@ class PlannedRow(NamedTuple):
 
     @property
     def num_known(self) -> int:
-        """Return the number of tokens that the target computes."""
         return self.end - self.sequence.num_target_computed
 
     @property
     def num_draft_known(self) -> int:
-        """Return the number of tokens that the draft model computes."""
         return self.draft_read_end - self.draft_read_first
 
     @property
     def first_index(self) -> int:
-        """Return the index of the first token that the target computes."""
         return self.sequence.num_target_computed
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the number of drawn nodes by depth, from 1 on."""
         return level_widths(self.fanout)
 
     @property
@@ -93,7 +89,6 @@ class PlannedRow(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Return the most tokens that it adds to a pass."""
         num_target_tokens = self.num_known + self.num_nodes
         # A head's layer is small compared with the target: it catches up in one step.
         if self.sequence.by_head:

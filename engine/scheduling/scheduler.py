@@ -95,12 +95,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests that hold blocks."""
         return len(self._running)
 
     @property
@@ -437,7 +435,6 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _forget(self, sequence: Sequence) -> None:
-        """Drop all K/V of a sequence."""
         self.tables.release(sequence)
         sequence.forget_computed()
 

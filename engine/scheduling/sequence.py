@@ -111,12 +111,10 @@ class Sequence:
 
     @property
     def num_emitted(self) -> int:
-        """Return the number of tokens of the answer so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_remaining(self) -> int:
-        """Return the number of tokens that the answer may still get."""
         return self.request.limits.max_tokens + self.num_prompt - len(self.tokens)
 
     @property

@@ -71,19 +71,16 @@ class StepShape(NamedTuple):
 
     @property
     def fanout(self) -> Fanout:
-        """Return the children of every node by depth."""
         if not self.num_drafts:
             return ()
         return (self.num_drafts, *(1,) * (self.draft_length - 1))
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of drafted tokens of each request."""
         return self.num_drafts * self.draft_length
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows of the target's pass."""
         return self.sequences * (1 + self.num_nodes)
 
     @property

@@ -37,8 +37,6 @@ MOST_WANTED = _ROWS[-1]
 
 
 class PassRoom(NamedTuple):
-    """Sizes of a recorded pass."""
-
     rows: int
     num_wanted: int
     num_queries: int
@@ -94,11 +92,9 @@ class RecordedPass:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def record(self, record: Record) -> None:
-        """Record the pass."""
         self._graph = record(self.work)
 
     def work(self) -> None:
-        """Compute the logits from the buffers."""
         tensors = self._tensors
         logits_NV = self._runner.run_on_device(
             tensors.token_ids_T, tensors.positions_T, self._metadata, tensors.wanted_N
@@ -106,7 +102,6 @@ class RecordedPass:
         self._shared.logits_NV[: self.room.num_wanted].copy_(logits_NV)
 
     def padded(self, layout: StepLayout) -> StepLayout:
-        """Return a pass with padding up to the room."""
         shared = self._shared
         num_rows, num_sequences = len(layout.token_ids_T), len(layout.starts)
         padding: dict[str, Any] = {}

@@ -17,9 +17,7 @@ WAITS = "synchronizing CUDA operation"
 class Graphs(Protocol):
     """A device's recordings of work."""
 
-    def free_bytes(self) -> int:
-        """Return the free memory of the device."""
-        ...
+    def free_bytes(self) -> int: ...
 
     def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
         """Return a function that records work, for as long as its context is open."""
@@ -31,13 +29,10 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs of one device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:

@@ -57,8 +57,6 @@ LEAST_FREE = 0.6
 
 
 class VerifiedStep(NamedTuple):
-    """Results of a step on the host."""
-
     draft: Draft
     """With its tokens."""
     chains: list[int]
@@ -120,7 +118,6 @@ class RecordedStep:
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
-        """Record all parts."""
         self._graphs = {name: record(work) for name, work in self.parts().items()}
 
     def parts(self) -> dict[str, Callable[[], None]]:
@@ -133,7 +130,6 @@ class RecordedStep:
     # -- a step ---------------------------------------------------------------------------------
 
     def draw(self, plan: Plan) -> Draft:
-        """Draft the plan's chains; their tokens stay on the device."""
         fill(self._numbers, self._inputs.of(plan.sampling_rows))
         if self._drafter is not None:
             self._drafter.read_before(plan, self._inputs.draft_passes.num_text)
@@ -146,7 +142,6 @@ class RecordedStep:
         return self._logits_NV
 
     def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:  # noqa: ARG002
-        """Return the emission of every row."""
         assert draft is not None
         self._replay("verify", self._verify)
         step = self._read(draft)
@@ -218,7 +213,6 @@ class RecordedStep:
         self._chains.tokens_CL.copy_(tokens_CL)
 
     def _target(self) -> None:
-        """Run the target's pass."""
         token_ids = self._views["root"].unsqueeze(1)
         if self.shape.num_drafts:
             drafted = self._chains.tokens_CL.take(self._views["tokens"])
