@@ -111,8 +111,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     adaptive: bool = False
     """Whether the engine chooses the shape by load and acceptance (`engine.control`).
 
-    The limit is num_drafts chains and num_drafts x draft_length tokens, so fewer chains may be
-    longer.
+    The limit is num_drafts chains and num_drafts x draft_length tokens, so fewer
+    chains may be longer.
     """
     over_acceptance: float = 0.0
     """Lossy: target probabilities seem larger by this amount; 0 is exact."""

@@ -90,8 +90,8 @@ def engine_client(settings: Serve, config: EngineConfig) -> EngineClient:
 def run(settings: Serve, config: EngineConfig, listener: socket.socket, process: subprocess.Popen[bytes]) -> int:
     """Serve until a signal stops the daemon; return the exit code.
 
-    process: a new one for the engine. Raises ConfigError for an unusable tokenizer or chat
-    template.
+    process: a new one for the engine. Raises ConfigError for an unusable
+    tokenizer or chat template.
     """
     client = engine_client(settings, config)
     # The engine takes longest to load, so it starts before the tokenizer is read.

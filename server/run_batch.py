@@ -108,8 +108,8 @@ def _lines_of(path: Path) -> list[InputLine]:
 def _lines_left(command: BatchCommand, lines: Sequence[InputLine]) -> tuple[int, list[InputLine]]:
     """Return the number of lines that the output has already, and the other lines.
 
-    Removes the last line of the output if it is not whole. Raises ConfigError for an output of
-    other lines.
+    Removes the last line of the output if it is not whole. Raises ConfigError for an
+    output of other lines.
     """
     path = command.output_file
     if path.exists() and path.samefile(command.input_file):

@@ -5,8 +5,8 @@ but no numbers. Tensors of the host are real. Every operation that reaches torch
 looked at before it runs, and the launch of every Triton kernel is replaced by a check of its
 arguments. What the host reads from the device is zero.
 
-While work is captured, whatever CUDA does not allow there raises `NotOnADevice`, with the
-operation's name.
+While work is captured, whatever CUDA does not allow there raises `NotOnADevice`,
+with the operation's name.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class DryDevice(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         """Waits, copies, replays, and launches of kernels by name.
 
-        `read` (the host waits), `wait` (an event), `pinned copy` and `pageable copy` to the device,
-        `replay`.
+        `read` (the host waits), `wait` (an event), `pinned copy` and `pageable copy`
+        to the device, `replay`.
         """
         self.places: Counter[str] = Counter()
         """Lines at which the host has waited."""

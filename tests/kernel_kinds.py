@@ -1,7 +1,7 @@
 """Counts the variants of kernels that a mixed load needs in Triton; needs no device.
 
-A variant is compiled at its first use, and that step waits. Prints the numbers for attention,
-verification and distributions.
+A variant is compiled at its first use, and that step waits. Prints the numbers for
+attention, verification and distributions.
 """
 
 from __future__ import annotations

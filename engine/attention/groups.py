@@ -1,10 +1,10 @@
 """Sequences of a pass that attend in one call.
 
-A call for every sequence costs more than its work. Sequences of about the same size are padded to
-one shape here, and one call serves them all. Their keys and values are gathered into a buffer that
-every layer uses again. The buffer is small enough to stay in the processor's cache. A long prompt
-or a lone sequence is a group of one: it is not padded, and not gathered if its blocks are
-contiguous.
+A call for every sequence costs more than its work. Sequences of about the same size are padded
+to one shape here, and one call serves them all. Their keys and values are gathered into a
+buffer that every layer uses again. The buffer is small enough to stay in the processor's
+cache. A long prompt or a lone sequence is a group of one: it is not padded, and not gathered
+if its blocks are contiguous.
 """
 
 from __future__ import annotations

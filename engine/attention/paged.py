@@ -1,7 +1,7 @@
 """Layouts of passes on a device, where one kernel reads every sequence's keys in their pages.
 
-A query sees all keys of the text below its limit, and the nodes whose bit is set in its words
-(`inputs.StepLayout`).
+A query sees all keys of the text below its limit, and the nodes whose bit is set
+in its words (`inputs.StepLayout`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ their log-sum-exps. What each program reads is the same in all layers, so a pass
 (`_divide`). Score softcapping, sliding windows, attention sinks and grouped heads are done here.
 The model rotates queries and keys, and passes the factor of the scores.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path (`attention.py`)
-is its oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path
+(`attention.py`) is its oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.
@@ -367,8 +367,8 @@ def tile_keys_of(
 ) -> tuple[int, int]:
     """Return (keys of a tile, warps of a program) that need no more registers than there are.
 
-    Products in float32 use no tensor cores, and many registers. The interpreter has none; few large
-    tiles are faster.
+    Products in float32 use no tensor cores, and many registers. The interpreter has none; few
+    large tiles are faster.
     """
     if dtype.itemsize == 4 and not interpreted:
         return 16, 8

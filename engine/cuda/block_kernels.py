@@ -5,8 +5,8 @@ hundred launches of a few microseconds each. Here one launch walks every chain's
 the surplus of all prefixes by tiles of the vocabulary, one decides (accepted length, next token,
 score), and one lets the chains of each request race.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain operations are the
-oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain
+operations are the oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.

@@ -1,9 +1,9 @@
 """Products of linear layers, for weights in several layouts, in few calls.
 
-Plain weights, and fp8 weights of torchao with a scale for each row, are joined: q, k and v are one
-product, gate and up another. The modules keep views, so nothing is stored twice. Other layouts of
-torchao, and the layers of compressed-tensors, are computed by their modules, and the results are
-joined.
+Plain weights, and fp8 weights of torchao with a scale for each row, are joined: q, k and v are
+one product, gate and up another. The modules keep views, so nothing is stored twice. Other
+layouts of torchao, and the layers of compressed-tensors, are computed by their modules, and
+the results are joined.
 
 If Triton's kernels compute the layers (`use_kernels`), a single kernel rounds rows to fp8: torchao
 takes eight operations. The numbers are the same.

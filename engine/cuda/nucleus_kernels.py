@@ -8,8 +8,8 @@ tokens at and above sixteen candidates, by tiles. The next round takes the large
 has enough. After eight rounds all 32 bits are known. Sums are added in a fixed order, so a
 distribution is a function of its logits. Rows that do not ask for the filter end at once.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `torch_kernels.py` has the
-oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
+`torch_kernels.py` has the oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.

@@ -47,8 +47,8 @@ def _sum_exponentials(
 ):  # fmt: skip
     """Write the sum of a tile's exponentials, relative to its largest logit.
 
-    The largest logit is written without edges. With edges only tokens at or above the row's edge
-    are summed.
+    The largest logit is written without edges. With edges only tokens at or above the
+    row's edge are summed.
     """
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)

@@ -36,8 +36,8 @@ def draw_chains(
 ) -> Draft | None:
     """Draft the plan's chains; return None if no row emits.
 
-    drafter: None if nothing is drawn; rows then have one chain of length 0. most_unmerged: see
-    `trees_of`.
+    drafter: None if nothing is drawn; rows then have one chain of length
+    0. most_unmerged: see `trees_of`.
     """
     rows = plan.sampling_rows
     if not rows:

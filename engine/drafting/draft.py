@@ -31,8 +31,8 @@ from engine.speculation.verification import RULES
 MOST_UNMERGED = 64
 """Largest target pass (roots plus nodes) on a device in which equal nodes are not merged.
 
-The host then does not wait for drafted tokens. So few rows should take about as long as one (not
-measured yet).
+The host then does not wait for drafted tokens. So few rows should take about as long as
+one (not measured yet).
 """
 
 Ints = npt.NDArray[np.int64]
@@ -378,8 +378,8 @@ def trees_of(
 ) -> tuple[tuple[Tree, ...], Tensor | None]:
     """Return (the tree of each sampling row, the tokens of their nodes if the trees have none).
 
-    most_unmerged: largest pass (roots plus nodes) without merging, for which the host does not
-    wait.
+    most_unmerged: largest pass (roots plus nodes) without merging, for which the
+    host does not wait.
     """
     rows = plan.sampling_rows
     num_nodes = len(layout.node_M)

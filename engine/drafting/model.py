@@ -86,8 +86,8 @@ class ModelDrafter:
     def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
         """Return the inputs of a step's passes.
 
-        The first pass is over all missing known tokens, the other passes over drafted nodes by
-        level.
+        The first pass is over all missing known tokens, the other passes over
+        drafted nodes by level.
         """
         texts = []
         for row in plan.rows:

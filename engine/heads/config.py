@@ -1,9 +1,9 @@
 """Recognise a head by its config.json, and read both published layouts.
 
-The speculators layout names its type (`speculators_model_type`) and nests the layers' sizes
-(`transformer_layer_config`). The layout of the heads' first authors is a flat transformers config,
-recognised by its architecture. A *tap* k is the stream that enters layer k of the target
-(`engine.attention.tensors`).
+The speculators layout names its type (`speculators_model_type`) and nests the layers'
+sizes (`transformer_layer_config`). The layout of the heads' first authors is a flat
+transformers config, recognised by its architecture. A *tap* k is the stream that enters
+layer k of the target (`engine.attention.tensors`).
 """
 
 from __future__ import annotations

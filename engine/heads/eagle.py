@@ -1,7 +1,7 @@
 """EAGLE-3, and P-EAGLE, which drafts in one pass.
 
-EAGLE-3 is a decoder layer over a token's embedding and the state before it, which drafts token by
-token.
+EAGLE-3 is a decoder layer over a token's embedding and the state before it, which
+drafts token by token.
 
 The row of token t reads the target's states at t - 1 (`project`), or, below a drafted token, the
 head's own output there. Its output is the state that the next row reads, and the logits of token t

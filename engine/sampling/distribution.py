@@ -6,8 +6,8 @@ verification and plain decoding. It is the specification of the compiled calls t
 min-p, top-k, top-p. Every filter keeps ties at its edge, so the distribution is a function of the
 logits and not of a sort's order.
 
-Not for: drawing tokens (`kernels/draw.py`), penalties and masks (`edits.py` changes the logits
-before this).
+Not for: drawing tokens (`kernels/draw.py`), penalties and masks (`edits.py` changes
+the logits before this).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from engine.request import Sampling
 FILTERS: Mapping[str, float] = MappingProxyType({"min_p": 0.0, "top_k": 0, "top_p": 1.0})
 """Filters in order: field of `Sampling`, and its neutral value.
 
-A new one needs an entry here, its field of `Sampling`, and its place in `Filters` and
-`Kernels.distribution`.
+A new one needs an entry here, its field of `Sampling`, and its place
+in `Filters` and `Kernels.distribution`.
 """
 _filtered = attrgetter(*FILTERS)
 

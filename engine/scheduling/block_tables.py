@@ -28,8 +28,8 @@ class BlockTables:
     def take_cached(self, sequence: Sequence) -> int:
         """Hold a text's cached blocks; return how many leading blocks the draft model can skip.
 
-        It skips blocks with cached draft K/V, or before its window; none if its window has no
-        cached block.
+        It skips blocks with cached draft K/V, or before its window; none if its window
+        has no cached block.
         """
         keys = sequence.block_keys(sequence.num_shared // self._size, self._size)
         blocks, num_with_draft_kv = self.target.take_cached(keys)

@@ -191,8 +191,8 @@ def with_fixed_shape(
 ) -> Speculation:
     """Return speculation with a fixed shape, so that a seed gives one answer under any load.
 
-    On a CPU, or for one of many requests, it is a short chain, which pays at any load; else the
-    maximum.
+    On a CPU, or for one of many requests, it is a short chain, which pays at any
+    load; else the maximum.
     """
     shape = (speculation.num_drafts, speculation.draft_length)
     if is_crowded or device.startswith("cpu"):

@@ -28,8 +28,8 @@ class PlannedRow(NamedTuple):
         0 ... draft_kv_first ... draft_read_first ... draft_read_end   end ... draft_kv_stop
               has K/V            computes now         computes later   drafts
 
-    Tokens before `draft_kv_first` may have no draft K/V. If the row draws drafts,
-    `draft_read_end` is `end`.
+    Tokens before `draft_kv_first` may have no draft K/V. If the row draws
+    drafts, `draft_read_end` is `end`.
     """
 
     sequence: Sequence

@@ -8,10 +8,10 @@ the controller chooses once the emitting rows are known, then text drafts.
 Decoding rows and prompts go by priority, then by turns of clients, then by the time since their
 last row. The queue goes by priority and arrival.
 
-If no block is free for a row, or a queued request finds no seat or blocks while less urgent ones
-run, the cheapest sequence of the lowest priority is preempted and recomputed later. Noise depends
-on positions only, so an answer with fixed drafts stays the same, and an adaptive one keeps its
-distribution.
+If no block is free for a row, or a queued request finds no seat or blocks while less urgent
+ones run, the cheapest sequence of the lowest priority is preempted and recomputed later.
+Noise depends on positions only, so an answer with fixed drafts stays the same, and an
+adaptive one keeps its distribution.
 
 The number of drafted tokens never depends on drafted tokens, which keeps the output exact.
 """
@@ -80,8 +80,8 @@ class Scheduler:
         self._prompt_draft_chunk: int | None = None
         """`draft_chunk` (`plan_row`) of adaptive prompts in this step.
 
-        Fixed before blocks are published: a row may later read more with the draft model, never
-        less.
+        Fixed before blocks are published: a row may later read more with the
+        draft model, never less.
         """
         self._adaptive_nodes = 0
         """Nodes of each adaptive request in this step without a controller."""

@@ -5,9 +5,9 @@ one request with equal prefixes share *nodes*. Merging only saves target rows; t
 every chain. Node 0 is the root. Drafted nodes follow chain by chain, so the first chain's nodes are
 1, 2, ..., and a chain's accepted prefix is a path of nodes.
 
-Merging needs the tokens on the host. Without merging, the tree is that of the draws (`drawn_tree`).
-Its nodes are known before the tokens are, so the host need not wait for the device between draft
-and target.
+Merging needs the tokens on the host. Without merging, the tree is that of the draws
+(`drawn_tree`). Its nodes are known before the tokens are, so the host need not wait for the device
+between draft and target.
 
 Pure Python and numpy.
 """

@@ -110,8 +110,8 @@ def _stays_in_blocks(file: GgufFile, config: ModelConfig) -> bool:
 def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:
     """Fill a folder with the compiled code of all jobs, unless it is whole and loadable.
 
-    jobs: functions that compile kernels, by a name. Another start that fills the folder is waited
-    for.
+    jobs: functions that compile kernels, by a name. Another start that fills the
+    folder is waited for.
     """
     ends_s = time.monotonic() + longest_s
     with _alone(folder, progress, ends_s):

@@ -2,10 +2,10 @@
 
 Plain passes compute the exact distribution of the first three tokens after a prompt: rules may
 change later targets, so two drafting steps must be among them (four tokens for a head, which does
-not draft the first). The engine answers many times with different seeds. Counts of the most likely
-texts (others in groups) must pass a G-test; the bias that it would find is reported. If the pair
-disagrees enough, the test must reject over-acceptance. It needs an idle engine, and leaves no
-request in it.
+not draft the first). The engine answers many times with different seeds. Counts of the most
+likely texts (others in groups) must pass a G-test; the bias that it would find is reported. If
+the pair disagrees enough, the test must reject over-acceptance. It needs an idle engine, and
+leaves no request in it.
 """
 
 from __future__ import annotations

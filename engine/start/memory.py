@@ -60,10 +60,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory that is left; raise ConfigError if the longest request has no room.
 
-    A context that is the model's limit, because the operator has chosen none, is shortened to what
-    the pool holds. models: the target, then the draft model; recorded_bytes: memory of recorded
-    passes and steps; has_draft_pool: whether the draft model's blocks hold its window only, in a
-    separate pool.
+    A context that is the model's limit, because the operator has chosen none, is shortened to
+    what the pool holds. models: the target, then the draft model; recorded_bytes: memory of
+    recorded passes and steps; has_draft_pool: whether the draft model's blocks hold its window
+    only, in a separate pool.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),

@@ -80,8 +80,8 @@ class BackendOption(NamedTuple):
     make: Callable[[Any, ModelConfig, int], Backend]
     """Return the backend of a model.
 
-    Further arguments: the requested formats, and the tokens of the longest text (0 is the model's
-    limit).
+    Further arguments: the requested formats, and the tokens of the longest text (0
+    is the model's limit).
     """
 
 

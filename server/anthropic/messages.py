@@ -1,7 +1,7 @@
 """`POST /v1/messages`: the request becomes a chat; the answer is a list of content blocks.
 
-Supports text, thinking and function tools, for coding agents with Anthropic's protocol. Nothing is
-stored.
+Supports text, thinking and function tools, for coding agents with Anthropic's
+protocol. Nothing is stored.
 """
 
 from __future__ import annotations

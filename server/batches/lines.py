@@ -56,8 +56,8 @@ class LineRequest:
 def read_lines(file: BinaryIO, endpoints: Collection[str], name: str = "") -> Iterator[InputLine]:
     """Yield the lines of a file with the faults that its endpoint would not find.
 
-    endpoints: allowed values of `url`. name: goes into the ids of lines, which depend on number and
-    content, too.
+    endpoints: allowed values of `url`. name: goes into the ids of lines, which depend on
+    number and content, too.
     """
     start = 0
     custom_ids: set[str] = set()

@@ -1,8 +1,8 @@
 """Batches and their lines in the database; files are in `stored_files.py`.
 
 The answer of a line, and the counts of its batch, are one durable transaction. Output files are
-written from the database when a batch ends, so that each line is in them exactly once whenever the
-daemon was killed.
+written from the database when a batch ends, so that each line is in them exactly once whenever
+the daemon was killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bounds of connections: their number, the bytes outside bodies, and the time to send a request.
 
-Not for: contents of requests (`middleware.py`, `bodies.py`), or clients that do not read
-(`--send-timeout`).
+Not for: contents of requests (`middleware.py`, `bodies.py`), or clients that
+do not read (`--send-timeout`).
 """
 
 from __future__ import annotations

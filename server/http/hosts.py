@@ -1,7 +1,7 @@
 """Checks the Host of requests to a daemon without a key that only this machine reaches.
 
-A web page may name such a daemon through its own domain (DNS rebinding). The browser then sends
-that domain.
+A web page may name such a daemon through its own domain (DNS rebinding). The browser
+then sends that domain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ASGI middleware: request ids, API keys, rates, body size, slow readers, error counting.
 
-It is not based on Starlette's BaseHTTPMiddleware, which hides a client's disconnect from the
-routes.
+It is not based on Starlette's BaseHTTPMiddleware, which hides a client's
+disconnect from the routes.
 """
 
 from __future__ import annotations

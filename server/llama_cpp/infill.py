@@ -194,8 +194,8 @@ def _sampling_fields(server: Server, body: LlamaFields) -> dict[str, Any]:
 def _gap_of(server: Server, body: InfillRequest, room: int) -> tuple[Gap, bool]:
     """Return the texts as tokens, at most `room` of them, and whether some were cut.
 
-    The prefix is cut at its beginning, the suffix at its end. Raises RequestError if `prompt`
-    leaves no room.
+    The prefix is cut at its beginning, the suffix at its end. Raises RequestError if
+    `prompt` leaves no room.
     """
     infill = infill_for(server, "input_suffix")
     most = server.tokenizer.longest_token

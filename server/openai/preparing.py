@@ -1,7 +1,7 @@
 """Turns a validated body into a `Generation`: prompts, tokens, grammars, engine requests.
 
-Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of single fields
-(`sampling_fields.py`).
+Not for: formats of answers (`writers.py`, `responses.py`), or the meaning
+of single fields (`sampling_fields.py`).
 """
 
 from __future__ import annotations

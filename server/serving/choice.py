@@ -1,8 +1,8 @@
 """One choice of an answer: takes each step's tokens and releases their text.
 
 Thoughts are separated first, so that stop strings and calls are looked for in the answer alone.
-Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not for:
-formats of APIs.
+Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not
+for: formats of APIs.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Generation:
     ) -> None:
         """structure: names causes of grammar errors.
 
-        cut_bound: most answer tokens of the shortest prompt, if the context left less than
-        requested.
+        cut_bound: most answer tokens of the shortest prompt, if the context
+        left less than requested.
         """
         self._structure = structure
         self.cut_bound = cut_bound

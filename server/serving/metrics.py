@@ -1,8 +1,8 @@
 """The Prometheus registry of the HTTP process. Names and buckets: `docs/observability.md`.
 
-Labels have a bounded number of values for any requests, and never contain a request id. The
-children of metrics that change with every step are looked up once, so that a step costs the HTTP
-process microseconds.
+Labels have a bounded number of values for any requests, and never contain a request id.
+The children of metrics that change with every step are looked up once, so that a step
+costs the HTTP process microseconds.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def position_label(position: int) -> str:
 def num_reached(outcome: Outcome) -> int:
     """Return the number of positions at which a drafted token was verified.
 
-    Positions after the end of an answer do not count. Chains shorter than the longest one count
-    with its length.
+    Positions after the end of an answer do not count. Chains shorter than the longest one
+    count with its length.
     """
     was_cut = len(outcome.token_ids) <= outcome.num_accepted
     return outcome.num_accepted if was_cut else min(outcome.num_accepted + 1, outcome.draft_length)

@@ -1,7 +1,7 @@
 """The settings of `polydraft serve` by group; `settings.py` combines them in one class.
 
-Flags have vLLM's names if the meaning is the same. The docstring of a group is its title, that of a
-setting its help.
+Flags have vLLM's names if the meaning is the same. The docstring of a group is its title, that of
+a setting its help.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Treatment of unsupported fields.
 
-A field that would change an answer is refused by name, unless its value has no effect. Any other
-field is ignored and reported in a log line and a response header; `--strict-fields` refuses such
-fields, too.
+A field that would change an answer is refused by name, unless its value has no effect. Any
+other field is ignored and reported in a log line and a response header; `--strict-fields`
+refuses such fields, too.
 
 Not for: the meaning of supported fields (`sampling_fields.py`), their models (`fields.py`), or the
 list of fields of other servers (`foreign_fields.py`).
@@ -109,8 +109,8 @@ def shown(name: str) -> str:
 def _misspelt(name: str, known: frozenset[str]) -> str | None:
     """Return the known name that a name misspells, or None.
 
-    Longer names such as `conversation_id` are not misspelt, nor are short names: `speed` is not
-    `seed`.
+    Longer names such as `conversation_id` are not misspelt, nor are short names:
+    `speed` is not `seed`.
     """
     plain = _HUMP.sub("_", name[:_LONGEST_SHOWN]).replace("-", "_").lower()
     if plain in known:

@@ -1,7 +1,7 @@
 """Recorded steps of engines with a head, whose drafting is recorded like a draft model's.
 
-Answers are those of eager steps, to the token (`tests/cuda/test_recorded_steps.py` explains the
-comparison).
+Answers are those of eager steps, to the token
+(`tests/cuda/test_recorded_steps.py` explains the comparison).
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Recording:
 class FakeGraphs:
     """Recordings of a device that is not there, which has room for `most` of them.
 
-    runs: runs work when it is recorded; ends_badly: the end of a recording that fails raises
-    another error.
+    runs: runs work when it is recorded; ends_badly: the end of a recording that
+    fails raises another error.
     """
 
     def __init__(

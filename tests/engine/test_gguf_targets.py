@@ -1,7 +1,7 @@
 """Answers of GGUF targets have their distribution, with every type of drafter.
 
-The exact distribution is that of transformers with the numbers of the blocks, whose layers round
-their rows.
+The exact distribution is that of transformers with the numbers of the blocks, whose
+layers round their rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Random requests in random company, in combinations that no other test names.
 
-Each answer in float32 is the same alone and among others that arrive at random steps, are aborted,
-preempted and cut into chunks, and share beginnings. Answers that depend on no draft are those of
-plain decoding. Masks, logprobs and counts are compared with plain transformers and with the fields
-of the request.
+Each answer in float32 is the same alone and among others that arrive at random steps, are
+aborted, preempted and cut into chunks, and share beginnings. Answers that depend on no draft are
+those of plain decoding. Masks, logprobs and counts are compared with plain transformers and with
+the fields of the request.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def test_grammars_that_cannot_be_started_wait_for_others_to_end() -> None:
 def test_costly_grammars_leave_room_for_others() -> None:
     """Twenty that are never read, then an ordinary one.
 
-    It begins once each place has seen a first slice, while at most two costly ones are read
-    further, in turn.
+    It begins once each place has seen a first slice, while at most two costly ones are
+    read further, in turn.
     """
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]

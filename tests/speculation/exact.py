@@ -92,8 +92,8 @@ def from_prefix(world: TabularModel, prefix: Path, length: int, shifts: tuple[Ta
 def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int, model_of: ModelOf = from_prefix) -> Law:
     """Return the law of the first tokens that step after step emits.
 
-    model_of: the model of a step, by default with the world's own draft laws and chains of
-    `length`.
+    model_of: the model of a step, by default with the world's own draft laws
+    and chains of `length`.
     """
     law: Law = defaultdict(float)
 

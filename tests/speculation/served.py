@@ -1,11 +1,11 @@
 """Many requests over small models for served rules, and whether they emit right.
 
-A *kind* of request is a model, the place in its text where the requests begin, and how they are
-drafted. Requests of all kinds of a batch stand in turn in every call, so that neighbours have other
-laws, lengths and numbers of chains. Two laws are compared with the exact ones. That of a first
-step's (accepted tokens, next token) with the enumeration of the rule; that of the first emitted
-tokens, over as many steps as these take, with the target's own, which no formula of the rule
-enters.
+A *kind* of request is a model, the place in its text where the requests begin, and how they
+are drafted. Requests of all kinds of a batch stand in turn in every call, so that neighbours
+have other laws, lengths and numbers of chains. Two laws are compared with the exact ones. That
+of a first step's (accepted tokens, next token) with the enumeration of the rule; that of the
+first emitted tokens, over as many steps as these take, with the target's own, which no formula
+of the rule enters.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ nodes, whose distribution is known, stand at the same text. Below it a step of t
 first target law is the node's own without the refused tokens. The emitted text alone would not
 notice everything: a rule that overlooks drafts is still lossless, only slower.
 
-Rules that decide node by node are enumerated themselves, too, up to 1e-12. All are sampled through
-`verify_chains`.
+Rules that decide node by node are enumerated themselves, too, up to 1e-12. All
+are sampled through `verify_chains`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every pair of a rule and a source of drafts is exact, or it is refused by name.
 
-The laws of three tokens over all their steps are enumerated, with draft laws and shapes that change
-from step to step as those of the source do. A pair is refused if and only if its law is not the
-target's.
+The laws of three tokens over all their steps are enumerated, with draft laws and shapes that
+change from step to step as those of the source do. A pair is refused if and only if its law
+is not the target's.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def test_a_rule_and_a_drafter_are_exact_or_refused(rule: str, drafter: str) -> N
 def text_drafts(step: Callable[[TabularModel], list[RuleOutcome]]) -> Callable[[TabularModel], list[RuleOutcome]]:
     """Return steps before which a text draft of one token is tried.
 
-    The draft's distribution there is unknown, so nothing is known about pending changes of the
-    target.
+    The draft's distribution there is unknown, so nothing is known about pending
+    changes of the target.
     """
 
     def walked(model: TabularModel) -> list[RuleOutcome]:

@@ -179,8 +179,8 @@ def test_seeds_give_the_same_law(rule: str) -> None:
 def test_tiles_decide_as_rows_do(rule: str) -> None:
     """Few requests, because Triton's interpreter is slow.
 
-    All the other tests of this file go through the compiled kernels of their device where laws are
-    in float32.
+    All the other tests of this file go through the compiled kernels of their device where
+    laws are in float32.
     """
     triton = pytest.importorskip("engine.cuda.kernels")
     kinds = kinds_of(rule, "iid", "chains", 0)

@@ -1,7 +1,7 @@
 """Shapes that depend on drafted tokens, and trees with a stem, by enumeration.
 
-docs/score-race.md proves both. No stem is served, because none was predicted to pay (`analyze
-shapes`).
+docs/score-race.md proves both. No stem is served, because none was predicted
+to pay (`analyze shapes`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def below_a_stem(
 ) -> list[RuleOutcome]:
     """Enumerate a stem whose last test uses the smallest score of the branches.
 
-    limit: the score up to which the winner of the branches is emitted, given the weight of the
-    stem's last token.
+    limit: the score up to which the winner of the branches is emitted, given the weight of
+    the stem's last token.
     """
     every = EveryChain.of(replace(model, length=stem))
     known = blocks(every.chains, every.target)

@@ -1,12 +1,12 @@
 """Rules of whole chains that are kernels: token verification, the score race, the longest match.
 
 Token verification of one chain (Leviathan et al. 2023, Chen et al. 2023): a drafted token x is
-accepted with probability min(1, p(x)/q(x)); at the first rejection the next token is drawn from
-norm (p - q)+, after a whole accepted chain from p. Expected accepted length: E_{Y~p} sum_i
-prod_{j<=i} min(1, q_j(Y_j)/p_j(Y_j)).
+accepted with probability min(1, p(x)/q(x)); at the first rejection the next token is drawn
+from norm (p - q)+, after a whole accepted chain from p. Expected accepted length: E_{Y~p}
+sum_i prod_{j<=i} min(1, q_j(Y_j)/p_j(Y_j)).
 
-The score race, which with one chain is block verification: `engine.kernels.torch_block` has the
-algorithm.
+The score race, which with one chain is block verification:
+`engine.kernels.torch_block` has the algorithm.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Rules at one position, and their composition down the drafted chains.
 
 A node rule takes the target law p, the draft law q and the drafted tokens at a node, and returns
-the law of the emitted token given those drafts; it draws nothing. "Accepted" means that the emitted
-token is one of the drafts. Composed top-down: draw the token at the root. If it is a draft, every
-node with that token stays alive, and the walk continues below them with all their children as
-drafts; otherwise it stops. For any draws, each emitted token has the target's law given the tokens
-before it. So the composition is lossless for every lossless node rule, even if the token came from
-a residual.
+the law of the emitted token given those drafts; it draws nothing. "Accepted" means that the
+emitted token is one of the drafts. Composed top-down: draw the token at the root. If it is a
+draft, every node with that token stays alive, and the walk continues below them with all their
+children as drafts; otherwise it stops. For any draws, each emitted token has the target's law
+given the tokens before it. So the composition is lossless for every lossless node rule, even if
+the token came from a residual.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 A text draft is deterministic: its draft law is the token itself. The text drafts of a request form
 a tree. Walk down that tree: at a node with target law p and children D, continue to x in D with
 probability p(x). With the remaining probability stop; the next token is then not in D, so its law
-is p without D, scaled to 1. There the request's own rule takes over, with that law at the root, for
-the drawn chains that begin with the path so far (given this prefix, the rest of them has its usual
-law). Every emitted token has the target's law given the tokens before it, so this is lossless with
-every rule that is lossless for any target law. Rules that change the targets of later steps are
-excluded.
+is p without D, scaled to 1. There the request's own rule takes over, with that law at the root,
+for the drawn chains that begin with the path so far (given this prefix, the rest of them has its
+usual law). Every emitted token has the target's law given the tokens before it, so this is
+lossless with every rule that is lossless for any target law. Rules that change the targets of
+later steps are excluded.
 """
 
 from __future__ import annotations

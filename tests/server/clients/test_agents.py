@@ -1,8 +1,8 @@
 """Coding agents finish a task with calls: real programs if installed, and protocols.
 
-The model's answers are scripted by its weights (`scripted_model.py`). Daemon, protocols, parsing of
-calls, long prompts and speculation are real. Programs are found on the path, or in
-tests/server/clients/npm/node_modules.
+The model's answers are scripted by its weights (`scripted_model.py`). Daemon,
+protocols, parsing of calls, long prompts and speculation are real. Programs are found
+on the path, or in tests/server/clients/npm/node_modules.
 """
 
 from __future__ import annotations
